@@ -1,0 +1,72 @@
+"""Every error pipebench raises on purpose.
+
+A `UserError` is the user's to mend: the command line prints its one sentence and exits with 2.
+Anything else is ours: exit code 3, with a traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class PipebenchError(Exception):
+    """Base of all pipebench errors."""
+
+
+class UserError(PipebenchError):
+    """A mistake in what the user gave; the message says where, what was given and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a recipe.
+
+    Attributes:
+        file: the file (or `command line`) that holds the fault.
+        key: full dotted key, or "" for the file as a whole.
+        problem: what is wrong, what was given and what is allowed, as the end of a sentence.
+    """
+
+    file: str
+    key: str
+    problem: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}: {self.key}" if self.key else self.file
+        return f"{where}: {self.problem}"
+
+
+class RecipeError(UserError, ValueError):
+    """A recipe that can't be run; `faults` holds everything wrong with it, one sentence each."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+class PlanError(UserError, ValueError):
+    """A plan that doesn't add up for this model, mode or cluster."""
+
+
+class GraphError(UserError, ValueError):
+    """A model that can't be turned into a layer graph; names the module and the reason."""
+
+
+class ProfileError(UserError, ValueError):
+    """A profile that can't be read or made."""
+
+
+class ScheduleError(PipebenchError, RuntimeError):
+    """Workers wait for each other in a circle; the message draws what each one waits for."""
+
+
+def nearest(given: object, allowed: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the closest allowed name, or "" if nothing is close."""
+    matches = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.55)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def choice(given: object, allowed: Iterable[str]) -> str:
+    """Return the standard end of a sentence about a name that isn't among the allowed ones."""
+    names = list(allowed)
+    return f"got {given!r}, allowed are {', '.join(names)}{nearest(given, names)}"

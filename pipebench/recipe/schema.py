@@ -1,0 +1,165 @@
+"""The recipe's schema: every key, its type, its default and what it means.
+
+The dataclasses are OmegaConf structured configs and, once a recipe is loaded, the frozen values that the rest of
+pipebench reads. Rules that a type can't express live in `validate.py`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """How a stage's parameters are updated.
+
+    Attributes:
+        name: `sgd` or `adam`.
+        lr: learning rate of the input stage.
+        momentum: SGD only.
+        weight_decay: L2 penalty added to the gradient, as torch.optim does.
+        betas: Adam only.
+        eps: Adam only.
+        lr_scaling: `replicas` scales a stage's rate by its samples per update over the input stage's (the
+            PipeDream artifact's rule); `none` gives every stage the same rate.
+        clip_norm: largest gradient norm; null for no clipping. Exact in flushing modes; per stage otherwise.
+    """
+
+    name: str = "sgd"
+    lr: float = MISSING
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    lr_scaling: str = "replicas"
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleRecipe:
+    """How the learning rate changes with the samples seen.
+
+    Attributes:
+        name: `constant`, `step` (times `factor` every `every_epochs`) or `cosine` (to zero at `max_epochs`).
+        every_epochs: step only.
+        factor: step only.
+        warmup_epochs: the rate grows linearly over so many epochs first.
+    """
+
+    name: str = "constant"
+    every_epochs: float | None = None
+    factor: float | None = None
+    warmup_epochs: float = 0.0
+
+
+@dataclass(frozen=True)
+class TargetRecipe:
+    """The accuracy that ends the run: `metric` of the dataset, `value` as a fraction, never per cent."""
+
+    metric: str = MISSING
+    value: float = MISSING
+
+
+@dataclass(frozen=True)
+class PeriodRecipe:
+    """A period: so many epochs or so many minibatches, one of the two."""
+
+    epochs: int | None = None
+    minibatches: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    """What is trained, until when.
+
+    Attributes:
+        seed: everything random derives from it.
+        minibatch_size: samples that travel together, per replica (the papers' per-GPU G).
+        target: null trains for throughput only, until `max_epochs`.
+        evaluate_every: the pipeline drains before every evaluation; there is always one at the end.
+    """
+
+    seed: int = 0
+    minibatch_size: int = MISSING
+    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
+    schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
+    target: TargetRecipe | None = None
+    max_epochs: int = MISSING
+    evaluate_every: PeriodRecipe = field(default_factory=lambda: PeriodRecipe(epochs=1))
+
+
+@dataclass(frozen=True)
+class ClusterRecipe:
+    """Which cluster, and how many components of its outermost level (servers)."""
+
+    name: str = MISSING
+    servers: int = 1
+
+
+@dataclass(frozen=True)
+class ParallelismRecipe:
+    """The parallelism mode, and the columns of the table of modes where they differ from the mode's own.
+
+    Attributes:
+        mode: a row of `pipebench/modes.py`.
+        plan: `auto`, `straight`, or replicas per stage the papers' way: `15-1`, `2-1-1`, `16`.
+        cuts: first layer of every stage but the first; null balances compute time.
+        depth: minibatches in flight per input-stage replica; `auto` is NOAM.
+        microbatches: microbatches per minibatch (flushing modes).
+        accumulate: whole minibatches per input-stage round and update (flushing modes).
+        recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
+        order: `all-forwards` or `1f1b`; null: the mode's own.
+        weights: `one`, `stash`, `stash-vertical-sync` or `none`; null: the mode's own.
+    """
+
+    mode: str = MISSING
+    plan: Any = "auto"
+    cuts: list[str] | None = None
+    depth: Any = "auto"
+    microbatches: int = 1
+    accumulate: int = 1
+    recompute: bool | None = None
+    order: str | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineRecipe:
+    """What plays the schedule.
+
+    Attributes:
+        kind: `virtual` (real arithmetic on a virtual clock) or `simulated` (durations only, no training).
+        device: `auto`, `cpu` or `cuda`: where the virtual engine computes.
+        threads: `auto` or torch's number of threads.
+        timing: `auto` (measured on cluster `local`, analytic elsewhere), `measured`, `analytic` or a profile file.
+        deterministic: deterministic kernels only.
+        tf32: allow TF32 on GPUs that have it.
+    """
+
+    kind: str = "virtual"
+    device: str = "auto"
+    threads: Any = "auto"
+    timing: str = "auto"
+    deterministic: bool = True
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One question: this model, this data, this cluster, this way of parallelising.
+
+    Attributes:
+        name: names the run; letters, digits, `.`, `_`, `-`.
+        model: `name` (of the zoo) or `target` (`package.module:function`), `leaves` (modules not traced into), and
+            the model's own options.
+        dataset: `name`, `root` and `loader_processes` where the dataset takes them, and its own options.
+    """
+
+    name: str = MISSING
+    model: dict[str, Any] = MISSING
+    dataset: dict[str, Any] = MISSING
+    train: TrainRecipe = field(default_factory=TrainRecipe)
+    cluster: ClusterRecipe = field(default_factory=ClusterRecipe)
+    parallelism: ParallelismRecipe = field(default_factory=ParallelismRecipe)
+    engine: EngineRecipe = field(default_factory=EngineRecipe)

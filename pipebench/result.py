@@ -1,0 +1,73 @@
+"""What a run gives back: the answer to the recipe's question, plain numbers only."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One moment of a training run, at a drain or a logging step.
+
+    Attributes:
+        samples: training samples seen since the start.
+        clock_s: seconds on the run's clock (virtual or wall), evaluation included.
+        metrics: metric name to value, e.g. `train_loss`, `top1`.
+    """
+
+    samples: int
+    clock_s: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The outcome of one run of one recipe.
+
+    Attributes:
+        name: the recipe's name.
+        mode: parallelism mode.
+        plan: the plan in the papers' notation, e.g. `15-1`.
+        engine: `simulated`, `virtual` or `distributed`.
+        clock: `virtual` or `wall`.
+        timing: where durations came from, one readable sentence.
+        seed: the recipe's seed.
+        outcome: `reached`, `missed`, `diverged`, `completed` (no target set) or `interrupted`.
+        sentence: the outcome in one sentence for people.
+        metrics: final numbers under their tracking names (`time_to_accuracy_s`, `comm_bytes_total`, ...).
+        points: the curves, in time order.
+        stages: one mapping per stage: layers, replicas, depth, and its measured numbers.
+    """
+
+    name: str
+    mode: str
+    plan: str
+    engine: str
+    clock: str
+    timing: str
+    seed: int
+    outcome: str
+    sentence: str
+    metrics: Mapping[str, float]
+    points: tuple[Point, ...] = ()
+    stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the target was reached or none was set, 1 when missed or diverged, 130 when interrupted."""
+        return {REACHED: 0, COMPLETED: 0, MISSED: 1, DIVERGED: 1, INTERRUPTED: 130}[self.outcome]
+
+    def to_json(self) -> str:
+        """Return the result as indented JSON; `from_json` reads it back exactly."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "RunResult":
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        data["points"] = tuple(Point(**point) for point in data["points"])
+        data["stages"] = tuple(data["stages"])
+        return RunResult(**data)

@@ -1,0 +1,69 @@
+"""A timeline: what every worker and every link did, and when."""
+
+from dataclasses import dataclass
+
+FORWARD, BACKWARD, UPDATE, LOAD, EVALUATE = "forward", "backward", "update", "load", "evaluate"
+ACTIVATION, GRADIENT, ALL_REDUCE, BUFFERS = "activation", "gradient", "all-reduce", "buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something a worker did, or was waiting for, from `start_s` to `end_s`.
+
+    Attributes:
+        worker: worker index.
+        kind: `forward`, `backward`, `update`, `evaluate`, `wait` (for `label`).
+        label: short text, e.g. `F3` (minibatch 3), `B3.1` (microbatch 1 of it), `U2` (round 2).
+        start_s: seconds on the run's clock.
+        end_s: likewise.
+        minibatch: number of the minibatch, -1 where there is none.
+    """
+
+    worker: int
+    kind: str
+    label: str
+    start_s: float
+    end_s: float
+    minibatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes on their way: one send, or one bucket of an all-reduce.
+
+    Attributes:
+        kind: `activation`, `gradient`, `all-reduce`, `buffers`.
+        label: e.g. `F3`, `B3`, `R2` (all-reduce of round 2).
+        senders: the workers that send; one for a send, all of them for an all-reduce.
+        receivers: likewise.
+        level: name of the slowest level crossed.
+        num_bytes: payload, counted once, at the senders.
+        start_s: seconds on the run's clock.
+        end_s: likewise; the last byte has arrived.
+    """
+
+    kind: str
+    label: str
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    level: str
+    num_bytes: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The first part of a run, whole enough to see fill, steady state and drain.
+
+    Attributes:
+        worker_names: one per worker, e.g. `stage 0 replica 1`.
+        spans: in order of start.
+        transfers: in order of start.
+        truncated: whether the run went on after the last span.
+    """
+
+    worker_names: tuple[str, ...]
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...]
+    truncated: bool
