@@ -105,15 +105,11 @@ def trace(model: nn.Module, leaves: Sequence[str] = ()) -> LayerGraph:
     Raises:
         GraphError: torch.fx can't trace it; names the module, the line and the way out.
     """
-    root = copy.copy(model)
-    root._modules = dict(model._modules)
-    training = model.training
     try:
         graph = _Tracer(leaves).trace(model)
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
         raise GraphError(_why_not_traced(model, error)) from error
-    module = fx.GraphModule(root, graph)
-    module.train(training)
+    module = fx.GraphModule(model, graph)
     _drop_unused_inputs(graph)
     _dropout_functions_to_modules(module, graph)
     _read_overwritten_values_from_their_writer(module, graph)

@@ -1,0 +1,124 @@
+"""What every instruction costs: the profile, summed over stages, in the form the simulator reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipebench.graph import LayerGraph
+from pipebench.plan import Plan
+from pipebench.profile.model import LayerProfile, Profile
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel's defaults: a small first, then 25 MiB
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are all-reduced together.
+
+    Attributes:
+        num_bytes: their size.
+        ready: fraction of the stage's backward after which the last of them exists.
+        parameters: their qualified names, in the order the backward reaches them.
+    """
+
+    num_bytes: int
+    ready: float
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of one stage on one replica; mappings go from the number of samples in a unit.
+
+    Attributes:
+        forward_s: forward of one unit.
+        backward_s: backward of one unit, recomputation included.
+        load_s: loading one unit's inputs.
+        update_s: one optimizer step.
+        buckets: what is all-reduced per update, in order of readiness.
+        buffer_bytes: buffers (BatchNorm statistics) averaged over the replicas at a drain.
+    """
+
+    forward_s: Mapping[int, float]
+    backward_s: Mapping[int, float]
+    load_s: Mapping[int, float]
+    update_s: float
+    buckets: tuple[Bucket, ...] = ()
+    buffer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All costs of a pipeline.
+
+    Attributes:
+        stages: one per stage.
+        activation_bytes: per edge (source stage, target stage), number of samples to bytes that cross forward.
+        gradient_bytes: likewise, back.
+    """
+
+    stages: tuple[StageCosts, ...]
+    activation_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+    gradient_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+
+
+def stage_costs(profile: Profile, graph: LayerGraph, plan: Plan, *, recompute: bool) -> Costs:
+    """Sum a profile over the stages of a plan.
+
+    Args:
+        profile: layer costs at every size that travels.
+        graph: the layer graph the profile is of.
+        plan: which layers make a stage, and what crosses.
+        recompute: whether a backward computes the forward again first.
+    """
+    loss = len(graph.layers)
+    stages = []
+    for stage in plan.stages:
+        indices = [*range(stage.start, stage.stop), *([loss] if stage.stop == loss else [])]
+        forward = {n: sum(rows[i].forward_s for i in indices) for n, rows in profile.layers.items()}
+        backward = {n: sum(rows[i].backward_s for i in indices) for n, rows in profile.layers.items()}
+        if recompute:
+            backward = {n: seconds + forward[n] for n, seconds in backward.items()}
+        reads_inputs = any(graph.layers[i].inputs for i in range(stage.start, stage.stop))
+        load = {n: profile.load_s.get(n, 0.0) if reads_inputs else 0.0 for n in profile.layers}
+        rows = next(iter(profile.layers.values()))
+        num_bytes = sum(rows[i].parameter_bytes for i in indices)
+        update = profile.update_floor_s + num_bytes * profile.update_s_per_byte if num_bytes else 0.0
+        buckets = _buckets(graph, rows, range(stage.start, stage.stop))
+        stages.append(StageCosts(forward, backward, load, update, buckets, _buffer_bytes(graph, stage.start, stage.stop)))
+    activation, gradient = {}, {}
+    for edge, producers in plan.crossings.items():
+        activation[edge] = {n: sum(rows[i].output_bytes for i in producers) for n, rows in profile.layers.items()}
+        gradient[edge] = {n: sum(rows[i].gradient_bytes for i in producers) for n, rows in profile.layers.items()}
+    return Costs(tuple(stages), activation, gradient)
+
+
+def _buckets(graph: LayerGraph, rows: tuple[LayerProfile, ...], indices: range) -> tuple[Bucket, ...]:
+    """Group a stage's parameters in the order its backward reaches them (last layer first)."""
+    total_s = sum(rows[i].backward_s for i in indices) or 1.0
+    buckets: list[Bucket] = []
+    names: list[str] = []
+    num_bytes, done_s = 0, 0.0
+    seen: set[str] = set()
+    sizes = {name: p.numel() * p.element_size() for name, p in graph.root.named_parameters()}
+    for index in reversed(indices):
+        done_s += rows[index].backward_s
+        fresh = [name for name in graph.layers[index].parameters if name not in seen]
+        seen.update(fresh)
+        names += fresh
+        num_bytes += sum(sizes[name] for name in fresh)
+        if num_bytes >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(Bucket(num_bytes, min(1.0, done_s / total_s), tuple(names)))
+            names, num_bytes = [], 0
+    if names:
+        buckets.append(Bucket(num_bytes, 1.0, tuple(names)))
+    return tuple(buckets)
+
+
+def _buffer_bytes(graph: LayerGraph, start: int, stop: int) -> int:
+    """Return the bytes of the floating-point buffers of the modules of a stage, each counted once."""
+    buffers = {}
+    for layer in graph.layers[start:stop]:
+        if layer.node.op == "call_module":
+            module = graph.root.get_submodule(str(layer.node.target))
+            buffers.update({id(b): b for b in module.buffers() if b.is_floating_point()})
+    return sum(b.numel() * b.element_size() for b in buffers.values())
