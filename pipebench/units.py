@@ -1,0 +1,65 @@
+"""Quantities with units, as recipes write them: `10 Gbit/s`, `16 GB`, `5 us`; a plain number is in the base unit."""
+
+import math
+import re
+from collections.abc import Mapping
+
+from pipebench.errors import UserError, nearest
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PREFIXES = _DECIMAL | _BINARY
+
+BYTES: Mapping[str, float] = {f"{prefix}B": factor for prefix, factor in _PREFIXES.items()}
+BYTES_PER_S: Mapping[str, float] = {f"{prefix}B/s": factor for prefix, factor in _PREFIXES.items()} | {
+    f"{prefix}bit/s": factor / 8 for prefix, factor in _DECIMAL.items()
+}
+SECONDS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+_QUANTITY = re.compile(r"\s*(?P<number>[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*", re.ASCII)
+
+
+class UnitError(UserError, ValueError):
+    """A quantity that can't be read; the message says what was given and which units there are."""
+
+
+def parse_bytes(given: object) -> int:
+    """Return a positive number of bytes, e.g. 16_000_000_000 for `16 GB`.
+
+    Raises:
+        UnitError: not a number with one of the units of `BYTES`.
+    """
+    return round(_parse(given, BYTES, "size", "B", smallest=1.0))
+
+
+def parse_bandwidth(given: object) -> float:
+    """Return a positive bandwidth [bytes/s], e.g. 1.25e9 for `10 Gbit/s`.
+
+    Raises:
+        UnitError: not a number with one of the units of `BYTES_PER_S`.
+    """
+    return _parse(given, BYTES_PER_S, "bandwidth", "B/s", smallest=1.0)
+
+
+def parse_duration(given: object) -> float:
+    """Return a duration of 0 or more [s], e.g. 5e-6 for `5 us`.
+
+    Raises:
+        UnitError: not a number with one of the units of `SECONDS`.
+    """
+    return _parse(given, SECONDS, "duration", "s", smallest=0.0)
+
+
+def _parse(given: object, units: Mapping[str, float], what: str, base: str, smallest: float) -> float:
+    match = None if isinstance(given, bool) else _QUANTITY.fullmatch(str(given)[:100])
+    unit = (match["unit"] or base) if match else ""
+    if match is None or unit not in units:
+        hint = nearest(unit, units) if unit else ""
+        raise UnitError(
+            f"got {str(given)[:40]!r}, allowed is a {what}: a number, then one of {', '.join(units)} "
+            f"(without a unit: {base}){hint}"
+        )
+    quantity = float(match["number"]) * units[unit]
+    if not math.isfinite(quantity) or quantity < smallest:
+        raise UnitError(f"got {str(given)[:40]!r}, allowed is a {what} of at least {smallest:g} {base}")
+    return quantity
