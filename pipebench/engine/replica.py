@@ -1,0 +1,259 @@
+"""One replica of one stage: forward, backward and update of the minibatches it is given.
+
+It knows no schedule, no clock and no transport, and no mode: which version a minibatch uses is told to it, and what
+it holds can be asked of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipebench.engine.stage import Stage
+from pipebench.engine.weights import MakeOptimizer, Version, Weights
+from pipebench.sampling import mix, name_hash, seed_default_generator
+
+Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+@dataclass
+class _InFlight:
+    """A unit between its forward and its backward."""
+
+    version: Version
+    arguments: list[Any]  # the module's arguments, gradients wanted for their leaves
+    received: dict[int, Any]  # received values by layer, among the arguments
+    results: list[torch.Tensor] = field(default_factory=list)  # tensors that gradients come back for
+    loss: LossFunction | None = None
+    draw: tuple[int, ...] = ()
+    num_bytes: int = 0
+
+
+class Replica:
+    """Runs one stage.
+
+    Args:
+        stage: the stage; its module is this replica's alone.
+        make_optimizer: makes the optimizer for the stage's parameters.
+        device: where it computes.
+        seed: the run's seed, for random layers.
+        recompute: drop activations after the forward and compute them again for the backward.
+        overwrite: weight policy `none`, see `Weights`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        make_optimizer: MakeOptimizer,
+        *,
+        device: torch.device,
+        seed: int,
+        recompute: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.stage = stage
+        self.module = stage.module.to(device).train()
+        self.weights = Weights(self.module, make_optimizer, overwrite=overwrite)
+        self._recompute = recompute
+        self._device = device
+        self._in_flight: dict[int, _InFlight] = {}
+        self._saved_bytes: dict[tuple[torch.Size, ...], int] = {}
+        self._norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._draw: tuple[int, ...] = ()
+        self._wanted: list[bool] | None = None  # which tensors that leave have a gradient
+        self._own_sums: set[int] = set()
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.weights.names)
+        for path in stage.random:
+            self._seed_before(self.module.get_submodule(path), mix(seed, name_hash(path)))
+
+    def forward(
+        self,
+        unit: int,
+        draw: tuple[int, ...],
+        inputs: Sequence[torch.Tensor],
+        received: Values,
+        *,
+        version: int | None = None,
+        loss: LossFunction | None = None,
+    ) -> tuple[Values, torch.Tensor | None]:
+        """Run a unit forward and keep what its backward needs.
+
+        Args:
+            unit: the unit's number; at most one forward before its backward.
+            draw: what random layers depend on: (minibatch, microbatch).
+            inputs: the model inputs the stage reads, in its order.
+            received: values from other stages, by layer.
+            version: number of the weight version to use; None for the newest.
+            loss: in the last stage, maps the model's output to the loss whose gradient is taken.
+
+        Returns:
+            The values that leave the stage, detached, by layer; and the loss in the last stage.
+        """
+        weights = self.weights.newest if version is None else self.weights.find(version)
+        weights.users += 1
+        received = {layer: pytree.tree_map(_as_leaf, value) for layer, value in received.items()}
+        item = _InFlight(weights, [*inputs, *received.values()], received, loss=loss, draw=draw)
+        self._in_flight[unit] = item
+        self.weights.bind(weights)
+        self._draw = draw
+        if self._recompute and self._wanted is not None:
+            with torch.no_grad():
+                outputs = self.module(*item.arguments)
+                loss_value = loss(outputs[-1]) if loss is not None else None
+        else:  # the first unit always runs with gradients on: it shows which values have one
+            outputs, loss_value = self._run(item)
+        leaving = pytree.tree_leaves(list(outputs[: len(self.stage.returns)]))
+        if self._wanted is None:
+            self._wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaving]
+        if self._recompute:
+            item.results, item.num_bytes = [], _num_bytes(item.arguments)
+        wanted = iter(self._wanted)
+        values = {
+            layer: pytree.tree_map(lambda leaf: _detached(leaf, next(wanted)), value)
+            for layer, value in zip(self.stage.returns, outputs, strict=False)
+        }
+        return values, None if loss_value is None else loss_value.detach()
+
+    def backward(self, unit: int, gradients: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """Run a unit backward and add to `gradients` of the parameters.
+
+        Args:
+            unit: a unit that has run forward.
+            gradients: one per tensor that requires grad among the values that left, in order; the loss needs none.
+
+        Returns:
+            Per received layer the gradients of those of its tensors that required grad.
+        """
+        item = self._in_flight.pop(unit)
+        if self._recompute:
+            self.weights.bind(item.version)
+            self._draw = item.draw
+            self._without_statistics(item)
+        leaves = [t for value in item.received.values() for t in _differentiable(value)]
+        parameters = item.version.parameters
+        found = self._gradients(item, [*leaves, *parameters], gradients)
+        self._add(found[len(leaves) :])
+        item.results.clear()
+        self.weights.release(item.version)
+        back: dict[int, list[torch.Tensor]] = {}
+        remaining = iter(zip(leaves, found, strict=False))
+        for layer, value in item.received.items():
+            pairs = [next(remaining) for _ in _differentiable(value)]
+            back[layer] = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
+        return back
+
+    def update(self, gradients: Sequence[torch.Tensor | None], lr: float) -> None:
+        """Apply one update and forget the accumulated gradients."""
+        self.weights.update(gradients, lr)
+        self.gradients = [None] * len(self.gradients)
+        self._own_sums.clear()
+
+    def evaluate(self, inputs: Sequence[torch.Tensor], received: Values) -> tuple[Values, Any]:
+        """Run forward only, in evaluation mode with the newest weights; return the values that leave and the output."""
+        self.weights.bind(self.weights.newest)
+        self.module.eval()
+        with torch.no_grad():
+            outputs = self.module(*inputs, *received.values())
+        self.module.train()
+        return dict(zip(self.stage.returns, outputs, strict=False)), outputs[-1] if self.stage.is_last else None
+
+    def live_bytes(self) -> int:
+        """Return the bytes this replica holds: versions, optimizer state, gradients, minibatches in flight."""
+        gradients = sum(g.nbytes for g in self.gradients if g is not None)
+        in_flight = sum(item.num_bytes for item in self._in_flight.values())
+        return self.weights.num_alive * self.weights.version_bytes + self.weights.state_bytes + gradients + in_flight
+
+    def _run(self, item: _InFlight) -> tuple[Any, torch.Tensor | None]:
+        """Run the module with gradients on; measure what it saves the first time a shape comes by."""
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(item.arguments) if isinstance(leaf, torch.Tensor))
+        saved: dict[int, int] | None = None if shapes in self._saved_bytes else {}
+        if saved is None:
+            outputs = self.module(*item.arguments)
+            loss_value = item.loss(outputs[-1]) if item.loss is not None else None
+        else:
+            with _record_saved(saved):
+                outputs = self.module(*item.arguments)
+                loss_value = item.loss(outputs[-1]) if item.loss is not None else None
+            own = {p.untyped_storage().data_ptr() for p in item.version.parameters}
+            own |= {b.untyped_storage().data_ptr() for b in self.module.buffers()}
+            self._saved_bytes[shapes] = sum(size for pointer, size in saved.items() if pointer not in own)
+        item.num_bytes = self._saved_bytes[shapes]
+        tail = len(self.stage.returns)
+        item.results = [t for value in outputs[:tail] for t in _differentiable(value)]
+        if loss_value is not None:
+            item.results.append(loss_value)
+        return outputs, loss_value
+
+    def _gradients(
+        self, item: _InFlight, wanted: list[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        heads = [*given, None] if item.loss is not None else list(given)
+        pairs = [(r, head) for r, head in zip(item.results, heads, strict=True) if r.requires_grad]
+        if not wanted or not pairs:
+            return [None] * len(wanted)
+        results, heads = [list(column) for column in zip(*pairs, strict=True)]
+        return torch.autograd.grad(results, wanted, heads, allow_unused=True)
+
+    def _add(self, found: Sequence[torch.Tensor | None]) -> None:
+        for index, gradient in enumerate(found):
+            if gradient is None:
+                continue
+            total = self.gradients[index]
+            if total is None:
+                self.gradients[index] = gradient
+            elif index in self._own_sums:
+                total.add_(gradient)
+            else:  # autograd may hand out one tensor for two parameters: never write into what it gave
+                self.gradients[index] = total + gradient
+                self._own_sums.add(index)
+
+    def _without_statistics(self, item: _InFlight) -> None:
+        """Recompute a forward without touching BatchNorm's running statistics a second time (P42)."""
+        kept = [(norm, norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in self._norms]
+        for norm in self._norms:
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+        try:
+            self._run(item)
+        finally:
+            for norm, mean, var, count in kept:
+                norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
+
+    def _seed_before(self, module: nn.Module, key: int) -> None:
+        def seed(_module: nn.Module, _arguments: Any) -> None:
+            if _module.training:
+                seed_default_generator(self._device, mix(key, *self._draw))
+
+        module.register_forward_pre_hook(seed)
+
+
+def _detached(leaf: Any, wanted: bool) -> Any:
+    """Detach a tensor that leaves; whether it has a gradient travels along as its `requires_grad`."""
+    return leaf.detach().requires_grad_(wanted) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _as_leaf(leaf: Any) -> Any:
+    """Make a received tensor the start of this stage's own graph; anything else passes as it is."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _differentiable(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _record_saved(saved: Mapping[int, int]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Note every storage autograd saves, once each."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()  # type: ignore[index]
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -1,0 +1,429 @@
+"""The virtual engine: N logical workers, real arithmetic, one process, one device, a virtual clock.
+
+It plays the simulator's events in order and executes each. Weight versions, stale gradients and replicas are exactly
+those of N processes; only time is the simulator's.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pipebench.cluster import Cluster
+from pipebench.costs import Costs
+from pipebench.engine.replica import LossFunction, Replica, Values
+from pipebench.engine.ring import ring_all_reduce
+from pipebench.engine.stage import cut_stage
+from pipebench.engine.weights import MakeOptimizer
+from pipebench.graph import LayerGraph
+from pipebench.modes import NONE, VERTICAL_SYNC
+from pipebench.network import Network
+from pipebench.plan import Plan
+from pipebench.sampling import Sampler, microbatch_sizes
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.pipeline import Pipeline, forward_programs, programs
+from pipebench.simulate import Event, Simulation
+from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
+from zoo.registry import Dataset
+
+EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything an engine needs to run a recipe.
+
+    Attributes:
+        graph: the layer graph; its parameters are the initial weights.
+        plan: stages and what crosses between them.
+        pipeline: the pipeline's shape and order of work.
+        costs: seconds and bytes of every instruction.
+        cluster: where it runs.
+        dataset: the data.
+        sampler: which samples make up minibatch k.
+        make_optimizer: makes a stage's optimizer.
+        lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
+        weights: weight policy.
+        recompute: whether backwards compute their forward again.
+        seed: for random layers.
+        device: where arithmetic happens.
+    """
+
+    graph: LayerGraph
+    plan: Plan
+    pipeline: Pipeline
+    costs: Costs
+    cluster: Cluster
+    dataset: Dataset
+    sampler: Sampler
+    make_optimizer: MakeOptimizer
+    lr: Callable[[int, int, int], float]
+    weights: str
+    recompute: bool
+    seed: int
+    device: torch.device
+
+
+class VirtualEngine:
+    """Trains on a virtual clock. `train` and `evaluate` leave the pipeline drained."""
+
+    def __init__(self, setup: Setup, observe: Callable[[Event], None], network: Network) -> None:
+        self.setup = setup
+        self.network = network
+        self.clock_s = 0.0
+        self.num_bytes: Counter[tuple[str, str]] = Counter()
+        self._observe = observe
+        pipeline = setup.pipeline
+        self.replicas = [
+            Replica(
+                cut_stage(setup.graph, setup.plan, stage),
+                setup.make_optimizer,
+                device=setup.device,
+                seed=setup.seed,
+                recompute=setup.recompute,
+                overwrite=setup.weights == NONE,
+            )
+            for stage, _ in pipeline.places
+        ]
+        self.peak_bytes = [replica.live_bytes() for replica in self.replicas]
+        self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=False))
+        self._handlers: dict[Op, Callable[[int, int, Instruction], None]] = {
+            Op.LOAD_INPUT: self._load,
+            Op.RECEIVE_ACTIVATION: self._receive_activation,
+            Op.FORWARD: self._forward,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECEIVE_GRADIENT: self._receive_gradient,
+            Op.BACKWARD: self._backward,
+            Op.SEND_GRADIENT: self._send_gradient,
+            Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.UPDATE: self._update,
+        }
+        self._begin(0, 0)
+
+    def _begin(self, first_minibatch: int, num_minibatches: int) -> None:
+        """Start a segment with empty mailboxes."""
+        self._first = first_minibatch
+        self._num_minibatches = num_minibatches
+        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._received: dict[tuple[int, int], Values] = {}
+        self._outgoing: dict[tuple[int, int], Values] = {}
+        self._arriving: dict[tuple[int, int], list[dict[int, list[torch.Tensor]]]] = {}
+        self._returning: dict[tuple[int, int], dict[int, list[torch.Tensor]]] = {}
+        self._mail: dict[tuple[Op, int, int, int], Any] = {}
+        self._joined: dict[tuple[int, int], dict[int, list[torch.Tensor | None]]] = {}
+        self._reduced: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self._losses: list[torch.Tensor] = []
+
+    def train(self, first_minibatch: int, num_minibatches: int) -> list[torch.Tensor]:
+        """Train on minibatches until the next drain.
+
+        Returns:
+            The summed loss (not divided by its weight) of every unit, in order of execution; scalars on the engine's device.
+        """
+        self._begin(first_minibatch, num_minibatches)
+        self._divisors = _loss_divisors(self.setup, first_minibatch, num_minibatches)
+        self._drained_versions = [replica.weights.newest.number for replica in self.replicas]
+        if self.setup.weights == VERTICAL_SYNC:
+            for replica, version in zip(self.replicas, self._drained_versions, strict=True):
+                replica.weights.keep_from = version
+        self._play(programs(self.setup.pipeline, num_minibatches), self._unit_size, self._execute)
+        self._average_buffers()
+        return self._losses
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the newest weights on every held-out sample; return `eval_loss` and every metric of the dataset."""
+        dataset, size = self.setup.dataset, self.setup.sampler.minibatch_size
+        bounds = [(a, min(a + size, dataset.num_eval)) for a in range(0, dataset.num_eval, size)]
+        self._begin(0, len(bounds))
+        totals: Counter[str] = Counter()
+        weight = 0.0
+
+        def execute(event: Event) -> None:
+            worker, (op, number, peer, _) = event.worker, event.instruction
+            replica = self.replicas[worker]
+            indices = range(*bounds[number])
+            if op is Op.RECEIVE_ACTIVATION:
+                self._received.setdefault((worker, number), {}).update(self._mail.pop((op, number, peer, worker)))
+            elif op is Op.SEND_ACTIVATION:
+                self._post(Op.RECEIVE_ACTIVATION, number, worker, peer, EVALUATION)
+            elif op is Op.FORWARD:
+                inputs = self._fetch("eval", indices, replica.stage.inputs)
+                received = self._in_order(replica, self._received.pop((worker, number), {}))
+                self._outgoing[worker, number], output = replica.evaluate(inputs, received)
+                if replica.stage.is_last:
+                    nonlocal weight
+                    weight += dataset.weight("eval", indices)
+                    for name, value in self._scores(output, indices).items():
+                        totals[name] += value
+
+        before = Counter(self.network.num_bytes)
+        self._play(forward_programs(self.setup.pipeline, len(bounds)), lambda i: bounds[i][1] - bounds[i][0], execute)
+        self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
+        return {name: value / weight for name, value in totals.items()}
+
+    def _scores(self, output: Any, indices: range) -> dict[str, float]:
+        dataset = self.setup.dataset
+        targets = self._targets("eval", indices)
+        scores = {name: float(value) for name, value in dataset.score(output, targets).items()}
+        return {"eval_loss": float(dataset.loss(output, targets)), **scores}
+
+    def _play(self, lists: Sequence[Any], size_of: Callable[[int], int], execute: Callable[[Event], None]) -> None:
+        setup = self.setup
+        simulation = Simulation(setup.pipeline, lists, setup.costs, self.network, size_of, self.clock_s)
+        for event in simulation:
+            execute(event)
+            self._observe(event)
+        self.clock_s = simulation.end_s
+
+    def _execute(self, event: Event) -> None:
+        instruction = event.instruction
+        self._handlers[instruction.op](event.worker, instruction.number, instruction)
+
+    # One method per instruction.
+
+    def _load(self, worker: int, unit: int, _: Instruction) -> None:
+        indices = self._indices(unit)
+        self._inputs[worker, unit] = self._fetch("train", indices, self.replicas[worker].stage.inputs)
+
+    def _receive_activation(self, worker: int, unit: int, instruction: Instruction) -> None:
+        values = self._mail.pop((Op.RECEIVE_ACTIVATION, unit, instruction.peer, worker))
+        self._received.setdefault((worker, unit), {}).update(values)
+
+    def _forward(self, worker: int, unit: int, _: Instruction) -> None:
+        replica, setup = self.replicas[worker], self.setup
+        minibatch, microbatch = setup.pipeline.minibatch(unit)
+        if self._unit_size(unit) == 0:  # a short minibatch with fewer samples than microbatches
+            return
+        version = None
+        if setup.weights == VERTICAL_SYNC:
+            version = self._synchronised_version(worker, minibatch)
+        values, loss = replica.forward(
+            unit,
+            (self._first + minibatch, microbatch),
+            self._inputs.pop((worker, unit), []),
+            self._in_order(replica, self._received.pop((worker, unit), {})),
+            version=version,
+            loss=self._loss_function(unit) if replica.stage.is_last else None,
+        )
+        self._outgoing[worker, unit] = values
+        self._note_memory(worker)
+        if loss is not None:
+            self._losses.append(loss if self._divisors is None else loss * self._divisors[minibatch])
+
+    def _send_activation(self, worker: int, unit: int, instruction: Instruction) -> None:
+        self._post(Op.RECEIVE_ACTIVATION, unit, worker, instruction.peer, ACTIVATION)
+
+    def _receive_gradient(self, worker: int, unit: int, instruction: Instruction) -> None:
+        gradients = self._mail.pop((Op.RECEIVE_GRADIENT, unit, instruction.peer, worker))
+        self._arriving.setdefault((worker, unit), []).append(gradients)
+
+    def _backward(self, worker: int, unit: int, instruction: Instruction) -> None:
+        replica = self.replicas[worker]
+        if self._unit_size(unit) > 0:
+            arriving = self._arriving.pop((worker, unit), [])
+            self._returning[worker, unit] = replica.backward(unit, self._heads(replica, arriving))
+            self._note_memory(worker)
+        if instruction.reduce >= 0:
+            self._join(worker, instruction.reduce)
+
+    def _send_gradient(self, worker: int, unit: int, instruction: Instruction) -> None:
+        source = self.setup.pipeline.places[instruction.peer][0]
+        layers = self.replicas[worker].stage.receives[source]
+        returning = self._returning.get((worker, unit), {})
+        gradients = {layer: returning.pop(layer) for layer in layers if layer in returning}
+        if not returning:
+            self._returning.pop((worker, unit), None)
+        self._count(GRADIENT, worker, instruction.peer, gradients)
+        self._mail[Op.RECEIVE_GRADIENT, unit, worker, instruction.peer] = gradients
+
+    def _wait_all_reduce(self, worker: int, round_index: int, instruction: Instruction) -> None:
+        stage = self.setup.pipeline.places[worker][0]
+        if instruction.reduce >= 0:
+            self._join(worker, round_index)
+        joined = self._joined[stage, round_index]
+        if (stage, round_index) not in self._reduced:
+            self._reduced[stage, round_index] = self._ring(stage, [joined[w] for w in sorted(joined)])
+        self.replicas[worker].gradients = list(self._reduced[stage, round_index])
+        joined.pop(worker)
+        if not joined:
+            del self._joined[stage, round_index], self._reduced[stage, round_index]
+
+    def _update(self, worker: int, round_index: int, _: Instruction) -> None:
+        setup, replica = self.setup, self.replicas[worker]
+        stage = setup.pipeline.places[worker][0]
+        minibatches = setup.pipeline.round_minibatches(stage, round_index, self._num_minibatches)
+        first = self._first + minibatches.start
+        samples = sum(setup.sampler.size(self._first + k) for k in minibatches)
+        gradients: Sequence[torch.Tensor | None] = replica.gradients
+        if self._divisors is None:
+            weight = sum(_weight(setup, self._first + k) for k in minibatches)
+            gradients = [None if g is None else g / weight for g in gradients]
+        replica.update(gradients, setup.lr(stage, setup.sampler.samples_before(first), samples))
+        self._note_memory(worker)
+
+    # What the instructions share.
+
+    def _join(self, worker: int, round_index: int) -> None:
+        stage = self.setup.pipeline.places[worker][0]
+        self._joined.setdefault((stage, round_index), {})[worker] = self.replicas[worker].gradients
+
+    def _ring(self, stage: int, members: Sequence[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """All-reduce a round's gradients bucket by bucket; a member without a gradient brings zeros."""
+        replica = self.replicas[self.setup.pipeline.worker(stage, 0)]
+        names = replica.weights.names
+        result: list[torch.Tensor | None] = [None] * len(names)
+        like = replica.weights.newest.parameters
+        for bucket in self.setup.costs.stages[stage].buckets:
+            indices = [names.index(name) for name in bucket.parameters]
+            flats = [
+                torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
+                for m in members
+            ]
+            total = ring_all_reduce(flats, self._counter(ALL_REDUCE, stage))
+            pieces = total.split([like[i].numel() for i in indices])
+            for i, piece in zip(indices, pieces, strict=True):
+                result[i] = piece.view(like[i].shape)
+        return result
+
+    def _average_buffers(self) -> None:
+        """Average running statistics over the replicas of every stage, as part of the drain (DESIGN: BatchNorm)."""
+        pipeline = self.setup.pipeline
+        ends = [self.clock_s]
+        for stage, r in enumerate(pipeline.replicas):
+            num_bytes = self.setup.costs.stages[stage].buffer_bytes
+            if r == 1 or num_bytes == 0:
+                continue
+            first = pipeline.worker(stage, 0)
+            members = [list(self.replicas[first + i].module.buffers()) for i in range(r)]
+            for column in zip(*members, strict=True):
+                if column[0].is_floating_point():
+                    flats = [buffer.reshape(-1) for buffer in column]
+                    mean = ring_all_reduce(flats, self._counter(BUFFERS, stage)) / r
+                    for buffer in column:
+                        buffer.copy_(mean.view(buffer.shape))
+            ends.append(self.network.all_reduce(BUFFERS, "buffers", range(first, first + r), num_bytes, self.clock_s))
+        self.clock_s = max(ends)
+
+    def _post(self, op: Op, unit: int, worker: int, peer: int, kind: str) -> None:
+        target = self.setup.pipeline.places[peer][0]
+        layers = self.replicas[worker].stage.sends[target]
+        outgoing = self._outgoing.get((worker, unit), {})
+        values = {layer: outgoing[layer] for layer in layers if layer in outgoing}
+        if target == max(self.replicas[worker].stage.sends):  # programs send in order of targets
+            self._outgoing.pop((worker, unit), None)
+        self._count(kind, worker, peer, values)
+        self._mail[op, unit, worker, peer] = values
+
+    def _count(self, kind: str, sender: int, receiver: int, values: Any) -> None:
+        level = self.setup.cluster.levels[self.setup.cluster.level_between(sender, receiver)].name
+        leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+        self.num_bytes[kind, level] += sum(leaf.nbytes for leaf in leaves)
+
+    def _counter(self, kind: str, stage: int) -> Callable[[int, int, int], None]:
+        first = self.setup.pipeline.worker(stage, 0)
+
+        def count(sender: int, receiver: int, num_bytes: int) -> None:
+            cluster = self.setup.cluster
+            level = cluster.levels[cluster.level_between(first + sender, first + receiver)].name
+            self.num_bytes[kind, level] += num_bytes
+
+        return count
+
+    def _heads(self, replica: Replica, arriving: Sequence[Mapping[int, list[torch.Tensor]]]) -> list[torch.Tensor]:
+        """Add gradients that meet, in order of arrival in the program: last reader first."""
+        total: dict[int, list[torch.Tensor]] = {}
+        for gradients in arriving:
+            for layer, tensors in gradients.items():
+                known = total.get(layer)
+                total[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
+        return [tensor for layer in replica.stage.returns for tensor in total[layer]]
+
+    def _in_order(self, replica: Replica, received: Values) -> Values:
+        return {layer: received[layer] for layers in replica.stage.receives.values() for layer in layers}
+
+    def _indices(self, unit: int) -> list[int]:
+        minibatch, microbatch = self.setup.pipeline.minibatch(unit)
+        indices = self.setup.sampler.indices(self._first + minibatch)
+        sizes = microbatch_sizes(len(indices), self.setup.pipeline.microbatches)
+        start = sum(sizes[:microbatch])
+        return indices[start : start + sizes[microbatch]]
+
+    def _unit_size(self, unit: int) -> int:
+        minibatch, microbatch = self.setup.pipeline.minibatch(unit)
+        size = self.setup.sampler.size(self._first + minibatch)
+        return microbatch_sizes(size, self.setup.pipeline.microbatches)[microbatch]
+
+    def _fetch(self, split: str, indices: Sequence[int], inputs: Sequence[str]) -> list[torch.Tensor]:
+        if not inputs:
+            return []
+        fields = [self._fields[name] for name in inputs]
+        fetched = self.setup.dataset.fetch(split, indices, fields)
+        return [fetched[name].to(self.setup.device) for name in fields]
+
+    def _targets(self, split: str, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        fetched = self.setup.dataset.fetch(split, indices, self.setup.dataset.targets)
+        return {name: value.to(self.setup.device) for name, value in fetched.items()}
+
+    def _loss_function(self, unit: int) -> LossFunction:
+        targets = self._targets("train", self._indices(unit))
+        divisor = None if self._divisors is None else self._divisors[self.setup.pipeline.minibatch(unit)[0]]
+
+        def loss(output: Any) -> torch.Tensor:
+            value = self.setup.dataset.loss(output, targets)
+            return value if divisor is None else value / divisor
+
+        return loss
+
+    def _synchronised_version(self, worker: int, minibatch: int) -> int:
+        """Return the version of this stage that has seen what the input stage's version of this minibatch has seen.
+
+        Versions count from the drain here; a stage's store counts from the start of the run.
+        """
+        pipeline = self.setup.pipeline
+        stage = pipeline.places[worker][0]
+
+        def version(k: int) -> int:
+            seen = max(0, k // pipeline.replicas[0] - pipeline.depth + 1) * pipeline.replicas[0]
+            return self._drained_versions[worker] + seen // pipeline.replicas[stage]
+
+        next_here = minibatch + pipeline.replicas[stage]
+        weights = self.replicas[worker].weights
+        weights.keep_from = min(version(next_here), version(self._num_minibatches - 1))
+        return version(minibatch)
+
+    def _note_memory(self, worker: int) -> None:
+        self.peak_bytes[worker] = max(self.peak_bytes[worker], self.replicas[worker].live_bytes())
+
+
+def _weight(setup: Setup, k: int) -> float:
+    return setup.dataset.weight("train", setup.sampler.indices(k))
+
+
+def _loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float] | None:
+    """Return what the loss of every minibatch of a segment is divided by, before its backward.
+
+    The weight of its update, where all stages' updates average over the same minibatches (flushing modes, straight
+    pipelines). Otherwise None: every stage then divides at its own update. Either way a gradient is divided once.
+    """
+    pipeline = setup.pipeline
+    sizes = {pipeline.round_size(stage) for stage in range(pipeline.num_stages)}
+    if len(sizes) > 1:
+        return None
+    size = sizes.pop()
+    divisors: list[float] = []
+    for start in range(0, num_minibatches, size):
+        group = range(start, min(start + size, num_minibatches))
+        divisors += [sum(_weight(setup, first + k) for k in group)] * len(group)
+    return divisors
+
+
+def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
+    """Book what an evaluation sent under the kind `evaluation`."""
+    booked = Counter(before)
+    for (_, level), num_bytes in (after - before).items():
+        booked[EVALUATION, level] += num_bytes
+    return booked

@@ -1,0 +1,165 @@
+"""Weight versions of one stage replica, kept by reference.
+
+A version is a flat buffer of its own with one view per parameter. A minibatch in flight refers to the version it ran
+forward with; an update writes the next version into a buffer nobody refers to, or in place when nobody refers to the
+newest. Every buffer is its own storage: slices of one storage would share autograd's version counter, and writing one
+version would look like overwriting all.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+
+
+class Version:
+    """The parameters of a stage after some number of updates.
+
+    Attributes:
+        number: updates since the start of the run.
+        flat: one-dimensional buffer.
+        parameters: leaf views of it, in the stage's order.
+        users: minibatches in flight that refer to it.
+    """
+
+    __slots__ = ("flat", "number", "parameters", "users")
+
+    def __init__(self, shapes: Sequence[torch.Size], like: torch.Tensor) -> None:
+        self.number = 0
+        self.users = 0
+        self.flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=like.dtype, device=like.device)
+        offsets = [0]
+        for shape in shapes:
+            offsets.append(offsets[-1] + shape.numel())
+        self.parameters = [
+            self.flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
+            for start, shape in zip(offsets, shapes, strict=False)
+        ]
+
+
+class Weights:
+    """All live versions of a stage replica's parameters, and the optimizer that makes the next one.
+
+    Args:
+        module: the stage; its parameters are replaced by views of the newest version.
+        make_optimizer: makes a torch.optim optimizer for a list of parameters.
+        overwrite: update in place whatever is in flight: the naive pipeline, whose backward sees newer weights than
+            its forward did.
+    """
+
+    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, *, overwrite: bool = False) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.names = tuple(name for name, _ in named)
+        self._overwrite = overwrite
+        self._places = _places(module, [p for _, p in named])
+        self._shapes = [p.shape for _, p in named]
+        self._like = named[0][1] if named else torch.empty(0)
+        self.newest = Version(self._shapes, self._like)
+        with torch.no_grad():
+            for mine, given in zip(self.newest.parameters, (p for _, p in named), strict=True):
+                mine.copy_(given)
+        self._alive = [self.newest]
+        self._free: list[Version] = []
+        self._bound: Version | None = None
+        self.keep_from: int | None = None  # versions so new or newer may still be asked for (vertical sync)
+        self.most_alive = 1
+        self.optimizer = make_optimizer(self.newest.parameters) if named else None
+        self.bind(self.newest)
+
+    @property
+    def num_alive(self) -> int:
+        """Number of versions held, the newest included."""
+        return len(self._alive)
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version."""
+        return self.newest.flat.nbytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        states = self.optimizer.state.values() if self.optimizer else ()
+        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
+
+    def find(self, number: int) -> Version:
+        """Return the live version of that number."""
+        return next(version for version in self._alive if version.number == number)
+
+    def bind(self, version: Version) -> None:
+        """Let the module compute with a version."""
+        if self._bound is not version:
+            for parameters, key, index in self._places:
+                parameters[key] = version.parameters[index]  # type: ignore[assignment]
+            self._bound = version
+
+    def release(self, version: Version) -> None:
+        """A minibatch that referred to a version has left."""
+        version.users -= 1
+        self._collect()
+
+    def update(self, gradients: Sequence[torch.Tensor | None], lr: float) -> None:
+        """Take one optimizer step from the newest version; the result is the new newest one."""
+        if self.optimizer is None:
+            self.newest.number += 1
+            return
+        target = self._target()
+        for parameter, gradient in zip(target.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self._overwrite and target.users:
+            # The naive pipeline on purpose: graphs in flight go on with the overwritten weights, unnoticed.
+            with torch.autograd._unsafe_preserve_version_counter((target.flat, *target.parameters)):
+                self.optimizer.step()
+        else:
+            self.optimizer.step()
+        for parameter in target.parameters:
+            parameter.grad = None
+        target.number += 1
+        self._collect()
+
+    def _target(self) -> Version:
+        """Return the buffer the next version goes into, holding the newest parameters."""
+        newest = self.newest
+        if self._overwrite or not self._is_needed(newest):
+            return newest
+        target = self._free.pop() if self._free else Version(self._shapes, self._like)
+        with torch.no_grad():
+            target.flat.copy_(newest.flat)
+        target.number = newest.number
+        self._move_optimizer(newest, target)
+        self.newest = target
+        self._alive.append(target)
+        self.most_alive = max(self.most_alive, len(self._alive))
+        return target
+
+    def _move_optimizer(self, old: Version, new: Version) -> None:
+        assert self.optimizer is not None
+        state = self.optimizer.state
+        for before, after in zip(old.parameters, new.parameters, strict=True):
+            if before in state:
+                state[after] = state.pop(before)
+        self.optimizer.param_groups[0]["params"] = list(new.parameters)
+
+    def _collect(self) -> None:
+        """Free the versions nobody refers to and nobody may ask for."""
+        for version in [v for v in self._alive if v is not self.newest and not self._is_needed(v)]:
+            self._alive.remove(version)
+            self._free.append(version)
+
+    def _is_needed(self, version: Version) -> bool:
+        return version.users > 0 or (self.keep_from is not None and version.number >= self.keep_from)
+
+
+def _places(module: nn.Module, parameters: Iterable[torch.Tensor]) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
+    """Return every place in the module tree that holds a parameter; a tied one has several."""
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    return [
+        (part._parameters, key, index[id(parameter)])
+        for part in module.modules()
+        for key, parameter in part._parameters.items()
+        if id(parameter) in index
+    ]

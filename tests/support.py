@@ -1,0 +1,171 @@
+"""Small models, a small data set and setups that need no profile, shared by the tests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from pipebench.cluster import Cluster, Level
+from pipebench.costs import stage_costs
+from pipebench.engine.virtual import Setup, VirtualEngine
+from pipebench.engine.weights import MakeOptimizer
+from pipebench.graph import LayerGraph, run_node, trace
+from pipebench.network import Network
+from pipebench.plan import Plan, make_plan
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.sampling import Sampler
+from pipebench.schedule.pipeline import Edge, Pipeline, noam
+
+
+class Blobs:
+    """Random features and labels, in double precision; `uneven` gives every sample a weight of its own."""
+
+    inputs: Sequence[str] = ("x",)
+    targets: Sequence[str] = ("label",)
+    metrics: Mapping[str, str] = {"top1": "max"}
+
+    def __init__(self, num_train: int = 48, num_eval: int = 10, shape: Sequence[int] = (6,), classes: int = 4) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.num_train, self.num_eval = num_train, num_eval
+        self._x = torch.randn(num_train + num_eval, *shape, generator=generator, dtype=torch.float64)
+        self._label = torch.randint(classes, (num_train + num_eval,), generator=generator)
+
+    def check(self) -> None:
+        """Always there."""
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return meta tensors."""
+        return {"x": self._x[:num_samples].to("meta"), "label": self._label[:num_samples].to("meta")}
+
+    def fetch(self, split: str, indices: Sequence[int], fields: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return rows."""
+        rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
+        return {field: {"x": self._x, "label": self._label}[field][rows] for field in fields}
+
+    def weight(self, split: str, indices: Sequence[int]) -> float:
+        """Return the number of samples."""
+        return float(len(indices))
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return summed cross-entropy."""
+        return functional.cross_entropy(output, targets["label"], reduction="sum")
+
+    def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the number of right answers."""
+        return {"top1": (output.argmax(1) == targets["label"]).sum()}
+
+
+class Mlp(nn.Module):
+    """Four linear layers with tanh: eight layers to cut."""
+
+    def __init__(self, *, seed: int = 3) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(seed)
+        sizes = [6, 7, 8, 5, 4]
+        self.body = nn.Sequential()
+        for a, b in zip(sizes, sizes[1:], strict=False):
+            self.body.append(nn.Linear(a, b))
+            if b != sizes[-1]:
+                self.body.append(nn.Tanh())
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 6] to [samples, 4]."""
+        output: torch.Tensor = self.body(x)
+        return output
+
+
+def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profile:
+    """Return a profile in which every forward takes 1 s and every backward 2 s; bytes are those of real tensors."""
+    layers = {}
+    for size in sizes:
+        env: dict[Any, Any] = {}
+        fields = dataset.fetch("train", range(size), dataset.inputs)
+        for node in graph.graph.find_nodes(op="placeholder"):
+            env[node] = fields[dataset.inputs[graph.inputs.index(node.name)]]
+        training = graph.root.training
+        graph.root.train()
+        rows = []
+        for layer in graph.layers:
+            env[layer.node] = run_node(graph.root, layer.node, env)
+            leaves = [t for t in pytree.tree_leaves(env[layer.node]) if isinstance(t, torch.Tensor)]
+            num_bytes = sum(t.nbytes for t in leaves)
+            with_gradient = sum(t.nbytes for t in leaves if t.requires_grad)
+            parameters = sum(p.nbytes for n, p in graph.root.named_parameters() if n in layer.parameters)
+            rows.append(LayerProfile(layer.name, layer.kind, 1.0, 2.0, num_bytes, with_gradient, parameters))
+        rows.append(LayerProfile("loss", "loss", 0.0, 0.0, 8, 8, 0))
+        layers[size] = tuple(rows)
+        graph.root.train(training)
+    zeros = dict.fromkeys(layers, 0.0)
+    return Profile("test", "unit", "file", "unit costs", layers, 1e-9, 0.0, zeros, {})
+
+
+def flat_cluster(num_workers: int) -> Cluster:
+    """Return workers on one level."""
+    return Cluster("flat", "unit", None, (Level("server", num_workers, 1e6, 1e-3),))
+
+
+def make_setup(
+    model: nn.Module,
+    plan: Plan | tuple[Sequence[int], Sequence[int]],
+    *,
+    order: str = "1f1b",
+    weights: str = "stash",
+    depth: int | None = None,
+    microbatches: int = 1,
+    accumulate: int = 1,
+    recompute: bool = False,
+    minibatch_size: int = 4,
+    dataset: Any = None,
+    make_optimizer: MakeOptimizer = lambda p: torch.optim.SGD(p, 0.1),
+    lr: Callable[[int, int, int], float] = lambda stage, before, own: 0.1,
+    cluster: Cluster | None = None,
+    seed: int = 0,
+) -> Setup:
+    """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
+    graph = trace(model)
+    dataset = dataset or Blobs()
+    if not isinstance(plan, Plan):
+        plan = make_plan(graph, *plan)
+    profile = unit_profile(graph, dataset, range(1, minibatch_size + 1))
+    rows = profile.layers[minibatch_size]
+    edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
+    loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
+    pipeline = Pipeline(
+        plan.replicas, edges, order, weights == "one", depth or noam(plan.replicas), microbatches, accumulate, loads
+    )
+    return Setup(
+        graph=graph,
+        plan=plan,
+        pipeline=pipeline,
+        costs=stage_costs(profile, graph, plan, recompute=recompute),
+        cluster=cluster or flat_cluster(pipeline.num_workers),
+        dataset=dataset,
+        sampler=Sampler(dataset.num_train, minibatch_size, seed),
+        make_optimizer=make_optimizer,
+        lr=lr,
+        weights=weights,
+        recompute=recompute,
+        seed=seed,
+        device=torch.device("cpu"),
+    )
+
+
+def make_engine(setup: Setup, observe: Callable[[Any], None] = lambda event: None) -> VirtualEngine:
+    """Return a virtual engine on a network of the setup's cluster."""
+    return VirtualEngine(setup, observe, Network(setup.cluster))
+
+
+def parameters_of(engine: VirtualEngine) -> dict[str, torch.Tensor]:
+    """Return the newest parameters by the model's names, checking that replicas agree."""
+    found: dict[str, torch.Tensor] = {}
+    for replica in engine.replicas:
+        for name, parameter in zip(replica.weights.names, replica.weights.newest.parameters, strict=True):
+            value = parameter.detach().clone()
+            if name in found:
+                assert torch.equal(found[name], value), f"replicas disagree on {name}"
+            found[name] = value
+    return found
