@@ -1,0 +1,116 @@
+"""VGG-16 of Simonyan and Zisserman (2015), torchvision's layers and parameter names, at any width and image size."""
+
+import torch
+from torch import nn
+
+from zoo import registry
+
+_CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: pool, halves the image
+_HIDDEN = 4096
+_IMAGE_OVER_MAP = 32
+_LARGEST_MAP = 7
+
+INITIALISATIONS = ("torchvision", "kaiming")
+
+
+class VGG(nn.Module):
+    """VGG-16: convolutions, one adaptive pool, three linear layers; x: [samples, channels, height, width] float32."""
+
+    def __init__(self, features: nn.Sequential, avgpool: nn.AdaptiveAvgPool2d, classifier: nn.Sequential) -> None:
+        super().__init__()
+        self.features = features
+        self.avgpool = avgpool
+        self.classifier = classifier
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits: [samples, classes] float32."""
+        x = self.features(x)
+        x = self.avgpool(x)
+        x = torch.flatten(x, 1)
+        return self.classifier(x)  # type: ignore[no-any-return]
+
+
+@registry.model("vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout")
+def vgg16(
+    width: float = 1.0,
+    batch_norm: bool = False,
+    dropout: float = 0.5,
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    image_size: int = 224,
+    init: str = "torchvision",
+) -> VGG:
+    """Build VGG-16; with the default options it is torchvision's `vgg16`, or `vgg16_bn` with `batch_norm`.
+
+    The classifier reads a map of min(7, image_size // 32) squared: torchvision's 7 from 224 pixels on, and below that
+    the map the convolutions leave, since averaging a 1x1 map up to 7x7 would multiply parameters but no information.
+
+    Args:
+        width: multiplies every hidden channel and feature count; at least one of each is kept.
+        batch_norm: BatchNorm after every convolution.
+        dropout: probability of dropping a feature of the two hidden linear layers.
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels, at least 32.
+        init: `torchvision` (Kaiming normal convolutions, linear weights N(0, 0.01)) or `kaiming` (Kaiming normal
+            for both: narrow networks don't start learning from N(0, 0.01)).
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    if init not in INITIALISATIONS:
+        raise ValueError(f"vgg16: init is {init!r}, allowed are {', '.join(INITIALISATIONS)}")
+    if image_size < _IMAGE_OVER_MAP:
+        raise ValueError(f"vgg16: image_size is {image_size}, allowed is {_IMAGE_OVER_MAP} or more (five pools halve)")
+    if width <= 0:
+        raise ValueError(f"vgg16: width is {width}, allowed is more than 0")
+    map_size = min(_LARGEST_MAP, image_size // _IMAGE_OVER_MAP)
+    features = _features(width, batch_norm, in_channels)
+    classifier = _classifier(_scaled(512, width) * map_size**2, _scaled(_HIDDEN, width), dropout, num_classes)
+    model = VGG(features, nn.AdaptiveAvgPool2d((map_size, map_size)), classifier)
+    _initialise(model, init)
+    return model
+
+
+def _scaled(count: int, width: float) -> int:
+    return max(1, round(count * width))
+
+
+def _features(width: float, batch_norm: bool, in_channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    previous = in_channels
+    for channels in _CHANNELS:
+        if channels == 0:
+            layers.append(nn.MaxPool2d(kernel_size=2, stride=2))
+            continue
+        scaled = _scaled(channels, width)
+        layers.append(nn.Conv2d(previous, scaled, kernel_size=3, padding=1))
+        if batch_norm:
+            layers.append(nn.BatchNorm2d(scaled))
+        layers.append(nn.ReLU(inplace=True))
+        previous = scaled
+    return nn.Sequential(*layers)
+
+
+def _classifier(num_features: int, num_hidden: int, dropout: float, num_classes: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(num_features, num_hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(num_hidden, num_hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(num_hidden, num_classes),
+    )
+
+
+def _initialise(model: nn.Module, init: str) -> None:
+    for module in model.modules():  # BatchNorm keeps its constructor's ones and zeros
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear) and init == "kaiming":
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, 0, 0.01)
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
