@@ -391,8 +391,8 @@ class VirtualEngine:
             return self._drained_versions[worker] + seen // pipeline.replicas[stage]
 
         next_here = minibatch + pipeline.replicas[stage]
-        weights = self.replicas[worker].weights
-        weights.keep_from = min(version(next_here), version(self._num_minibatches - 1))
+        more = next_here < self._num_minibatches
+        self.replicas[worker].weights.keep_from = version(next_here) if more else None
         return version(minibatch)
 
     def _note_memory(self, worker: int) -> None:
