@@ -1,0 +1,262 @@
+"""The command line: run recipes, show what they resolve to, list what there is.
+
+Heavy imports (torch, mlflow) wait until a command needs them: `--help` is immediate.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipebench import __version__
+from pipebench.errors import Fault, RecipeError, UserError
+
+if TYPE_CHECKING:
+    from pipebench.recipe.load import LoadedRecipe
+
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
+LISTS = ("models", "datasets", "clusters", "modes", "recipes")
+
+
+class _Commands(click.Group):
+    """Commands whose errors end in one sentence and an exit code, never in a traceback for a user's mistake."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        code = self._exit_code(*args, **extra)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+    def _exit_code(self, *args: Any, **extra: Any) -> int:
+        try:
+            code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
+            sys.stdout.flush()
+            return code if isinstance(code, int) else 0
+        except click.ClickException as error:
+            error.show()
+            return USER_ERROR
+        except UserError as error:
+            for line in str(error).splitlines() or [type(error).__name__]:
+                click.echo(f"pipebench: error: {line}", err=True)
+            return USER_ERROR
+        except (click.Abort, KeyboardInterrupt):
+            return INTERRUPTED
+        except BrokenPipeError:
+            # Whoever read our output has gone (`| head`); give the interpreter's last flush somewhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        except Exception as error:
+            click.echo(f"pipebench: internal error: {type(error).__name__}: {error}", err=True)
+            traceback.print_exc()
+            return INTERNAL_ERROR
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pipebench")
+def cli() -> None:
+    """Which way of parallelising training reaches the target accuracy first, and what does it cost?
+
+    A recipe (YAML) asks the question: this model, this data, this cluster, this mode of parallelism.
+    pipebench trains it to its target and records the answer in MLflow.
+
+    \b
+    Start here:
+      pipebench run quickstart             PipeDream on 4 workers, real data, no download
+      pipebench run recipes/quickstart     the same training in four modes, side by side
+      pipebench show quickstart            every setting of a recipe
+      pipebench ls modes                   what there is to choose from
+      pipebench ui                         the recorded runs in a browser
+
+    \b
+    Exit codes: 0 target reached or none set, 1 missed or diverged, 2 a mistake in what
+    was given, 3 an internal failure, 130 interrupted.
+    """
+
+
+@cli.command(short_help="Train recipes to their target and record the answers.")
+@click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1, required=True)
+@click.option("--seeds", metavar="0,1,2", help="Run every recipe once per seed; gives a median and a spread.")
+@click.option("--verbose", is_flag=True, help="Log what every worker does, with its virtual time.")
+def run(words: tuple[str, ...], seeds: str | None, verbose: bool) -> int:
+    """Train recipes to their target and record the answers in MLflow.
+
+    RECIPE is a file, a folder of recipes, or a short name from `pipebench ls recipes`. KEY=VALUE overrides a key
+    of every recipe named; `pipebench show RECIPE` prints all keys. Everything is checked before anything runs.
+
+    \b
+    Examples:
+      pipebench run quickstart
+      pipebench run quickstart/dp quickstart/gpipe train.seed=1
+      pipebench run recipes/quickstart --seeds 0,1,2
+      pipebench run my-recipe.yaml parallelism.plan=2-1-1 cluster.servers=4
+    """
+    chosen_seeds = _parse_seeds(seeds)
+    references, overrides = _split(words)
+    if not references:
+        raise click.UsageError("name at least one recipe, for example: pipebench run quickstart")
+    loaded = _load_all(references, overrides)
+    _preflight_all(loaded)
+    from pipebench import runner
+
+    code: int = runner.run_recipes(loaded, seeds=chosen_seeds, verbose=verbose, suite=_suite(loaded, references))
+    return code
+
+
+@cli.command(short_help="Print a recipe with everything filled in.")
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+def show(words: tuple[str, ...]) -> None:
+    """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
+
+    \b
+    Examples:
+      pipebench show quickstart
+      pipebench show quickstart train.minibatch_size=64 parallelism.plan=2-1-1
+    """
+    from omegaconf import OmegaConf
+
+    click.echo(OmegaConf.to_yaml(_load_one(words).config), nl=False)
+
+
+@cli.command(short_help="Draw the pipeline that a recipe makes.")
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+def draw(words: tuple[str, ...]) -> None:
+    """Draw the start of the pipeline that a recipe makes: workers downwards, time to the right. Trains nothing.
+
+    \b
+    Examples:
+      pipebench draw quickstart
+      pipebench draw quickstart/gpipe parallelism.microbatches=8
+    """
+    loaded = _load_one(words)
+    from pipebench import runner
+
+    drawing = runner.draw(loaded)
+    if isinstance(drawing, str):
+        click.echo(drawing)
+
+
+@cli.command(name="ls", short_help="List models, data sets, clusters, modes and recipes.")
+@click.argument("what", type=click.Choice(LISTS), required=False)
+def list_(what: str | None) -> None:
+    """List what a recipe can name, one line each.
+
+    \b
+    Examples:
+      pipebench ls
+      pipebench ls clusters
+    """
+    from pipebench import listing
+
+    for index, heading in enumerate(LISTS if what is None else (what,)):
+        if what is None:
+            click.echo(f"{chr(10) if index else ''}{heading}:")
+        for line in listing.lines(heading, indent="" if what else "  "):
+            click.echo(line)
+
+
+@cli.command(short_help="Open the recorded runs in the MLflow UI.")
+@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on 127.0.0.1.")
+def ui(port: int) -> int:
+    """Serve the MLflow UI on the store that `pipebench run` writes to, on this machine only (127.0.0.1)."""
+    from pipebench import tracking
+
+    code: object = tracking.open_ui(port)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    cli()
+
+
+def _parse_seeds(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = [-1]
+    if len(set(seeds)) != len(seeds) or not all(0 <= seed < 2**63 for seed in seeds):
+        raise UserError(f"--seeds: got {text[:60]!r}, allowed are different whole numbers from 0 on, such as 0,1,2")
+    return seeds
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return recipes and overrides: a word with `=` is an override unless it is an existing path."""
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
+    return [word for word in words if word not in overrides], overrides
+
+
+def _load_one(words: Sequence[str]) -> "LoadedRecipe":
+    from pipebench.recipe.load import load
+
+    references, overrides = _split(words)
+    if len(references) != 1:
+        raise click.UsageError(f"one recipe is needed, got {len(references)}")
+    return load(references[0], overrides)
+
+
+def _load_all(references: Sequence[str], overrides: Sequence[str]) -> list["LoadedRecipe"]:
+    """Load every recipe, or raise with the faults of all of them together."""
+    from pipebench.recipe.catalog import find_recipes
+    from pipebench.recipe.load import load_file
+
+    loaded: list[LoadedRecipe] = []
+    faults: list[Fault] = []
+    for reference in references:
+        try:
+            paths = find_recipes(reference)
+        except RecipeError as error:
+            faults += error.faults
+            continue
+        for path in paths:
+            try:
+                loaded.append(load_file(path, overrides))
+            except RecipeError as error:
+                faults += error.faults
+    faults += _same_names(loaded)
+    if faults:
+        raise RecipeError(dict.fromkeys(faults))
+    return loaded
+
+
+def _same_names(loaded: Sequence["LoadedRecipe"]) -> list[Fault]:
+    first: dict[str, str] = {}
+    faults = []
+    for each in loaded:
+        name = each.recipe.name
+        if name in first:
+            problem = (
+                f"got {name!r}, which {first[name]} is named already; recipes run together need names of their own"
+            )
+            faults.append(Fault(each.source, "name", problem))
+        first.setdefault(name, each.source)
+    return faults
+
+
+def _preflight_all(loaded: Sequence["LoadedRecipe"]) -> None:
+    from pipebench.recipe.preflight import preflight
+
+    faults: list[Fault] = []
+    for each in loaded:
+        try:
+            preflight(each)
+        except RecipeError as error:
+            faults += error.faults
+    if faults:
+        raise RecipeError(dict.fromkeys(faults))
+
+
+def _suite(loaded: Sequence["LoadedRecipe"], references: Sequence[str]) -> str:
+    """Return the name that groups these runs: the folder they share, or the recipe's own name at the top level."""
+    from pipebench.recipe.catalog import recipes_folder
+
+    top = {Path.cwd(), recipes_folder()}
+    names = {
+        each.path.stem if each.path.parent.resolve() in top else each.path.resolve().parent.name for each in loaded
+    }
+    return names.pop() if len(names) == 1 else "comparison"

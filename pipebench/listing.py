@@ -1,0 +1,36 @@
+"""What a recipe can name, one line each: models, data sets, clusters, modes, recipes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipebench.modes import MODES
+from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
+
+
+def lines(what: str, indent: str = "") -> Iterator[str]:
+    """Yield a line per thing of a kind: its name and what it is.
+
+    Args:
+        what: `models`, `datasets`, `clusters`, `modes` or `recipes`.
+        indent: put before every line.
+    """
+    rows = _rows(what)
+    width = max((len(name) for name in rows), default=0)
+    for name, about in rows.items():
+        yield f"{indent}{name:<{width}}  {about}".rstrip()
+
+
+def _rows(what: str) -> dict[str, str]:
+    if what == "modes":
+        return {name: mode.summary for name, mode in MODES.items()}
+    if what == "clusters":
+        return {name: summary(find_cluster(name)) for name in cluster_names()}
+    if what == "recipes":
+        return {name: summary(recipes_folder() / f"{name}.yaml") for name in recipe_names()}
+    return {name: entry.summary for name, entry in _registry(what).items()}
+
+
+def _registry(what: str) -> Mapping[str, Any]:
+    import zoo  # imports torch
+
+    return {"models": zoo.MODELS, "datasets": zoo.DATASETS}[what]

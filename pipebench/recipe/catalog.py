@@ -1,0 +1,115 @@
+"""Where recipes are: by path, or by short name from anywhere, in a checkout and in an installed wheel alike."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pipebench
+from pipebench.errors import Fault, RecipeError, nearest
+
+CLUSTERS = "clusters"
+_PACKAGE = Path(pipebench.__file__).resolve().parent
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the shipped recipes: beside the package in a checkout, inside it in a wheel."""
+    checkout = _PACKAGE.parent / "recipes"
+    is_checkout = (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir()
+    return checkout if is_checkout else _PACKAGE / "recipes"
+
+
+def find_recipes(reference: str) -> list[Path]:
+    """Return the recipe files a user means: a file, a folder of recipes, or a short name such as `quickstart/dp`.
+
+    Raises:
+        RecipeError: nothing is there, or the folder holds no recipe.
+    """
+    found = find(reference, recipe_names())
+    if not found.is_dir():
+        return [found]
+    recipes = sorted(path for path in found.glob("*.yaml") if is_recipe(path))
+    if not recipes:
+        raise RecipeError([Fault(display(found), "", "this folder holds no recipe (*.yaml, base.yaml and _* aside)")])
+    return recipes
+
+
+def find(reference: str, names: Iterable[str], beside: Path | None = None) -> Path:
+    """Return the existing file or folder that `reference` means.
+
+    Args:
+        reference: path, seen from `beside` or the working directory, or short name.
+        names: short names to suggest one of when nothing is found.
+        beside: folder of the file that holds the reference.
+
+    Raises:
+        RecipeError: nothing is there.
+    """
+    for candidate in _candidates(reference, beside):
+        if os.path.isfile(candidate) or os.path.isdir(candidate):
+            return Path(candidate)
+    exists = os.path.exists(reference)
+    problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, names)}"
+    raise RecipeError([Fault(_short(reference), "", problem)])
+
+
+def _candidates(reference: str, beside: Path | None) -> list[str]:
+    if not reference.strip():
+        return []
+    short = reference.removeprefix("./").removeprefix("recipes/")
+    shipped = str(recipes_folder() / short)
+    in_catalog = [shipped, f"{shipped}.yaml"] if short != reference else [f"{shipped}.yaml", shipped]
+    if reference.endswith("/"):
+        in_catalog = [shipped]
+    paths = [str(beside / reference)] if beside else []
+    return [*paths, reference, *in_catalog]
+
+
+def find_cluster(name: str, beside: Path | None = None) -> Path:
+    """Return the file of a cluster, given its short name or its path.
+
+    Raises:
+        RecipeError: nothing is there.
+    """
+    is_path = name.endswith((".yaml", ".yml"))
+    return find(
+        name if is_path else f"{CLUSTERS}/{name}.yaml", cluster_names(), beside if is_path else recipes_folder()
+    )
+
+
+def is_recipe(path: Path) -> bool:
+    """Return whether a file can be run: not a base for others (`base.yaml`, `_*`), not a cluster."""
+    return path.suffix == ".yaml" and path.name != "base.yaml" and not path.name.startswith("_")
+
+
+def recipe_names() -> list[str]:
+    """Return the short names of all shipped recipes, sorted."""
+    folder = recipes_folder()
+    paths = (
+        path for path in folder.rglob("*.yaml") if is_recipe(path) and CLUSTERS not in path.relative_to(folder).parts
+    )
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in paths)
+
+
+def cluster_names() -> list[str]:
+    """Return the short names of all shipped clusters, sorted."""
+    return sorted(path.stem for path in (recipes_folder() / CLUSTERS).glob("*.yaml"))
+
+
+def summary(path: Path) -> str:
+    """Return the first line of a recipe or cluster file, which is a comment that says what it is."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def display(path: Path) -> str:
+    """Return a path the way people know it: relative to where they are, or to the shipped recipes."""
+    absolute = Path(os.path.abspath(path))
+    for folder, prefix in ((Path.cwd(), ""), (recipes_folder(), "recipes/")):
+        if absolute.is_relative_to(folder):
+            return prefix + absolute.relative_to(folder).as_posix()
+    return str(absolute)
+
+
+def _short(reference: str) -> str:
+    text = reference if reference.isprintable() else repr(reference)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,196 @@
+"""A recipe as leaves: every value under its full key, with the file it came from.
+
+Files and the command line are merged leaf by leaf, so that whatever is wrong can name its own file and its full key,
+and everything that is wrong comes out together.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipebench.errors import Fault, nearest
+from pipebench.recipe.schema import Recipe
+from pipebench.recipe.typecheck import in_words, problem_with, shown
+from pipebench.recipe.yaml_file import parse
+
+COMMAND_LINE = "command line"
+# Keys that only make sense together: a source that gives one of them replaces them all.
+_TOGETHER = (("train", "evaluate_every"),)
+_OPTION = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value and where it was given.
+
+    Attributes:
+        value: as written, interpolations included.
+        file: the file as people know it, or `command line`.
+        folder: what relative paths in the value are relative to.
+    """
+
+    value: Any
+    file: str
+    folder: Path
+
+
+def dotted(key: Key) -> str:
+    """Return a key in one word, safe to print."""
+    return ".".join(part if part.isprintable() and len(part) <= 60 else repr(part)[:60] for part in key)
+
+
+def is_expression(value: object) -> bool:
+    """Return whether a value holds an interpolation, `${...}`."""
+    if isinstance(value, list):
+        return any(is_expression(item) for item in value)
+    return isinstance(value, str) and "${" in value
+
+
+def expected_type(key: Key) -> Any:
+    """Return the declared type of a key of the schema; Any for an option of a model or dataset."""
+    expected: Any = Recipe
+    for part in key:
+        section = _section(expected)
+        expected = get_type_hints(section)[part] if section else Any
+    return expected
+
+
+class Leaves:
+    """The leaves of a recipe so far, and everything found wrong with them."""
+
+    def __init__(self) -> None:
+        self.found: dict[Key, Leaf] = {}
+        self.faults: list[Fault] = []
+        self.faulty: set[Key] = set()
+
+    def add(self, data: Mapping[Any, Any], file: str, folder: Path) -> None:
+        """Merge one source over what is here."""
+        new: dict[Key, Leaf] = {}
+        for key, value in self._flatten(data, Recipe, (), file):
+            new[key] = Leaf(value, file, folder)
+        self._drop_replaced(new)
+        self.found.update(new)
+
+    def add_overrides(self, overrides: Sequence[str]) -> None:
+        """Merge `key=value` texts of the command line over what is here; the last word on a key counts."""
+        for text in overrides:
+            data = self._override(text)
+            if data is not None:
+                self.add(data, COMMAND_LINE, Path.cwd())
+
+    def fault(self, key: Key, problem: str, file: str) -> None:
+        """Note something wrong with a key."""
+        self.faults.append(Fault(file, dotted(key), problem))
+        self.faulty.add(key)
+
+    def is_faulty(self, key: Key) -> bool:
+        """Return whether something is wrong with a key, with what holds it or with what it holds."""
+        return any(key[: len(bad)] == bad or bad[: len(key)] == key for bad in self.faulty)
+
+    def _drop_replaced(self, new: Mapping[Key, Leaf]) -> None:
+        groups = {group for group in _TOGETHER for key in new if key[: len(group)] == group}
+        for old in list(self.found):
+            replaced = any(old[: len(key)] == key or key[: len(old)] == old for key in new)
+            if (replaced and old not in new) or any(old[: len(group)] == group for group in groups):
+                del self.found[old]
+
+    def _flatten(self, data: Mapping[Any, Any], section: type, prefix: Key, file: str) -> Iterator[tuple[Key, Any]]:
+        expected = get_type_hints(section)
+        for name, value in data.items():
+            if name not in expected:
+                self._unknown(prefix, name, list(expected), file)
+            else:
+                yield from self._value((*prefix, name), value, expected[name], file)
+
+    def _value(self, key: Key, value: Any, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
+        section = _section(expected)
+        if isinstance(value, dict) and section is not None and (value or expected is section):
+            yield from self._flatten(value, section, key, file)
+        elif isinstance(value, dict) and get_origin(expected) is dict:
+            yield from self._options(key, value, file)
+        elif value == MISSING:
+            yield key, value
+        else:
+            problem = _problem(value, expected)
+            if problem is None:
+                yield key, value
+            else:
+                self.fault(key, problem, file)
+
+    def _options(self, key: Key, data: Mapping[Any, Any], file: str) -> Iterator[tuple[Key, Any]]:
+        for name, value in data.items():
+            if isinstance(name, str) and _OPTION.fullmatch(name):
+                yield from self._value((*key, name), value, Any, file)
+            else:
+                self.fault((*key, str(name)), "is not a name an option can have (letters, digits and _)", file)
+
+    def _unknown(self, prefix: Key, name: object, allowed: list[str], file: str) -> None:
+        keys = ", ".join(allowed)
+        where = "here" if prefix else "at the top of a recipe"
+        problem = f"unknown key, allowed {where} are {keys}{nearest(str(name)[:60], allowed)}"
+        self.faults.append(Fault(file, dotted((*prefix, str(name))), problem))
+
+    def _override(self, text: str) -> dict[str, Any] | None:
+        name, _, written = text.partition("=")
+        key: Key = tuple(name.strip().split("."))
+        try:
+            value = parse(written)
+        except ValueError as error:
+            self.fault(key, str(error), COMMAND_LINE)
+            return None
+        if not written.strip() or not all(key):
+            self.fault(key, f"got {text[:60]!r}, allowed is key=value (null takes a value away)", COMMAND_LINE)
+            return None
+        if key == ("extends",):
+            self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
+            return None
+        nested = _as_text(written, value, key)
+        for part in reversed(key):
+            nested = {part: nested}
+        return dict(nested)
+
+
+def _section(expected: Any) -> type | None:
+    """Return the dataclass in a type such as `TargetRecipe | None`."""
+    for part in (expected, *get_args(expected)):
+        if isinstance(part, type) and is_dataclass(part):
+            return part
+    return None
+
+
+def _problem(value: object, expected: Any) -> str | None:
+    holds_keys = _section(expected) is not None or get_origin(expected) is dict
+    if holds_keys and (value == {} or is_expression(value)):
+        given = "an empty mapping" if value == {} else "an interpolation"
+        return f"got {given}, allowed is {in_words(expected)}"
+    if not is_expression(value):
+        return problem_with(value, expected)
+    try:
+        OmegaConf.create({"value": value})
+    except OmegaConfBaseException:
+        return f"got {shown(value)}, which is no interpolation: allowed is ${{key}} or ${{oc.env:NAME}}"
+    return None
+
+
+def _as_text(written: str, value: Any, key: Key) -> Any:
+    """On a command line quotes are lost: what is declared as text stays text, `name=2019` for one."""
+    try:
+        expected = expected_type(key)
+    except KeyError:
+        return value
+    wants_text = expected is str or (str in get_args(expected) and get_origin(expected) is not list)
+    return written.strip() if wants_text and isinstance(value, int | float) else value
+
+
+def defaults(section: type = Recipe) -> dict[str, Any]:
+    """Return the schema's defaults as nested plain data; `???` where a value has to be given."""
+    container = OmegaConf.to_container(OmegaConf.structured(section))
+    assert isinstance(container, dict)
+    return {field.name: container[field.name] for field in fields(section)}

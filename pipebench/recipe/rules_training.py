@@ -1,0 +1,131 @@
+"""Rules on training, parallelism and engine: numbers and names that have to suit each other."""
+
+import re
+from typing import Any
+
+from pipebench.errors import PlanError, RecipeError, choice
+from pipebench.modes import ALL_FORWARDS, MODES, ONE, ORDERS, WEIGHT_POLICIES
+from pipebench.plan_text import parse_plan
+from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.typecheck import shown
+from pipebench.recipe.validate import Draft, Problems, rule
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+_TIMINGS = ("auto", "measured", "analytic")
+MAX_THREADS = 1024
+
+
+@rule("name")
+def _name(name: str) -> Problems:
+    if not _NAME.fullmatch(name):
+        yield "name", f"got {shown(name)}, allowed are letters, digits, '.', '_' and '-', at most 100"
+
+
+@rule("@draft", "cluster.name", "cluster.servers")
+def _cluster(draft: Draft, name: str, servers: int) -> Problems:
+    try:
+        draft.made["@cluster"] = load_cluster(name, servers, draft.folder)
+    except RecipeError as error:
+        key = "cluster.servers" if "servers, allowed" in str(error) else "cluster.name"
+        for fault in error.faults:
+            yield key, f"{fault.file}: {fault.key + ': ' if fault.key else ''}{fault.problem}"
+
+
+@rule("train.schedule.name", "train.schedule.every_epochs", "train.schedule.factor")
+def _step_schedule(name: str, every_epochs: float | None, factor: float | None) -> Problems:
+    for key, value in (("every_epochs", every_epochs), ("factor", factor)):
+        if name == "step" and value is None:
+            yield f"train.schedule.{key}", "is missing, the schedule step needs a number"
+        if name != "step" and value is not None:
+            yield f"train.schedule.{key}", f"got {value:g}, which only the schedule step takes; {name} needs null"
+
+
+@rule("train.schedule.warmup_epochs", "train.max_epochs")
+def _warmup(warmup_epochs: float, max_epochs: int) -> Problems:
+    if warmup_epochs > max_epochs:
+        yield "train.schedule.warmup_epochs", f"got {warmup_epochs:g}, allowed are 0 to max_epochs, {max_epochs}"
+
+
+@rule("train.optimizer.name", "train.optimizer.momentum")
+def _momentum(name: str, momentum: float) -> Problems:
+    if name == "adam" and momentum:
+        yield "train.optimizer.momentum", f"got {momentum:g}, which only sgd takes; adam has betas and needs 0 here"
+
+
+@rule("train.evaluate_every.epochs", "train.evaluate_every.minibatches")
+def _evaluate_every(epochs: int | None, minibatches: int | None) -> Problems:
+    if (epochs is None) == (minibatches is None):
+        given = "neither" if epochs is None else "both"
+        yield "train.evaluate_every", f"got {given} of epochs and minibatches, allowed is exactly one"
+
+
+@rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts")
+def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problems:
+    try:
+        replicas = parse_plan(plan, MODES[mode], cluster.num_workers)
+    except PlanError as error:
+        yield "parallelism.plan", f"{error} (mode {mode}, {cluster.num_workers} workers)"
+        return
+    if cuts is not None and len(cuts) != len(replicas) - 1:
+        needed = f"{len(replicas) - 1}, the first layer of every stage but the first"
+        yield "parallelism.cuts", f"got {len(cuts)} cuts, a plan of {len(replicas)} stages needs {needed}"
+    if cuts is not None and len(set(cuts)) != len(cuts):
+        yield "parallelism.cuts", f"got {shown(cuts)}, allowed is every layer once"
+
+
+@rule("parallelism.depth")
+def _depth(depth: Any) -> Problems:
+    if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 2**31):
+        yield "parallelism.depth", f"got {shown(depth)}, allowed is auto (NOAM) or a whole number of at least 1"
+
+
+@rule("parallelism.mode", "parallelism.weights", "parallelism.order")
+def _order(mode: str, weights: str | None, order: str | None) -> Problems:
+    weights, order = weights or MODES[mode].weights, order or MODES[mode].order
+    if order == ALL_FORWARDS and weights != ONE:
+        key = "parallelism.weights" if MODES[mode].order == ALL_FORWARDS else "parallelism.order"
+        allowed = f"weights: {ONE}, which flushes, or order: {ORDERS[1]}"
+        yield key, f"got order {order} with weights {weights}, {order} ends in a flush: allowed is {allowed}"
+
+
+@rule("parallelism.mode", "parallelism.weights", "parallelism.microbatches", "parallelism.accumulate")
+def _microbatches(mode: str, weights: str | None, microbatches: int, accumulate: int) -> Problems:
+    flushes = (weights or MODES[mode].weights) == ONE
+    takers = [name for name, row in MODES.items() if row.microbatches]
+    if microbatches > 1 and not (flushes and MODES[mode].microbatches):
+        why = f"mode {mode} doesn't cut minibatches" if flushes else f"mode {mode} has no flush here"
+        yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {' or '.join(takers)}"
+    if accumulate > 1 and not flushes:
+        allowed = f"1, or weights: {ONE} (one of {', '.join(WEIGHT_POLICIES)})"
+        yield "parallelism.accumulate", f"got {accumulate}, mode {mode} has no flush here: allowed is {allowed}"
+
+
+@rule("train.minibatch_size", "parallelism.microbatches")
+def _divisible(minibatch_size: int, microbatches: int) -> Problems:
+    if minibatch_size % microbatches:
+        divisors = [str(n) for n in range(1, min(minibatch_size, 4096) + 1) if minibatch_size % n == 0][:12]
+        problem = f"got {microbatches}, which doesn't divide minibatch_size {minibatch_size}"
+        yield "parallelism.microbatches", f"{problem}, allowed are {', '.join(divisors)}"
+
+
+@rule("engine.threads")
+def _threads(threads: Any) -> Problems:
+    if threads != "auto" and (
+        isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS
+    ):
+        yield "engine.threads", f"got {shown(threads)}, allowed is auto or a whole number from 1 to {MAX_THREADS}"
+
+
+@rule("engine.timing", "@cluster")
+def _timing(timing: str, cluster: Any) -> Problems:
+    is_local = cluster.device == "local"
+    if timing == "measured" and not is_local:
+        why = "this machine's compute times are never combined with another cluster's links"
+        yield "engine.timing", f"got measured with cluster {cluster.name}, {why}: allowed is analytic or a profile file"
+    elif timing == "analytic" and is_local:
+        yield (
+            "engine.timing",
+            f"got analytic with cluster {cluster.name}, whose device is no named one: allowed is measured",
+        )
+    elif timing not in _TIMINGS and "/" not in timing and "." not in timing:
+        yield "engine.timing", f"{choice(timing[:60], _TIMINGS)}, or the path of a profile file"

@@ -1,0 +1,125 @@
+"""Rules on the model and the data set: names and options against the zoo's registry, the target against the data."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pipebench.errors import choice
+from pipebench.recipe.options import RESERVED, make_dataset, option_problems, options
+from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.validate import Draft, Problems, rule
+
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+FRACTIONS = ("top1", "top5")
+
+
+@rule("@draft")
+def _model(draft: Draft) -> Problems:
+    from zoo import MODELS
+
+    model = _known(draft, "model")
+    if model is None:
+        return
+    name, target = model.get("name"), model.get("target")
+    yield from _leaves(model.get("leaves"))
+    if (name is None) == (target is None):
+        given = "neither" if name is None else "both"
+        yield "model", f"got {given} of name and target, allowed is one of the names {', '.join(MODELS)} or a target"
+    elif target is not None:
+        if not isinstance(target, str) or not _TARGET.fullmatch(target):
+            yield "model.target", f"got {shown(target)}, allowed is package.module:function"
+    elif name not in MODELS:
+        yield "model.name", choice(str(name)[:60], MODELS)
+    else:
+        yield from _options(draft, "model", MODELS[name].make, model)
+
+
+@rule("@draft")
+def _dataset(draft: Draft) -> Problems:
+    from zoo import DATASETS
+
+    dataset = _known(draft, "dataset")
+    if dataset is None:
+        return
+    name = dataset.get("name")
+    if name is None:
+        yield "dataset.name", f"is missing, allowed are {', '.join(DATASETS)}"
+        return
+    if name not in DATASETS:
+        yield "dataset.name", choice(str(name)[:60], DATASETS)
+        return
+    problems = list(_options(draft, "dataset", DATASETS[name].make, dataset))
+    yield from problems
+    if problems:
+        return
+    try:
+        draft.made["@dataset"] = make_dataset(dataset)
+    except (TypeError, ValueError) as error:
+        if not any(key.startswith("dataset.") for key in draft.pending):
+            yield "dataset", _one_line(error)
+
+
+@rule("@draft", "model")
+def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
+    """Build a model of the zoo without memory (on the meta device): its own checks know its options' ranges."""
+    import torch
+
+    from pipebench.recipe.options import make_model
+
+    if model.get("name") is None or not _is_small(model):
+        return
+    try:
+        with torch.device("meta"):
+            make_model(model)
+    except (TypeError, ValueError) as error:
+        yield "model", _one_line(error)
+
+
+@rule("train.target", "@dataset")
+def _target(target: Mapping[str, Any] | None, dataset: Any) -> Problems:
+    if target is None:
+        return
+    metric, value = target["metric"], target["value"]
+    if metric not in dataset.metrics:
+        yield "train.target.metric", choice(metric[:60], dataset.metrics)
+    elif metric in FRACTIONS and not 0 < value <= 1:
+        hint = f"; did you mean {value / 100:g}?" if 1 < value <= 100 else ""
+        yield "train.target.value", f"got {value:g}, allowed is a fraction above 0, at most 1{hint}"
+
+
+@rule("train.minibatch_size", "@dataset")
+def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
+    if minibatch_size > dataset.num_train:
+        problem = f"got {minibatch_size}, allowed are 1 to {dataset.num_train}, the training samples there are"
+        yield "train.minibatch_size", problem
+
+
+def _known(draft: Draft, section: str) -> dict[str, Any] | None:
+    """Return a section that is there, even if one of its values is pending or one of its keys is faulty."""
+    value = draft.values.get(section)
+    whole = any(bad[:1] == (section,) and len(bad) <= 2 for bad in draft.leaves.faulty)
+    return None if whole or not isinstance(value, dict) else value
+
+
+def _options(draft: Draft, section: str, make: Any, given: Mapping[str, Any]) -> Problems:
+    for name in RESERVED:
+        if section == "dataset" and name != "name" and name in given:
+            yield f"dataset.{name}", "is for models, a data set has a name and its own options"
+    for name, problem in option_problems(make, options(given)):
+        if f"{section}.{name}" not in draft.pending:
+            yield f"{section}.{name}", problem
+
+
+def _leaves(leaves: object) -> Problems:
+    problem = problem_with(leaves, list[str] | None)
+    if problem is not None:
+        yield "model.leaves", problem
+
+
+def _is_small(model: Mapping[str, Any]) -> bool:
+    """Whether no option is so large that counting alone would take long."""
+    return all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

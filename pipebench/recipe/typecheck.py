@@ -1,0 +1,99 @@
+"""Does a value of a recipe have its declared type? Strictly: no quoted numbers, no booleans for numbers, no NaN.
+
+OmegaConf turns `"3"` into 3 in silence; a recipe that means a number has to say a number.
+"""
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pipebench.errors import choice
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_LARGEST = 2**63 - 1
+
+
+def shown(value: object) -> str:
+    """Return a short text for a value in a message, on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a mapping"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def in_words(expected: Any) -> str:
+    """Return what a type allows, for people."""
+    if is_dataclass(expected):
+        return f"a mapping with the keys {', '.join(field.name for field in fields(expected))}"
+    if _is_union(expected):
+        return " or ".join(in_words(part) for part in get_args(expected))
+    if get_origin(expected) is Literal:
+        return f"one of {', '.join(map(str, get_args(expected)))}"
+    if get_origin(expected) in (list, tuple):
+        return f"a list of {in_words(get_args(expected)[0]).removeprefix('a ')}"
+    return _WORDS.get(expected, "a mapping" if _is_mapping(expected) else "a plain value")
+
+
+def problem_with(value: object, expected: Any) -> str | None:
+    """Return what is wrong with a value, as the end of a sentence, or None if it has the expected type."""
+    if get_origin(expected) is Literal:
+        allowed = [str(name) for name in get_args(expected)]
+        return None if value in get_args(expected) and isinstance(value, str) else choice(_cut(value), allowed)
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return "got a whole number beyond 2^63, which no setting needs"
+    if _fits(value, expected):
+        return None
+    hint = "; remove the quotes" if _is_quoted_number(value, expected) else ""
+    hint = "; put it in quotes" if _fits("text", expected) and isinstance(value, int | float) else hint
+    return f"got {shown(value)}, allowed is {in_words(expected)}{hint}"
+
+
+def _cut(value: object) -> object:
+    return value if isinstance(value, str) and len(value) <= 60 else shown(value)
+
+
+def _fits(value: object, expected: Any) -> bool:
+    if expected is Any:
+        return _is_plain(value)
+    if _is_union(expected):
+        return any(_fits(value, part) for part in get_args(expected))
+    if get_origin(expected) is Literal:
+        return value in get_args(expected)
+    if get_origin(expected) in (list, tuple):
+        return isinstance(value, list) and all(_fits(item, get_args(expected)[0]) for item in value)
+    if is_dataclass(expected) or _is_mapping(expected):
+        return isinstance(value, dict)
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is (type(None) if expected is None else expected)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
+
+
+def _is_union(expected: Any) -> bool:
+    return get_origin(expected) in (Union, types.UnionType)
+
+
+def _is_mapping(expected: Any) -> bool:
+    return expected is dict or get_origin(expected) is dict or get_origin(expected) is Mapping
+
+
+def _is_quoted_number(value: object, expected: Any) -> bool:
+    if not isinstance(value, str) or not (_fits(1, expected) or _fits(1.5, expected)):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except ValueError:
+        return False

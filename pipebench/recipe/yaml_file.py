@@ -1,0 +1,104 @@
+"""Read one YAML file strictly: plain data only, every key once, numbers that mean what they look like.
+
+Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-27`, `1:30`, `010`), `1e-3` is a
+number as everywhere else, and anchors are refused (`extends` and `${...}` do their work, and don't explode).
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipebench.errors import Fault, RecipeError
+from pipebench.recipe.catalog import display
+
+MAX_BYTES = 1_000_000  # a recipe is a page of text; whatever is larger is something else
+_DROPPED = ("timestamp", "merge", "value", "int", "float")
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise yaml.composer.ComposerError(
+                None, None, "anchors (& and *) are not taken, use ${...} instead", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain word", key_node.start_mark)
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value[:40]!r} is there twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in _DROPPED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?$|[-+]?[0-9]+[eE][-+]?[0-9]+$|[-+]?\.(inf|nan)$", re.I
+    ),
+    list("-+0123456789."),
+)
+
+
+def parse(text: str) -> Any:
+    """Return the plain data that YAML text stands for.
+
+    Raises:
+        ValueError: the text isn't YAML; the message is the end of a sentence, with the line.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{line}is not YAML we take: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not YAML: {getattr(error, 'reason', 'it cannot be read')}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply for a recipe") from error
+    except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
+        # What PyYAML raises when a value doesn't suit its explicit tag (`!!int x`), or is a number without end.
+        raise ValueError("is not YAML we take: a value can't be read as what it is declared to be") from error
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """Return what a YAML file holds, which must be a mapping.
+
+    Raises:
+        RecipeError: it can't be read, isn't YAML, is empty or isn't a mapping.
+    """
+    name = display(path)
+    try:
+        data = parse(_text(path))
+    except ValueError as error:
+        raise RecipeError([Fault(name, "", str(error))]) from error
+    if not isinstance(data, dict):
+        problem = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise RecipeError([Fault(name, "", f"{problem}; a mapping of keys to values is needed")])
+    return data
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"can't be read: {error.strerror}") from error
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"is larger than {MAX_BYTES} bytes, so it is no recipe")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not text in UTF-8 (byte {error.start})") from error
