@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-FORWARD, BACKWARD, UPDATE, LOAD, EVALUATE = "forward", "backward", "update", "load", "evaluate"
-ACTIVATION, GRADIENT, ALL_REDUCE, BUFFERS = "activation", "gradient", "all-reduce", "buffers"
+FORWARD, BACKWARD, UPDATE, EVALUATE, WAIT = "forward", "backward", "update", "evaluate", "wait"
+ACTIVATION, GRADIENT, ALL_REDUCE = "activation", "gradient", "all-reduce"  # the kinds that make the total
+BUFFERS, EVALUATION = "buffers", "evaluation"  # counted apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def make_setup(
 
 def make_engine(setup: Setup, observe: Callable[[Any], None] = lambda event: None) -> VirtualEngine:
     """Return a virtual engine on a network of the setup's cluster."""
-    return VirtualEngine(setup, observe, Network(setup.cluster))
+    return VirtualEngine(setup, Network(setup.cluster), observe)
 
 
 def parameters_of(engine: VirtualEngine) -> dict[str, torch.Tensor]:

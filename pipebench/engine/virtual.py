@@ -27,10 +27,10 @@ from pipebench.sampling import Sampler, microbatch_sizes
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline, forward_programs, programs
 from pipebench.simulate import Event, Simulation
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
+from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
 from zoo.registry import Dataset
 
-EVALUATION = "evaluation"
+OnLoss = Callable[[torch.Tensor, int, float, float], None]
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,30 @@ class Setup:
 
 
 class VirtualEngine:
-    """Trains on a virtual clock. `train` and `evaluate` leave the pipeline drained."""
+    """Trains on a virtual clock. `train` and `evaluate` leave the pipeline drained.
 
-    def __init__(self, setup: Setup, observe: Callable[[Event], None], network: Network) -> None:
+    Args:
+        setup: what to run.
+        network: the links, which also count the bytes the shapes predict.
+        observe: told of every event, after it was executed.
+        on_loss: told of every unit's summed loss (a scalar on the engine's device, not divided by its weight), number
+            of samples, weight and the time; it may raise to end the run.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        network: Network,
+        observe: Callable[[Event], None] = lambda event: None,
+        on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
+    ) -> None:
         self.setup = setup
         self.network = network
-        self.clock_s = 0.0
+        self.clock_s = 0.0  # at the last drain
+        self.now_s = 0.0
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self._observe = observe
+        self._on_loss = on_loss
         pipeline = setup.pipeline
         self.replicas = [
             Replica(
@@ -116,14 +132,9 @@ class VirtualEngine:
         self._mail: dict[tuple[Op, int, int, int], Any] = {}
         self._joined: dict[tuple[int, int], dict[int, list[torch.Tensor | None]]] = {}
         self._reduced: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self._losses: list[torch.Tensor] = []
 
-    def train(self, first_minibatch: int, num_minibatches: int) -> list[torch.Tensor]:
-        """Train on minibatches until the next drain.
-
-        Returns:
-            The summed loss (not divided by its weight) of every unit, in order of execution; scalars on the engine's device.
-        """
+    def train(self, first_minibatch: int, num_minibatches: int) -> None:
+        """Train on minibatches `first_minibatch` and after, then drain."""
         self._begin(first_minibatch, num_minibatches)
         self._divisors = _loss_divisors(self.setup, first_minibatch, num_minibatches)
         self._drained_versions = [replica.weights.newest.number for replica in self.replicas]
@@ -132,7 +143,6 @@ class VirtualEngine:
                 replica.weights.keep_from = version
         self._play(programs(self.setup.pipeline, num_minibatches), self._unit_size, self._execute)
         self._average_buffers()
-        return self._losses
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on every held-out sample; return `eval_loss` and every metric of the dataset."""
@@ -175,6 +185,7 @@ class VirtualEngine:
         setup = self.setup
         simulation = Simulation(setup.pipeline, lists, setup.costs, self.network, size_of, self.clock_s)
         for event in simulation:
+            self.now_s = event.end_s
             execute(event)
             self._observe(event)
         self.clock_s = simulation.end_s
@@ -212,7 +223,9 @@ class VirtualEngine:
         self._outgoing[worker, unit] = values
         self._note_memory(worker)
         if loss is not None:
-            self._losses.append(loss if self._divisors is None else loss * self._divisors[minibatch])
+            total = loss if self._divisors is None else loss * self._divisors[minibatch]
+            indices = self._indices(unit)
+            self._on_loss(total, len(indices), setup.dataset.weight("train", indices), self.now_s)
 
     def _send_activation(self, worker: int, unit: int, instruction: Instruction) -> None:
         self._post(Op.RECEIVE_ACTIVATION, unit, worker, instruction.peer, ACTIVATION)

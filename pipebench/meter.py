@@ -1,0 +1,97 @@
+"""The meter: turns an engine's events into busy time, waiting time and the recorded part of the timeline."""
+
+from collections.abc import Sequence
+
+from pipebench.schedule.drawing import worker_names
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate import Event
+from pipebench.timeline import BACKWARD, EVALUATE, FORWARD, UPDATE, WAIT, Span, Timeline, Transfer
+
+RECORDED_SPANS = 4000  # enough for fill, steady state and drain of most segments; about 1 MB of trace
+_COMPUTE = {Op.FORWARD: (FORWARD, "F"), Op.BACKWARD: (BACKWARD, "B"), Op.UPDATE: (UPDATE, "U")}
+_WAIT_LABELS = {
+    Op.LOAD_INPUT: "load",
+    Op.RECEIVE_ACTIVATION: "wait for activation",
+    Op.RECEIVE_GRADIENT: "wait for gradient",
+    Op.WAIT_ALL_REDUCE: "wait for all-reduce",
+}
+
+
+class Meter:
+    """Adds up what workers do; training and evaluation apart.
+
+    Attributes:
+        evaluating: set while an evaluation runs.
+        busy_s: seconds of forward, backward and update, over all workers.
+        stall_s: seconds that workers waited for bytes on their way.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.evaluating = False
+        self.busy_s = 0.0
+        self.stall_s = 0.0
+        self._pipeline = pipeline
+        self._spans: list[Span] = []
+        self._transfers: list[Transfer] = []
+        self._truncated = False
+
+    def event(self, event: Event) -> None:
+        """Take note of one event."""
+        compute = _COMPUTE.get(event.instruction.op)
+        if not self.evaluating:
+            if compute is not None:
+                self.busy_s += event.end_s - event.start_s
+            self.stall_s += event.stall_s
+        if not self._truncated and event.end_s > event.start_s:
+            self._record(event, compute)
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Take note of a transfer."""
+        if not self._truncated:
+            self._transfers.append(transfer)
+
+    def timeline(self) -> Timeline:
+        """Return the recorded part."""
+        spans = tuple(sorted(self._spans, key=lambda span: (span.start_s, span.worker)))
+        transfers = tuple(sorted(self._transfers, key=lambda transfer: transfer.start_s))
+        return Timeline(worker_names(self._pipeline.replicas), spans, transfers, self._truncated)
+
+    def _record(self, event: Event, compute: tuple[str, str] | None) -> None:
+        start_s, end_s, worker, instruction, _ = event
+        op, number = instruction.op, instruction.number
+        if compute is None:
+            minibatch = -1 if op is Op.WAIT_ALL_REDUCE else self._minibatch(number)
+            self._spans.append(Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, minibatch))
+        elif op is Op.UPDATE:
+            self._spans.append(Span(worker, UPDATE, f"U{number}", start_s, end_s, -1))
+        else:
+            kind, letter = compute
+            label = f"{letter}{number}" if self.evaluating else f"{letter}{self._pipeline.label(number)}"
+            kind = EVALUATE if self.evaluating else kind
+            self._spans.append(Span(worker, kind, label, start_s, end_s, self._minibatch(number)))
+        self._truncated = len(self._spans) >= RECORDED_SPANS
+
+    def _minibatch(self, number: int) -> int:
+        return number if self.evaluating else self._pipeline.minibatch(number)[0]
+
+
+def fractions(busy_s: float, stall_s: float, num_workers: int, elapsed_s: float) -> dict[str, float]:
+    """Return the bubble and communication-stall fractions of a training time, fill and drain included.
+
+    `bubble_fraction` is the share of worker time without forward, backward or update, whatever the reason;
+    `comm_stall_fraction` the part of it spent waiting for bytes that were on their way.
+    """
+    total_s = num_workers * elapsed_s
+    if total_s <= 0:
+        return {}
+    return {"bubble_fraction": max(0.0, 1.0 - busy_s / total_s), "comm_stall_fraction": stall_s / total_s}
+
+
+def sum_by(counts: dict[tuple[str, str], int], position: int, kinds: Sequence[str]) -> dict[str, int]:
+    """Sum bytes counted by (kind, level) over one of the two, for the given kinds."""
+    total: dict[str, int] = {}
+    for key, num_bytes in counts.items():
+        if key[0] in kinds:
+            total[key[position]] = total.get(key[position], 0) + num_bytes
+    return total
