@@ -1,0 +1,66 @@
+"""Sessions for people and for continuous integration: `nox -s tests lint types` is what every change passes."""
+
+import hashlib
+import os
+import venv
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["tests", "lint", "types"]
+nox.options.error_on_external_run = True
+nox.options.error_on_missing_interpreters = True
+
+SHARED = Path(".nox") / "shared"
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Run the tests; needs no GPU and no network. Arguments go to pytest."""
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    command = [python_with_pipebench(session), "-m", "pytest", "--durations=15", *session.posargs]
+    session.run(*command, env=one_thread, external=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    development = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["dev"]
+    session.install(*[requirement for requirement in development if requirement.startswith("ruff")])
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Check types, of the tests too."""
+    session.run(python_with_pipebench(session), "-m", "mypy", "pipebench", "zoo", "tests", external=True)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Measure pipebench against plain PyTorch, side by side, as ratios."""
+    session.run(python_with_pipebench(session), "tests/bench/main.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA device."""
+    session.run(python_with_pipebench(session), "-m", "pytest", "-m", "gpu", *session.posargs, external=True)
+
+
+def python_with_pipebench(session: nox.Session) -> str:
+    """Return the interpreter of one environment that all sessions share, with pipebench installed in place.
+
+    torch and what it needs are 5 GB: an environment per session would pay for them again and again. It is made
+    again when pyproject.toml changes.
+    """
+    python = SHARED.resolve() / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    stamp = SHARED / "made-for"
+    wanted = hashlib.sha256(Path("pyproject.toml").read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        venv.create(SHARED, with_pip=True, clear=True)
+        session.run(str(python), "-m", "pip", "install", "--quiet", "-e", ".[data,dev]", external=True)
+        stamp.write_text(wanted)
+    return str(python)
