@@ -1,0 +1,19 @@
+"""What every layer costs: measured here, computed for a device that isn't here, or read from a file."""
+
+from pipebench.profile.analytic import analytic_profile
+from pipebench.profile.choose import load_profile, profile_for
+from pipebench.profile.devices import DEVICES, DeviceSpec, find_device
+from pipebench.profile.measure import measured_profile
+from pipebench.profile.model import LayerProfile, Profile
+
+__all__ = [
+    "DEVICES",
+    "DeviceSpec",
+    "LayerProfile",
+    "Profile",
+    "analytic_profile",
+    "find_device",
+    "load_profile",
+    "measured_profile",
+    "profile_for",
+]

@@ -1,0 +1,91 @@
+"""The analytic profile: computed for a device that isn't here, from shapes alone, in seconds for any size.
+
+Nothing is allocated and no arithmetic is done: the pass runs on torch's meta device.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from pipebench.graph import LayerGraph
+from pipebench.profile.devices import GEMM_EFFICIENCY, LAUNCH_S, MEMORY_EFFICIENCY, DeviceSpec
+from pipebench.profile.model import Profile
+from pipebench.profile.roofline import priced
+from pipebench.profile.walk import walk
+from pipebench.recipe.schema import OptimizerRecipe
+from zoo.registry import Dataset
+
+
+def analytic_profile(
+    graph: LayerGraph,
+    dataset: Dataset,
+    sizes: Sequence[int],
+    device: DeviceSpec,
+    optimizer: OptimizerRecipe,
+    model_text: str,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Compute what every layer costs on a device of the catalogue.
+
+    Args:
+        graph: the layer graph; its parameters may be on any device, meta included.
+        dataset: gives shapes and the loss; its data needn't be there.
+        sizes: numbers of samples that travel.
+        device: the device.
+        optimizer: what updates the parameters.
+        model_text: readable description of the model.
+        on_progress: told of (layers profiled, layers to profile).
+
+    Raises:
+        ProfileError: a layer can't be run without data; names it.
+    """
+    root = _without_data(graph.root)
+    num_layers = len(graph.layers) + 1
+    layers = {}
+    for done, size in enumerate(sizes, start=1):
+        layers[size] = walk(graph, root, dataset, dataset.example(size), lambda work: priced(device, work))
+        if on_progress:
+            on_progress(done * num_layers, len(sizes) * num_layers)
+    return Profile(
+        model=model_text,
+        device=device.name,
+        source="analytic",
+        note=(
+            f"roofline of {device.name}: {device.flops_per_s / 1e12:g} Tflop/s x {GEMM_EFFICIENCY:g}, "
+            f"{device.memory_bytes_per_s / 1e9:g} GB/s x {MEMORY_EFFICIENCY:g} ({device.source}), "
+            f"{LAUNCH_S * 1e6:g} us per kernel; loading is the copy from the host, without decoding"
+        ),
+        layers=layers,
+        update_s_per_byte=_bytes_per_parameter_byte(optimizer) / (device.memory_bytes_per_s * MEMORY_EFFICIENCY),
+        update_floor_s=LAUNCH_S,
+        load_s={size: _input_bytes(dataset, size) / device.host_bytes_per_s + LAUNCH_S for size in sizes},
+        whole_step_s={},
+    )
+
+
+def _without_data(root: nn.Module) -> nn.Module:
+    """Return a copy of a module whose tensors have shapes only; shared ones stay shared."""
+    memo: dict[int, object] = {}
+    for parameter in root.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in root.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(root, memo).train()
+
+
+def _bytes_per_parameter_byte(optimizer: OptimizerRecipe) -> int:
+    """Return how many bytes one fused step moves per byte of parameters.
+
+    Every rule reads parameter and gradient and writes the parameter: 3. Momentum is read and written besides: 5. Adam
+    has two such averages: 7. Weight decay uses what is already read.
+    """
+    if optimizer.name == "adam":
+        return 7
+    return 5 if optimizer.momentum else 3
+
+
+def _input_bytes(dataset: Dataset, num_samples: int) -> int:
+    example: dict[str, torch.Tensor] = dataset.example(num_samples)
+    return sum(example[name].nbytes for name in dataset.inputs)

@@ -1,0 +1,72 @@
+"""The profile cache: a measured profile is made once for everything that determines it.
+
+One JSON file per key under `$PIPEBENCH_CACHE/profiles`, or else under the user's cache directory. An entry that can't
+be read is made again; a cache that can't be written costs time, never a result.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipebench.profile.model import VERSION, Profile
+
+log = logging.getLogger(__name__)
+
+
+def cached(key_parts: Mapping[str, object], make: Callable[[], Profile]) -> Profile:
+    """Return the cached profile of a key, made and kept if there is none.
+
+    Args:
+        key_parts: everything that determines the profile, as values with a stable `str`: options, source code hash,
+            sizes, optimizer, device, threads, versions. The version of the file format is added.
+        make: makes the profile.
+    """
+    path = cache_directory() / f"{_key(key_parts)}.json"
+    found = _read(path)
+    if found is None:
+        found = make()
+        _write(path, found)
+    return found
+
+
+def cache_directory() -> Path:
+    """Return where profiles are kept; the directory may not exist yet."""
+    own = os.environ.get("PIPEBENCH_CACHE")
+    if own:
+        return Path(own) / "profiles"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pipebench" / "profiles"
+
+
+def _key(key_parts: Mapping[str, object]) -> str:
+    text = json.dumps({**key_parts, "version": VERSION}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> Profile | None:
+    try:
+        return Profile.from_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("profile cache: %s can't be read (%s: %s), so it is made again", path, type(error).__name__, error)
+        return None
+
+
+def _write(path: Path, profile: Profile) -> None:
+    """Write aside and rename: a reader, or a crash, never sees half a file."""
+    aside = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            aside = Path(file.name)
+            file.write(profile.to_json())
+        aside.replace(path)
+    except OSError as error:
+        log.warning("profile cache: %s can't be written (%s), so the next run profiles again", path, error)
+        if aside is not None:
+            aside.unlink(missing_ok=True)

@@ -1,0 +1,216 @@
+"""The measured profile: every layer's forward, then its backward alone, timed on the device we have.
+
+A pass runs the layers in the order of training, so that caches and the allocator are in the state training leaves them
+in; each layer gets the median over several passes, each with a minibatch of its own.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipebench.graph import LayerGraph
+from pipebench.optimizer import make_optimizer
+from pipebench.profile.devices import local_device_name
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.walk import Clock, Reading, walk
+from pipebench.recipe.schema import OptimizerRecipe
+from zoo.registry import Dataset
+
+# The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms.
+_WARM_UPS = 2
+_OPTIMIZER_STEPS = 20
+_Samples = Mapping[str, torch.Tensor]
+
+
+def measured_profile(
+    graph: LayerGraph,
+    dataset: Dataset,
+    sizes: Sequence[int],
+    optimizer: OptimizerRecipe,
+    device: torch.device,
+    model_text: str,
+    repeats: int = 11,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Time every layer on a device of this machine, with torch's present number of threads.
+
+    The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state.
+
+    Args:
+        graph: the layer graph.
+        dataset: gives minibatches and the loss.
+        sizes: numbers of samples that travel.
+        optimizer: what updates the parameters.
+        device: where to measure.
+        model_text: readable description of the model.
+        repeats: timed passes per size.
+        on_progress: told of (layers profiled, layers to profile).
+
+    Raises:
+        ProfileError: a layer fails; names it.
+    """
+    clock = _cuda_clock if device.type == "cuda" else _cpu_clock
+    root = copy.deepcopy(graph.root).to(device).train()
+    layers: dict[int, tuple[LayerProfile, ...]] = {}
+    load_s, whole_step_s = {}, {}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for index, size in enumerate(sizes):
+
+            def report(fraction: float, index: int = index) -> None:
+                if on_progress:
+                    num_layers = len(graph.layers) + 1
+                    on_progress(round((index + fraction) * num_layers), len(sizes) * num_layers)
+
+            load_s[size] = _load_s(dataset, size, device, repeats)
+            layers[size], whole_step_s[size] = _layers_and_step(
+                graph, root, dataset, _Minibatches(dataset, size, device), clock, repeats, report
+            )
+        update_s_per_byte, update_floor_s = _update_s(root, optimizer, clock)
+    return Profile(
+        model=model_text,
+        device=local_device_name(device),
+        source="measured",
+        note=(
+            f"median of {repeats} passes after {_WARM_UPS} of warm-up, torch {torch.__version__}; "
+            f"{_ratios(layers, whole_step_s)}"
+        ),
+        layers=layers,
+        update_s_per_byte=update_s_per_byte,
+        update_floor_s=update_floor_s,
+        load_s=load_s,
+        whole_step_s=whole_step_s,
+    )
+
+
+class _Minibatches:
+    """Successive minibatches of the training samples, on the device."""
+
+    def __init__(self, dataset: Dataset, size: int, device: torch.device) -> None:
+        self._dataset = dataset
+        self._size = size
+        self._device = device
+
+    def __getitem__(self, k: int) -> _Samples:
+        fields = [*self._dataset.inputs, *self._dataset.targets]
+        return _fetch(self._dataset, self._size, k, fields, self._device)
+
+
+def _fetch(dataset: Dataset, size: int, k: int, fields: Sequence[str], device: torch.device) -> _Samples:
+    indices = [i % dataset.num_train for i in range(k * size, (k + 1) * size)]
+    return {name: value.to(device) for name, value in dataset.fetch("train", indices, fields).items()}
+
+
+def _layers_and_step(
+    graph: LayerGraph,
+    root: nn.Module,
+    dataset: Dataset,
+    minibatches: _Minibatches,
+    clock: Clock,
+    repeats: int,
+    report: Callable[[float], None],
+) -> tuple[tuple[LayerProfile, ...], float]:
+    """Return the median of every layer, and of whole steps made in turn with the passes."""
+    passes, steps = [], []
+    for k in range(_WARM_UPS + repeats):
+        samples = minibatches[k]
+        timed = walk(graph, root, dataset, samples, clock)
+        step_s = _whole_step(root, dataset, samples, clock)()
+        if k >= _WARM_UPS:
+            passes.append(timed)
+            steps.append(step_s)
+        report((k + 1) / (_WARM_UPS + repeats))
+    entry_s = _autograd_entry_s(next(iter(samples.values())).device, clock)
+    return tuple(_median(rows, entry_s) for rows in zip(*passes, strict=True)), statistics.median(steps)
+
+
+def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:
+    return replace(
+        rows[0],
+        forward_s=statistics.median(row.forward_s for row in rows),
+        backward_s=max(0.0, statistics.median(row.backward_s for row in rows) - entry_s),
+    )
+
+
+def _autograd_entry_s(device: torch.device, clock: Clock) -> float:
+    """Return the seconds of entering and leaving autograd, which training pays once and a pass once per layer."""
+    leaf, ones = torch.ones(1, device=device, requires_grad=True), torch.ones(1, device=device)
+    readings = [clock(lambda: torch.autograd.grad([leaf], [leaf], [ones]))[1] for _ in range(_WARM_UPS + 50)]
+    return statistics.median(reading() for reading in readings[_WARM_UPS:])
+
+
+def _whole_step(root: nn.Module, dataset: Dataset, samples: _Samples, clock: Clock) -> Reading:
+    """Run one forward and backward of the whole model, as a user would write it."""
+    parameters = [parameter for parameter in root.parameters() if parameter.requires_grad]
+
+    def step() -> Any:
+        output = root(*(samples[name] for name in dataset.inputs))
+        loss = dataset.loss(output, {name: samples[name] for name in dataset.targets})
+        return torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
+
+    return clock(step)[1]
+
+
+def _load_s(dataset: Dataset, size: int, device: torch.device, repeats: int) -> float:
+    """Return the seconds to fetch a minibatch's inputs and bring them to the device; the first fetch isn't counted."""
+    seconds = []
+    for k in range(1 + repeats):
+        start = time.perf_counter()
+        _fetch(dataset, size, k, dataset.inputs, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def _update_s(root: nn.Module, recipe: OptimizerRecipe, clock: Clock) -> tuple[float, float]:
+    """Return the seconds of one optimizer step per byte of parameters, and those it takes for almost none."""
+    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    if not trained:
+        return 0.0, 0.0
+    floor_s = _step_s([torch.zeros(1, device=trained[0].device, requires_grad=True)], recipe, clock)
+    whole_s = _step_s([torch.zeros_like(parameter).requires_grad_() for parameter in trained], recipe, clock)
+    return max(0.0, whole_s - floor_s) / sum(parameter.nbytes for parameter in trained), floor_s
+
+
+def _step_s(parameters: Sequence[torch.Tensor], recipe: OptimizerRecipe, clock: Clock) -> float:
+    optimizer = make_optimizer(recipe, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    readings = [clock(optimizer.step)[1] for _ in range(_WARM_UPS + _OPTIMIZER_STEPS)]
+    return statistics.median(reading() for reading in readings[_WARM_UPS:])
+
+
+def _ratios(layers: Mapping[int, Sequence[LayerProfile]], whole_step_s: Mapping[int, float]) -> str:
+    """Say how the sum over the layers compares with whole steps."""
+    ratios = (
+        f"{sum(row.forward_s + row.backward_s for row in rows) / whole_step_s[size]:.3f} at {size} samples"
+        for size, rows in layers.items()
+    )
+    return f"sum over layers / whole step: {', '.join(ratios)}"
+
+
+def _cpu_clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
+    start = time.perf_counter()
+    value = work()
+    seconds = time.perf_counter() - start
+    return value, lambda: seconds
+
+
+def _cuda_clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
+    """Time by events on the stream, which no synchronisation between the layers disturbs."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    value = work()
+    end.record()
+
+    def read() -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    return value, read
