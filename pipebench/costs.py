@@ -72,9 +72,10 @@ def stage_costs(profile: Profile, graph: LayerGraph, plan: Plan, *, recompute: b
     """
     loss = len(graph.layers)
     stages = []
+    nothing = {0: 0}  # a short minibatch may leave a microbatch without samples
     for stage in plan.stages:
         indices = [*range(stage.start, stage.stop), *([loss] if stage.stop == loss else [])]
-        forward = {n: sum(rows[i].forward_s for i in indices) for n, rows in profile.layers.items()}
+        forward: dict[int, float] = {n: sum(rows[i].forward_s for i in indices) for n, rows in profile.layers.items()}
         backward = {n: sum(rows[i].backward_s for i in indices) for n, rows in profile.layers.items()}
         if recompute:
             backward = {n: seconds + forward[n] for n, seconds in backward.items()}
@@ -84,11 +85,12 @@ def stage_costs(profile: Profile, graph: LayerGraph, plan: Plan, *, recompute: b
         num_bytes = sum(rows[i].parameter_bytes for i in indices)
         update = profile.update_floor_s + num_bytes * profile.update_s_per_byte if num_bytes else 0.0
         buckets = _buckets(graph, rows, range(stage.start, stage.stop))
-        stages.append(StageCosts(forward, backward, load, update, buckets, _buffer_bytes(graph, stage.start, stage.stop)))
+        buffer_bytes = _buffer_bytes(graph, stage.start, stage.stop)
+        stages.append(StageCosts(nothing | forward, nothing | backward, nothing | load, update, buckets, buffer_bytes))
     activation, gradient = {}, {}
     for edge, producers in plan.crossings.items():
-        activation[edge] = {n: sum(rows[i].output_bytes for i in producers) for n, rows in profile.layers.items()}
-        gradient[edge] = {n: sum(rows[i].gradient_bytes for i in producers) for n, rows in profile.layers.items()}
+        activation[edge] = nothing | {n: sum(rows[i].output_bytes for i in producers) for n, rows in profile.layers.items()}
+        gradient[edge] = nothing | {n: sum(rows[i].gradient_bytes for i in producers) for n, rows in profile.layers.items()}
     return Costs(tuple(stages), activation, gradient)
 
 

@@ -7,6 +7,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,13 +16,13 @@ from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.costs import stage_costs
 from pipebench.engine.virtual import Setup
-from pipebench.engine.weights import MakeOptimizer
 from pipebench.errors import PlanError
 from pipebench.graph import LayerGraph, trace
 from pipebench.modes import Mode, resolve
+from pipebench.optimizer import make_optimizer
 from pipebench.plan import Plan, balanced_plan, explicit_plan
 from pipebench.profile.model import Profile
-from pipebench.recipe.schema import OptimizerRecipe, Recipe, TrainRecipe
+from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.sampling import Sampler, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from zoo import DATASETS, MODELS
@@ -86,7 +87,7 @@ def prepare(
         cluster=cluster,
         dataset=dataset,
         sampler=sampler,
-        make_optimizer=optimizer_maker(recipe.train.optimizer),
+        make_optimizer=partial(make_optimizer, recipe.train.optimizer),
         lr=learning_rate(recipe.train, pipeline, dataset.num_train),
         weights=mode.weights,
         recompute=mode.recompute,
@@ -168,18 +169,6 @@ def make_pipeline(recipe: Recipe, mode: Mode, graph: LayerGraph, plan: Plan, pro
         microbatches=parallelism.microbatches,
         accumulate=parallelism.accumulate,
         loads=loads,
-    )
-
-
-def optimizer_maker(recipe: OptimizerRecipe) -> MakeOptimizer:
-    """Return a function that makes the recipe's torch.optim optimizer; the rate is set at every update."""
-    if recipe.name == "adam":
-        beta1, beta2 = recipe.betas
-        return lambda parameters: torch.optim.Adam(
-            parameters, recipe.lr, (beta1, beta2), recipe.eps, recipe.weight_decay, fused=True
-        )
-    return lambda parameters: torch.optim.SGD(
-        parameters, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=True
     )
 
 

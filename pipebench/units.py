@@ -59,7 +59,9 @@ def _parse(given: object, units: Mapping[str, float], what: str, base: str, smal
             f"got {str(given)[:40]!r}, allowed is a {what}: a number, then one of {', '.join(units)} "
             f"(without a unit: {base}){hint}"
         )
-    quantity = float(match["number"]) * units[unit]
+    number, factor = float(match["number"]), units[unit]
+    # 1e-6 is no exact float and 1e6 is: dividing gives the float that is nearest to what was written.
+    quantity = number * factor if factor >= 1 else number / round(1 / factor)
     if not math.isfinite(quantity) or quantity < smallest:
         raise UnitError(f"got {str(given)[:40]!r}, allowed is a {what} of at least {smallest:g} {base}")
     return quantity

@@ -1,5 +1,6 @@
 """Small models, a small data set and setups that need no profile, shared by the tests."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,16 +82,15 @@ class Mlp(nn.Module):
 def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profile:
     """Return a profile in which every forward takes 1 s and every backward 2 s; bytes are those of real tensors."""
     layers = {}
+    root = copy.deepcopy(graph.root).train()  # running the model here must not touch its statistics
     for size in sizes:
         env: dict[Any, Any] = {}
         fields = dataset.fetch("train", range(size), dataset.inputs)
         for node in graph.graph.find_nodes(op="placeholder"):
             env[node] = fields[dataset.inputs[graph.inputs.index(node.name)]]
-        training = graph.root.training
-        graph.root.train()
         rows = []
         for layer in graph.layers:
-            env[layer.node] = run_node(graph.root, layer.node, env)
+            env[layer.node] = run_node(root, layer.node, env)
             leaves = [t for t in pytree.tree_leaves(env[layer.node]) if isinstance(t, torch.Tensor)]
             num_bytes = sum(t.nbytes for t in leaves)
             with_gradient = sum(t.nbytes for t in leaves if t.requires_grad)
@@ -98,7 +98,6 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
             rows.append(LayerProfile(layer.name, layer.kind, 1.0, 2.0, num_bytes, with_gradient, parameters))
         rows.append(LayerProfile("loss", "loss", 0.0, 0.0, 8, 8, 0))
         layers[size] = tuple(rows)
-        graph.root.train(training)
     zeros = dict.fromkeys(layers, 0.0)
     return Profile("test", "unit", "file", "unit costs", layers, 1e-9, 0.0, zeros, {})
 

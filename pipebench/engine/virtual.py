@@ -131,7 +131,7 @@ class VirtualEngine:
         self._returning: dict[tuple[int, int], dict[int, list[torch.Tensor]]] = {}
         self._mail: dict[tuple[Op, int, int, int], Any] = {}
         self._joined: dict[tuple[int, int], dict[int, list[torch.Tensor | None]]] = {}
-        self._reduced: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self._reduced: dict[tuple[int, int], tuple[list[torch.Tensor | None], set[int]]] = {}
 
     def train(self, first_minibatch: int, num_minibatches: int) -> None:
         """Train on minibatches `first_minibatch` and after, then drain."""
@@ -253,17 +253,21 @@ class VirtualEngine:
         self._count(GRADIENT, worker, instruction.peer, gradients)
         self._mail[Op.RECEIVE_GRADIENT, unit, worker, instruction.peer] = gradients
 
-    def _wait_all_reduce(self, worker: int, round_index: int, instruction: Instruction) -> None:
-        stage = self.setup.pipeline.places[worker][0]
-        if instruction.reduce >= 0:
-            self._join(worker, round_index)
-        joined = self._joined[stage, round_index]
-        if (stage, round_index) not in self._reduced:
-            self._reduced[stage, round_index] = self._ring(stage, [joined[w] for w in sorted(joined)])
-        self.replicas[worker].gradients = list(self._reduced[stage, round_index])
-        joined.pop(worker)
-        if not joined:
-            del self._joined[stage, round_index], self._reduced[stage, round_index]
+    def _wait_all_reduce(self, worker: int, round_index: int, _: Instruction) -> None:
+        pipeline = self.setup.pipeline
+        stage = pipeline.places[worker][0]
+        key = (stage, round_index)
+        if key not in self._reduced:
+            joined = self._joined.pop(key)
+            nothing: list[torch.Tensor | None] = [None] * len(self.replicas[worker].gradients)  # an idle replica's
+            first = pipeline.worker(stage, 0)
+            workers = range(first, first + pipeline.replicas[stage])
+            self._reduced[key] = self._ring(stage, [joined.get(w, nothing) for w in workers]), set(workers)
+        gradients, still_waiting = self._reduced[key]
+        self.replicas[worker].gradients = list(gradients)
+        still_waiting.discard(worker)
+        if not still_waiting:
+            del self._reduced[key]
 
     def _update(self, worker: int, round_index: int, _: Instruction) -> None:
         setup, replica = self.setup, self.replicas[worker]
@@ -353,7 +357,7 @@ class VirtualEngine:
             for layer, tensors in gradients.items():
                 known = total.get(layer)
                 total[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
-        return [tensor for layer in replica.stage.returns for tensor in total[layer]]
+        return [tensor for layer in replica.stage.returns for tensor in total.get(layer, ())]
 
     def _in_order(self, replica: Replica, received: Values) -> Values:
         return {layer: received[layer] for layers in replica.stage.receives.values() for layer in layers}

@@ -65,15 +65,18 @@ def _candidates(reference: str, beside: Path | None) -> list[str]:
 
 
 def find_cluster(name: str, beside: Path | None = None) -> Path:
-    """Return the file of a cluster, given its short name or its path.
+    """Return the file of a cluster, given its short name or the path of a YAML file.
 
     Raises:
         RecipeError: nothing is there.
     """
-    is_path = name.endswith((".yaml", ".yml"))
-    return find(
-        name if is_path else f"{CLUSTERS}/{name}.yaml", cluster_names(), beside if is_path else recipes_folder()
-    )
+    if name.endswith((".yaml", ".yml")):
+        return find(name, [], beside)
+    names = cluster_names()
+    if name not in names:
+        allowed = f"no such cluster, allowed are {', '.join(names)} or the path of a YAML file{nearest(name[:60], names)}"
+        raise RecipeError([Fault(f"cluster {_short(name)!r}", "", allowed)])
+    return recipes_folder() / CLUSTERS / f"{name}.yaml"
 
 
 def is_recipe(path: Path) -> bool:
@@ -102,9 +105,9 @@ def summary(path: Path) -> str:
 
 
 def display(path: Path) -> str:
-    """Return a path the way people know it: relative to where they are, or to the shipped recipes."""
+    """Return a path the way people know it: relative to the shipped recipes, or to where they are."""
     absolute = Path(os.path.abspath(path))
-    for folder, prefix in ((Path.cwd(), ""), (recipes_folder(), "recipes/")):
+    for folder, prefix in ((recipes_folder(), "recipes/"), (Path.cwd(), "")):
         if absolute.is_relative_to(folder):
             return prefix + absolute.relative_to(folder).as_posix()
     return str(absolute)

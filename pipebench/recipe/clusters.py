@@ -13,6 +13,7 @@ from pipebench.recipe.yaml_file import read_mapping
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
+SERVERS = "servers"  # the key of the fault when only the number of servers is wrong
 _SOURCES = ("published", "assumed")
 _T = TypeVar("_T")
 
@@ -106,8 +107,7 @@ def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], fi
     workers_each = Cluster("", "", None, levels).num_workers
     largest = min(most or MAX_WORKERS, MAX_WORKERS // workers_each)
     if not 1 <= servers <= largest:
-        problem = f"got {servers} servers, allowed are 1 to {largest}"
-        raise RecipeError([Fault(file, "", problem)])
+        raise RecipeError([Fault(file, SERVERS, f"got {servers}, allowed are 1 to {largest} servers of this cluster")])
 
 
 def _text(value: object) -> str:

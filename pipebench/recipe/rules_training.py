@@ -6,7 +6,7 @@ from typing import Any
 from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.modes import ALL_FORWARDS, MODES, ONE, ORDERS, WEIGHT_POLICIES
 from pipebench.plan_text import parse_plan
-from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.typecheck import shown
 from pipebench.recipe.validate import Draft, Problems, rule
 
@@ -26,9 +26,8 @@ def _cluster(draft: Draft, name: str, servers: int) -> Problems:
     try:
         draft.made["@cluster"] = load_cluster(name, servers, draft.folder)
     except RecipeError as error:
-        key = "cluster.servers" if "servers, allowed" in str(error) else "cluster.name"
         for fault in error.faults:
-            yield key, f"{fault.file}: {fault.key + ': ' if fault.key else ''}{fault.problem}"
+            yield ("cluster.servers", fault.problem) if fault.key == SERVERS else ("cluster.name", str(fault))
 
 
 @rule("train.schedule.name", "train.schedule.every_epochs", "train.schedule.factor")

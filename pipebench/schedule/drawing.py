@@ -56,6 +56,6 @@ def draw(pipeline: Pipeline, num_minibatches: int, forward: Sequence[int], backw
     width = max(len(cell) for row in rows for cell in row)
     margin = max(map(len, names))
     return "\n".join(
-        f"{name:<{margin}}  " + " ".join(f"{cell or '.':<{width}}" for cell in row).rstrip()
+        f"{name:<{margin}}  " + "  ".join(f"{cell or '.':<{width}}" for cell in row).rstrip()
         for name, row in zip(names, rows, strict=True)
     )

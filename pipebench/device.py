@@ -1,0 +1,85 @@
+"""The device arithmetic runs on: torch's settings for one run, and what to write down about the machine."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import pipebench
+from pipebench.recipe.schema import EngineRecipe
+
+
+@contextlib.contextmanager
+def torch_settings(engine: EngineRecipe) -> Iterator[None]:
+    """Set threads, TF32 and determinism as the recipe says; put everything back afterwards."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    cudnn_tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        if engine.threads != "auto":
+            torch.set_num_threads(int(engine.threads))
+        torch.set_float32_matmul_precision("high" if engine.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = engine.tf32
+        torch.backends.cudnn.benchmark = not engine.deterministic
+        if engine.deterministic:
+            # cuBLAS reads this when it starts; without it torch calls its matrix products nondeterministic.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, and the run log has it.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = cudnn_tf32, benchmark
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return versions, hardware and settings of this run, for the record; no host name, no path."""
+    found = {
+        "pipebench": pipebench.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in ("torchvision", "omegaconf", "mlflow", "numpy")},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    return found | _commit()
+
+
+def _commit() -> dict[str, str]:
+    """Return the commit pipebench runs from and whether it was changed, when it runs from a checkout."""
+    root = Path(pipebench.__file__).parent.parent
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return {}
+
+    def ask(*words: str) -> str:
+        done = subprocess.run([git, "-C", str(root), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return {"commit": ask("rev-parse", "HEAD"), "changed_files": str(len(ask("status", "--porcelain").splitlines()))}
+
+
+def commit_diff() -> str:
+    """Return the uncommitted changes of the checkout pipebench runs from, "" without one."""
+    root = Path(pipebench.__file__).parent.parent
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return ""
+    words = [git, "-C", str(root), "diff", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,277 @@
+"""Every mode without staleness equals sequential training (DESIGN 3.1); random layers, BatchNorm, bytes (3.5 to 3.8)."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.engine.weights import MakeOptimizer
+from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
+from tests.models import ConvNet, SkipNet
+from tests.oracles import sequential
+from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+
+
+def images(num_train: int = 46) -> Blobs:
+    """Return image data in single precision."""
+    data = Blobs(num_train=num_train, shape=(2, 8, 8))
+    data._x = data._x.float()
+    return data
+
+
+def sequentially(
+    model: nn.Module, dataset: Blobs, groups: list[range], size: int, make: MakeOptimizer, pieces: int = 1
+) -> dict[str, torch.Tensor]:
+    """Train on groups of minibatches, one update each; a minibatch may be cut into pieces."""
+    from pipebench.sampling import Sampler, microbatch_sizes
+
+    sampler = Sampler(dataset.num_train, size, 0)
+
+    def parts(k: int) -> list[Any]:
+        indices, start, found = sampler.indices(k), 0, []
+        for n in microbatch_sizes(len(indices), pieces):
+            fields = dataset.fetch("train", indices[start : start + n], ["x", "label"])
+            found += [((fields["x"],), fields["label"])] if n else []
+            start += n
+        return found
+
+    model = copy.deepcopy(model)
+    updates = [[part for k in group for part in parts(k)] for group in groups]
+    sequential.train(
+        model,
+        make(list(model.parameters())),
+        updates,
+        lambda output, target: functional.cross_entropy(output, target, reduction="sum"),
+        lambda target: float(len(target)),
+    )
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """The default implementation: the engine's own is the fused one."""
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
+
+
+def momentum_fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01, fused=True)
+
+
+@pytest.mark.parametrize("starts", [[], [4], [2, 5, 8]], ids=["single", "model-2", "model-4"])
+@pytest.mark.parametrize("make", [momentum, momentum_fused])
+def test_single_and_model_are_bit_identical_to_a_plain_loop(starts: list[int], make: MakeOptimizer) -> None:
+    """Float32, BatchNorm, in-place layers, a short last minibatch, two epochs."""
+    dataset, model = images(), ConvNet()
+    replicas = [1] * (len(starts) + 1)
+    setup = make_setup(
+        model, (starts, replicas), weights="one", depth=1, dataset=dataset, make_optimizer=make, minibatch_size=4
+    )
+    engine = make_engine(setup)
+    engine.train(0, 24)
+    expected = sequentially(model, dataset, [range(k, k + 1) for k in range(24)], 4, make)
+    for name, parameter in parameters_of(engine).items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "columns"),
+    [
+        (([], [4]), {"depth": 1}),
+        (([], [3]), {"depth": 1, "accumulate": 2}),
+        (([3, 5], [1, 1, 1]), {"order": "all-forwards", "microbatches": 3}),
+        (([3, 5], [1, 1, 1]), {"order": "all-forwards", "microbatches": 3, "recompute": True}),
+        (([3, 5], [1, 1, 1]), {"order": "all-forwards", "accumulate": 4}),
+        (([3, 5], [2, 1, 1]), {"order": "all-forwards", "microbatches": 2}),
+        (([3, 5], [1, 1, 1]), {"microbatches": 4}),
+        (([3, 5], [1, 1, 1]), {"microbatches": 4, "recompute": True}),
+        (([3], [3, 1]), {"microbatches": 2}),
+        (([3], [2, 3]), {"microbatches": 3, "accumulate": 2}),
+        (([3, 5, 8], [3, 1, 1, 1]), {"microbatches": 4}),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_flushing_modes_equal_sequential_training(plan: tuple[list[int], list[int]], columns: dict[str, Any]) -> None:
+    """Also with a short last minibatch (2 of 4 samples) and a short last group."""
+    dataset, model, num_minibatches = Blobs(num_train=46), SkipNet(), 12
+    setup = make_setup(model, plan, weights="one", dataset=dataset, make_optimizer=momentum_fused, **columns)
+    engine = make_engine(setup)
+    engine.train(0, num_minibatches)
+    group = setup.pipeline.round_size(0)
+    assert group == math.lcm(*plan[1]) * columns.get("accumulate", 1)
+    groups = [range(a, min(a + group, num_minibatches)) for a in range(0, num_minibatches, group)]
+    expected = sequentially(model, dataset, groups, 4, momentum)
+    for name, parameter in parameters_of(engine).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-11, atol=1e-12)
+
+
+def test_the_reported_loss_is_on_one_scale() -> None:
+    totals = []
+    for plan, columns in [
+        (([], [1]), {"depth": 1, "weights": "one"}),
+        (([3], [1, 1]), {"order": "all-forwards", "microbatches": 2, "weights": "one"}),
+        (([3], [2, 1]), {"weights": "stash"}),
+    ]:
+        seen: list[float] = []
+        setup = make_setup(SkipNet(), plan, dataset=Blobs(num_train=46), lr=lambda s, b, o: 0.0, **columns)  # type: ignore[arg-type]
+        engine = VirtualEngine(
+            setup, make_engine(setup).network, on_loss=lambda loss, n, w, t, seen=seen: seen.append(float(loss))  # type: ignore[misc]
+        )
+        engine.train(0, 12)
+        totals.append(sum(seen))
+    assert totals[1] == pytest.approx(totals[0], rel=1e-12)
+    assert totals[2] == pytest.approx(totals[0], rel=1e-12)
+
+
+def test_no_cut_and_no_mode_changes_what_random_layers_draw() -> None:
+    """Dropout on: model parallelism over three cuts has the bits of a single worker."""
+    found = []
+    for starts in ([], [3], [2, 7, 9]):
+        setup = make_setup(
+            ConvNet(dropout=0.5), (starts, [1] * (len(starts) + 1)), weights="one", depth=1, dataset=images()
+        )
+        engine = make_engine(setup)
+        engine.train(0, 12)
+        found.append(parameters_of(engine))
+    for name, parameter in found[0].items():
+        assert torch.equal(parameter, found[1][name])
+        assert torch.equal(parameter, found[2][name])
+
+
+@pytest.mark.parametrize("weights", ["one", "stash"])
+def test_recomputation_changes_nothing(weights: str) -> None:
+    """Dropout masks and BatchNorm statistics included (P41, P42)."""
+    results = []
+    for recompute in (False, True):
+        setup = make_setup(
+            ConvNet(dropout=0.5), ([4, 8], [1, 1, 1]), weights=weights, dataset=images(), recompute=recompute
+        )
+        engine = make_engine(setup)
+        engine.train(0, 12)
+        buffers = {n: b.clone() for r in engine.replicas for n, b in r.module.named_buffers()}
+        results.append((parameters_of(engine), buffers, max(engine.peak_bytes)))
+    for kept, again in zip(results[0][:2], results[1][:2], strict=True):
+        assert all(torch.equal(value, again[name]) for name, value in kept.items())
+    assert results[1][1]["features.1.num_batches_tracked"] == 12
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
+    def flat(seed: int) -> torch.Tensor:
+        setup = make_setup(ConvNet(dropout=0.5), ([4], [2, 1]), dataset=images(), seed=seed)
+        engine = make_engine(setup)
+        engine.train(0, 12)
+        return engine.replicas[0].weights.newest.flat
+
+    assert torch.equal(flat(1), flat(1))
+    assert not torch.equal(flat(1), flat(2))
+
+
+def test_running_statistics_are_averaged_over_replicas_at_the_drain() -> None:
+    """DESIGN 3.8: each replica has its own while it trains, and the mean of all of them after a drain."""
+    setup = make_setup(ConvNet(), ([], [3]), weights="one", depth=1, dataset=images(48), minibatch_size=4)
+    engine = make_engine(setup)
+    engine.train(0, 3)
+    means = []
+    for k in range(3):  # every replica saw one minibatch: its statistics after one forward of the initial model
+        model = ConvNet()
+        model(images(48).fetch("train", setup.sampler.indices(k), ["x"])["x"])
+        means.append(model.features[1].running_mean)
+    expected = torch.stack(means).mean(0)  # type: ignore[arg-type]
+    for replica in engine.replicas:
+        torch.testing.assert_close(dict(replica.module.named_buffers())["features.1.running_mean"], expected)
+    num_bytes = engine.setup.costs.stages[0].buffer_bytes
+    assert num_bytes == 2 * (6 + 5) * 4
+    assert sum(v for (kind, _), v in engine.num_bytes.items() if kind == BUFFERS) == 2 * (3 - 1) * num_bytes
+
+
+def test_evaluation_sees_every_sample_once_and_leaves_no_trace() -> None:
+    setup = make_setup(ConvNet(), ([4], [2, 1]), dataset=images())
+    engine = make_engine(setup)
+    engine.train(0, 12)
+    before = [(r.weights.newest.flat.clone(), [b.clone() for b in r.module.buffers()]) for r in engine.replicas]
+    scores, counts = engine.evaluate(), dict(engine.num_bytes)
+    model = ConvNet()
+    state = parameters_of(engine) | {n: b for r in engine.replicas for n, b in r.module.named_buffers()}
+    model.load_state_dict(state)
+    model.eval()
+    fields = images().fetch("eval", range(10), ["x", "label"])
+    output = model(fields["x"])
+    assert scores["top1"] == (output.argmax(1) == fields["label"]).double().mean().item()
+    assert scores["eval_loss"] == pytest.approx(functional.cross_entropy(output, fields["label"]).item(), rel=1e-6)
+    for replica, (flat, buffers) in zip(engine.replicas, before, strict=True):
+        assert torch.equal(replica.weights.newest.flat, flat)
+        assert all(torch.equal(a, b) for a, b in zip(replica.module.buffers(), buffers, strict=True))
+        assert replica.module.training
+    assert counts["evaluation", "server"] > 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.integers(1, 13),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_bytes_and_versions(
+    replicas: list[int], num_minibatches: int, flushes: bool, microbatches: int, depth: int, random: Any
+) -> None:
+    """Engine, prediction and closed formula agree (DESIGN 3.5); versions stay within bounds (3.3)."""
+    graph_size = 14
+    starts = sorted(random.sample(range(1, graph_size), len(replicas) - 1))
+    dataset = Blobs(num_train=46)
+    setup = make_setup(
+        SkipNet(), (starts, replicas), weights="one" if flushes else "stash", dataset=dataset, depth=depth,
+        microbatches=microbatches if flushes else 1,
+    )  # fmt: skip
+    engine = make_engine(setup)
+    engine.train(0, num_minibatches)
+    assert engine.num_bytes == engine.network.num_bytes
+    kinds = {kind: 0 for kind in (ACTIVATION, GRADIENT, ALL_REDUCE)}
+    for (kind, _), num_bytes in engine.num_bytes.items():
+        kinds[kind] += num_bytes
+    parameter_bytes = [sum(b.num_bytes for b in stage.buckets) for stage in setup.costs.stages]
+    rounds = [math.ceil(num_minibatches / setup.pipeline.round_size(s)) for s in range(len(replicas))]
+    assert kinds[ALL_REDUCE] == sum(
+        2 * (r - 1) * w * n for r, w, n in zip(replicas, parameter_bytes, rounds, strict=True)
+    )
+    rows = {len(setup.sampler.indices(k)) for k in range(num_minibatches)}
+    if rows == {4} and not flushes:
+        edges = setup.costs.activation_bytes
+        assert kinds[ACTIVATION] == num_minibatches * sum(size[4] for size in edges.values())
+        gradients = setup.costs.gradient_bytes
+        assert kinds[GRADIENT] == num_minibatches * sum(size[4] for size in gradients.values())
+    for replica, (stage, _) in zip(engine.replicas, setup.pipeline.places, strict=True):
+        assert replica.weights.most_alive <= (1 if flushes else setup.pipeline.warmups[stage])
+
+
+def test_bytes_of_an_mlp_by_hand() -> None:
+    """Widths 6, 7, 8, 5, 4 in float64; cut 2-1 after the second Tanh: 8 numbers a sample each way."""
+    setup = make_setup(Mlp(), ([4], [2, 1]))
+    engine = make_engine(setup)
+    engine.train(0, 12)
+    weights = (6 * 7 + 7) + (7 * 8 + 8)
+    assert dict(engine.num_bytes) == {
+        (ACTIVATION, "server"): 48 * 8 * 8,
+        (GRADIENT, "server"): 48 * 8 * 8,
+        (ALL_REDUCE, "server"): 6 * 2 * weights * 8,
+    }
+
+
+def test_gpipe_with_recomputation_holds_less() -> None:
+    peaks = []
+    for recompute in (False, True):
+        setup = make_setup(
+            ConvNet(norm=False), ([], [1]), weights="one", order="all-forwards", microbatches=4, dataset=images(),
+            recompute=recompute, minibatch_size=8,
+        )  # fmt: skip
+        engine = make_engine(setup)
+        engine.train(0, 2)
+        peaks.append(engine.peak_bytes[0])
+    assert peaks[1] < 0.6 * peaks[0]

@@ -1,0 +1,126 @@
+"""Awkward little models: skip connections, in-place heads, integers, tuples, BatchNorm, dropout."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class ConvNet(nn.Module):
+    """Convolutions, BatchNorm, in-place ReLU and dropout; float32, [n, 2, 8, 8] to [n, 4]."""
+
+    def __init__(self, *, norm: bool = True, dropout: float = 0.0, seed: int = 3) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(seed)
+        self.features = nn.Sequential(
+            nn.Conv2d(2, 6, 3, padding=1),
+            nn.BatchNorm2d(6) if norm else nn.Identity(),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 5, 3, padding=1),
+            nn.BatchNorm2d(5) if norm else nn.Identity(),
+            nn.ReLU(inplace=True),
+        )
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(5 * 4 * 4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map images to scores."""
+        output: torch.Tensor = self.head(self.drop(torch.flatten(self.features(x), 1)))
+        return output
+
+
+class SkipNet(nn.Module):
+    """Values that skip stages, are read by several, are overwritten in place, or are integers; double precision."""
+
+    def __init__(self, *, seed: int = 3) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(seed)
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.relu = nn.ReLU(inplace=True)
+        self.table = nn.Embedding(3, 6)
+        self.head = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        first = self.a(x)
+        bins = (x[:, 0] > 0).long() + 1
+        hidden = self.relu(first)
+        mixed = self.b(hidden) + first  # `first` was overwritten by the in-place ReLU
+        left, right = mixed.chunk(2, dim=1)
+        mixed = torch.cat([right, left], dim=1)
+        mixed += hidden
+        mixed = functional.relu(mixed, inplace=True) * self.scale
+        output: torch.Tensor = self.head(self.c(mixed) + self.table(bins) + first)
+        return output
+
+
+class Tied(nn.Module):
+    """Two layers share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.middle, self.two = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        output: torch.Tensor = self.head(self.two(self.middle(self.one(x))))
+        return output
+
+
+class Branching(nn.Module):
+    """Control flow on data: torch.fx can't trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = BranchingInner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 6]."""
+        output: torch.Tensor = self.inner(x)
+        return output
+
+
+class BranchingInner(nn.Module):
+    """The part that branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 6]."""
+        if x.sum() > 0:
+            return x
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+class FunctionalDropout(nn.Module):
+    """Dropout as a function, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        hidden = functional.dropout(self.a(x), 0.5, self.training)
+        output: torch.Tensor = self.b(functional.dropout(hidden, p=0.5, training=self.training))
+        return output
+
+
+class DropoutTwice(nn.Module):
+    """One dropout module, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return two draws over ones."""
+        return torch.stack([self.drop(x), self.drop(x)])

@@ -1,0 +1,34 @@
+"""Plain training loops: what every mode without staleness has to equal. They share no code with the engine."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    updates: Iterable[Sequence[tuple[tuple[torch.Tensor, ...], Any]]],
+    loss_sum: Callable[[Any, Any], torch.Tensor],
+    weight: Callable[[Any], float],
+) -> list[float]:
+    """Train a module the way anyone writes it; every update is a list of minibatches whose mean gradient it takes.
+
+    Returns:
+        The mean loss of every update.
+    """
+    model.train()
+    means = []
+    for minibatches in updates:
+        total = sum(weight(targets) for _, targets in minibatches)
+        optimizer.zero_grad()
+        mean = 0.0
+        for inputs, targets in minibatches:
+            loss = loss_sum(model(*inputs), targets) / total
+            loss.backward()
+            mean += loss.item()
+        optimizer.step()
+        means.append(mean)
+    return means

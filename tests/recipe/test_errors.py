@@ -1,0 +1,230 @@
+"""One row per kind of wrong recipe: what is refused, and the sentence that says so.
+
+A row changes the valid recipe of conftest.py by overrides (the same rules serve files and command line), or replaces
+the file altogether.
+"""
+
+import pytest
+
+from pipebench.errors import RecipeError
+from pipebench.recipe.load import load
+from tests.recipe.conftest import VALID, Write
+
+OVERRIDES = [
+    # keys
+    ("trian.seed=1", "trian: unknown key, allowed at the top of a recipe are name, .*did you mean 'train'"),
+    ("train.sede=1", "train.sede: unknown key, allowed here are seed, .*did you mean 'seed'"),
+    ("train.optimizer.learning_rate=1", "train.optimizer.learning_rate: unknown key"),
+    ("train.seed.x=1", "train.seed: got a mapping, allowed is a whole number"),
+    ("parallelism.cuts[0]=x", r"parallelism.cuts\[0\]: unknown key.*did you mean 'cuts'"),
+    ("train.optimizer={}", None),
+    ("train.target={}", "train.target: got an empty mapping, allowed is a mapping with the keys metric, value"),
+    ("train=3", "train: got 3, allowed is a mapping with the keys seed"),
+    ("train=", "train: got 'train=', allowed is key=value"),
+    ("=3", "got '=3', allowed is key=value"),
+    ("train..seed=3", "got 'train..seed=3', allowed is key=value"),
+    ("extends=quickstart", "extends: is for files"),
+    ("train.seed=[1", "train.seed: line 1: is not YAML we take"),
+    # types
+    ("train.seed='3'", "train.seed: got '3', allowed is a whole number; remove the quotes"),
+    ("train.seed=true", "train.seed: got true, allowed is a whole number"),
+    ("train.seed=3.0", "train.seed: got 3.0, allowed is a whole number"),
+    ("train.seed=null", "train.seed: got null, allowed is a whole number"),
+    ("train.seed=[1]", r"train.seed: got \[1\], allowed is a whole number"),
+    ("train.seed=99999999999999999999", "train.seed: got a whole number beyond"),
+    ("train.optimizer.lr='0.1'", "train.optimizer.lr: got '0.1', allowed is a number; remove the quotes"),
+    ("train.optimizer.lr=fast", "train.optimizer.lr: got 'fast', allowed is a number"),
+    ("train.optimizer.lr=.nan", "train.optimizer.lr: got nan, allowed is a number"),
+    ("train.optimizer.lr=.inf", "train.optimizer.lr: got inf, allowed is a number"),
+    ("train.optimizer.lr=true", "train.optimizer.lr: got true, allowed is a number"),
+    ("train.optimizer.betas=[0.9, x]", "train.optimizer.betas: got .*, allowed is a list of number"),
+    ("engine.tf32=1", "engine.tf32: got 1, allowed is true or false"),
+    ("engine.device=[cpu]", r"engine.device: got \['cpu'\], allowed is text"),
+    ("parallelism.recompute=off!", "parallelism.recompute: got 'off!', allowed is true or false or null"),
+    # missing
+    ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),
+    ("train.target={metric: top1}", None),
+    # ranges
+    ("train.seed=-1", "train.seed: got -1, allowed is a whole number from 0 on"),
+    ("train.minibatch_size=0", "train.minibatch_size: got 0, allowed is a whole number of at least 1"),
+    ("train.minibatch_size=4001", "train.minibatch_size: got 4001, allowed are 1 to 4000"),
+    ("train.max_epochs=0", "train.max_epochs: got 0, allowed is"),
+    ("train.optimizer.lr=0", "train.optimizer.lr: got 0, allowed is a number above 0"),
+    ("train.optimizer.momentum=1.0", "train.optimizer.momentum: got 1.0, allowed is a number from 0 to below 1"),
+    ("train.optimizer.weight_decay=-1", "train.optimizer.weight_decay: got -1, allowed is"),
+    ("train.optimizer.betas=[0.9]", r"train.optimizer.betas: got \[0.9\], allowed is two numbers"),
+    ("train.optimizer.eps=0", "train.optimizer.eps: got 0, allowed is"),
+    ("train.optimizer.clip_norm=0", "train.optimizer.clip_norm: got 0, allowed is a number above 0, or null"),
+    ("train.schedule.warmup_epochs=-1", "train.schedule.warmup_epochs: got -1, allowed is"),
+    ("train.schedule.warmup_epochs=11", "train.schedule.warmup_epochs: got 11, allowed are 0 to max_epochs, 10"),
+    ("train.evaluate_every.epochs=0", "train.evaluate_every.epochs: got 0, allowed is"),
+    ("train.evaluate_every={epochs: 1, minibatches: 5}", "train.evaluate_every: got both .*exactly one"),
+    ("train.evaluate_every={epochs: null}", "train.evaluate_every: got neither .*exactly one"),
+    ("cluster.servers=0", "cluster.servers: got 0, allowed is a whole number of at least 1"),
+    ("cluster.servers=-2", "cluster.servers: got -2, allowed is a whole number of at least 1"),
+    ("cluster.servers=1000000", "cluster.servers: got 1000000, allowed are 1 to 1024 servers"),
+    ("parallelism.microbatches=0", "parallelism.microbatches: got 0, allowed is"),
+    ("parallelism.accumulate=0", "parallelism.accumulate: got 0, allowed is"),
+    ("parallelism.depth=0", "parallelism.depth: got 0, allowed is auto .* or a whole number"),
+    ("parallelism.depth=deep", "parallelism.depth: got 'deep', allowed is auto"),
+    ("engine.threads=0", "engine.threads: got 0, allowed is auto or a whole number"),
+    ("engine.threads=true", "engine.threads: got true, allowed is auto or a whole number"),
+    # names
+    ("name='a b'", "name: got 'a b', allowed are letters"),
+    ("model.name=vgg61", "model.name: got 'vgg61', allowed are .*did you mean 'vgg16'"),
+    ("dataset.name=mnist", "dataset.name: got 'mnist', allowed are .*did you mean 'mnist5k'"),
+    ("cluster.name=cluster-aa", "cluster.name: cluster 'cluster-aa': no such cluster, allowed are .*mean 'cluster-a'"),
+    ("cluster.name=no/such.yaml", "cluster.name: no/such.yaml: no such file"),
+    ("parallelism.mode=pipedraem", "parallelism.mode: got 'pipedraem', allowed are .*did you mean 'pipedream'"),
+    ("parallelism.order=1f2b", "parallelism.order: got '1f2b', allowed are all-forwards, 1f1b"),
+    ("parallelism.weights=stashed", "parallelism.weights: got 'stashed', allowed are .*did you mean 'stash'"),
+    ("train.optimizer.name=lamb", "train.optimizer.name: got 'lamb', allowed are sgd, adam"),
+    ("train.optimizer.lr_scaling=all", "train.optimizer.lr_scaling: got 'all', allowed are replicas, none"),
+    ("train.schedule.name=cosin", "train.schedule.name: got 'cosin', allowed are .*did you mean 'cosine'"),
+    ("engine.kind=real", "engine.kind: got 'real', allowed are virtual, simulated"),
+    ("engine.kind=distributed", "engine.kind: 'distributed' is not in this version"),
+    ("engine.device=gpu", "engine.device: got 'gpu', allowed are auto, cpu, cuda"),
+    ("engine.timing=analitic", "engine.timing: got 'analitic', .*did you mean 'analytic'.* path of a profile file"),
+    # model and data set
+    ("model.widht=1.0", "model.widht: unknown option, allowed are width, .*did you mean 'width'"),
+    ("model.width='1'", "model.width: got '1', allowed is a number; remove the quotes"),
+    ("model.batch_norm=1", "model.batch_norm: got 1, allowed is true or false"),
+    ("model.width=-1", "model: vgg16: width is -1"),
+    ("model.name=null", "model: got neither of name and target"),
+    ("model.target=m:f", "model: got both of name and target"),
+    ("model={name: null, target: m.f}", "model.target: got 'm.f', allowed is package.module:function"),
+    ("model.leaves=lstm", "model.leaves: got 'lstm', allowed is a list of text or null"),
+    ("model.a-b=1", "model.a-b: is not a name an option can have"),
+    ("dataset.rot=x", "dataset.rot: unknown option, allowed are"),
+    ("dataset.target=x", "dataset.target: is for models"),
+    # target
+    ("train.target.metric=top5", "train.target.metric: got 'top5', allowed are top1"),
+    ("train.target.value=95", "train.target.value: got 95, allowed is a fraction .*did you mean 0.95"),
+    ("train.target.value=-0.1", "train.target.value: got -0.1, allowed is a fraction"),
+    # learning-rate schedule and optimizer
+    ("train.schedule={name: step, factor: 0.1}", "train.schedule.every_epochs: is missing, the schedule step needs"),
+    ("train.schedule={name: step, every_epochs: 3}", "train.schedule.factor: is missing"),
+    ("train.schedule.factor=0.1", "train.schedule.factor: got 0.1, which only the schedule step takes"),
+    ("train.optimizer.name=adam", "train.optimizer.momentum: got 0.9, which only sgd takes"),
+    # parallelism
+    ("parallelism.plan=4-1", "parallelism.plan: got 4-1, which needs 5 workers; the cluster has 4"),
+    ("parallelism.plan=2-0", "parallelism.plan: got '2-0', allowed are auto, straight, or replicas per stage"),
+    ("parallelism.plan=strait", "parallelism.plan: got 'strait', .*did you mean 'straight'"),
+    ("parallelism.plan=[2, 1]", "parallelism.plan: got .*, or replicas per stage"),
+    ("parallelism={mode: single, plan: 2}", "parallelism.plan: got 2, this mode takes a single worker"),
+    ("parallelism={mode: dp, plan: 2-1}", "parallelism.plan: got 2-1, this mode takes one stage on all"),
+    ("parallelism={mode: model, plan: 2-1}", "parallelism.plan: got 2-1, this mode takes one worker per stage"),
+    ("parallelism.cuts=[a]", "parallelism.cuts: got 1 cuts, a plan of 3 stages needs 2"),
+    ("parallelism.cuts=[a, a]", "parallelism.cuts: got .*, allowed is every layer once"),
+    ("parallelism.microbatches=2", "parallelism.microbatches: got 2, mode pipedream has no flush here: allowed is 1"),
+    ("parallelism={mode: dp, plan: 4, microbatches: 2}", "parallelism.microbatches: got 2, mode dp doesn't cut"),
+    ("parallelism={mode: gpipe, microbatches: 5}", "microbatches: got 5, which doesn't divide minibatch_size 32"),
+    ("parallelism.accumulate=2", "parallelism.accumulate: got 2, mode pipedream has no flush here"),
+    ("parallelism.order=all-forwards", "parallelism.order: got order all-forwards with weights stash, .*flush"),
+    ("parallelism={mode: gpipe, weights: stash}", "parallelism.weights: got order all-forwards with weights stash"),
+    # engine
+    ("engine.timing=measured", "engine.timing: got measured with cluster cluster-a, this machine's compute times are"),
+    ("cluster={name: local, servers: 2}", "cluster.servers: got 2, allowed are 1 to 1 servers"),
+    # interpolation
+    ("name='${nothing}'", r"name: '\$\{nothing\}' can't be resolved: Interpolation key 'nothing' not found"),
+    ("name='${'", "name: got '.{2,4}', which is no interpolation"),
+    ("name='${name}'", "name: .*can't be resolved"),
+    ("train.seed='${name}'", r"train.seed: '\$\{name\}' gives a wrong value: got 'small', allowed is a whole number"),
+    ("train.seed='${nope:1}'", "train.seed: .* can't be resolved: Unsupported interpolation type nope"),
+    ("train='${model}'", "train: got an interpolation, allowed is a mapping"),
+]
+
+FILES: list[tuple[str | bytes, str]] = [
+    ("", r"r.yaml: is empty; a mapping of keys to values is needed"),
+    ("# nothing\n", "r.yaml: is empty"),
+    ("- a\n- b\n", "r.yaml: holds a list; a mapping"),
+    ("just words", "r.yaml: holds a str; a mapping"),
+    ("name: [1, 2\n", "r.yaml: line 2: is not YAML we take"),
+    ("name: a\n\tb: c\n", "r.yaml: line 2: is not YAML we take"),
+    ("name: a\nname: b\n", "r.yaml: line 2: .*the key 'name' is there twice"),
+    ("a: &x 1\nb: *x\n", "r.yaml: line 1: .*anchors"),
+    ("? [a, b]\n: c\n", "r.yaml: line 1: .*a key is not a plain word"),
+    ("name: !!python/object:os.system {}\n", "r.yaml: line 1: is not YAML we take: could not determine"),
+    ("name: !!int x\n", "r.yaml: is not YAML we take: a value can't be read"),
+    (b"\x00\x01\x02", "r.yaml: is not YAML"),
+    (b"\xff\xfe\x00n", "r.yaml: is not text in UTF-8"),
+    (b"a: 1\n" * 300_000, "r.yaml: is larger than 1000000 bytes"),
+    ("[" * 5000, "r.yaml: (is nested too deeply|line 1: )"),
+    (VALID + "1: 2\n", "r.yaml: 1: unknown key"),
+    (VALID + "null: 2\n", "r.yaml: None: unknown key"),
+    (VALID.replace("small", "2019"), "r.yaml: name: got 2019, allowed is text; put it in quotes"),
+    (VALID.replace("name: small\n", ""), "r.yaml: name: is missing and has no default"),
+    (
+        VALID.replace("cluster-a", "local") + "engine: {timing: analytic}",
+        "engine.timing: got analytic with cluster local",
+    ),
+    (VALID + "extends: r.yaml\n", "r.yaml: extends: goes round in a circle: r.yaml -> r.yaml"),
+    (VALID + "extends: bas.yaml\n", "r.yaml: extends: bas.yaml: no such file"),
+    (VALID + "extends: [a]\n", r"r.yaml: extends: got \['a'\], allowed is a file beside this one"),
+    (VALID + "extends: recipes/quickstart\n", "r.yaml: extends: got 'recipes/quickstart', which is a folder"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), [row for row in OVERRIDES if row[1]])
+def test_override_is_refused_in_one_sentence(write: Write, override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        load(str(write()), [override])
+    assert len(caught.value.faults) == 1, str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", [row[0] for row in OVERRIDES if not row[1]])
+def test_what_looks_wrong_and_is_not(write: Write, override: str) -> None:
+    """An empty mapping, or one with a part of the keys, leaves the others as they were."""
+    assert load(str(write()), [override]).recipe.train.target is not None
+
+
+@pytest.mark.parametrize(("content", "message"), FILES)
+def test_file_is_refused_in_one_sentence(write: Write, content: str | bytes, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        load(str(write(content)))
+    assert len(caught.value.faults) == 1, str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_faults_come_out_together(write: Write) -> None:
+    write("trian: {}\nparallelism: {mode: gpipe, microbatches: 5}\n" + VALID.partition("parallelism")[0], "base.yaml")
+    path = write("extends: base.yaml\ntrain: {seed: x, target: {value: 95}}\n")
+    with pytest.raises(RecipeError) as caught:
+        load(str(path), ["cluster.servers=0"])
+    assert [str(fault).split(": ")[:2] for fault in caught.value.faults] == [
+        ["base.yaml", "trian"],
+        ["r.yaml", "train.seed"],
+        ["command line", "cluster.servers"],
+        ["base.yaml", "parallelism.microbatches"],
+        ["r.yaml", "train.target.value"],
+    ]
+
+
+def test_longer_circle_is_drawn(write: Write) -> None:
+    write("extends: b.yaml\n", "a.yaml")
+    write("extends: a.yaml\n", "b.yaml")
+    with pytest.raises(
+        RecipeError, match=r"r.yaml: extends: goes round in a circle: r.yaml -> b.yaml -> a.yaml -> b.yaml"
+    ):
+        load(str(write("extends: b.yaml\n")))
+
+
+def test_folder_without_recipes(write: Write) -> None:
+    from pipebench.recipe.catalog import find_recipes
+
+    write(VALID, "empty/base.yaml")
+    with pytest.raises(RecipeError, match=r"empty: this folder holds no recipe"):
+        find_recipes("empty")
+
+
+@pytest.mark.parametrize("reference", ["no-such", "", " ", "a\x00b", "x" * 5000, "quikstart"])
+def test_nothing_there(write: Write, reference: str) -> None:
+    with pytest.raises(RecipeError, match="no such file, folder or short name") as caught:
+        load(reference)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_device_file_is_not_read() -> None:
+    with pytest.raises(RecipeError, match="/dev/zero: is not a file"):
+        load("/dev/zero")

