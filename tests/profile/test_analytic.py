@@ -1,0 +1,173 @@
+"""The analytic profile against closed formulas."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipebench.errors import ProfileError
+from pipebench.graph import trace
+from pipebench.profile import analytic_profile, find_device
+from pipebench.profile.devices import (
+    DEVICES,
+    GEMM_EFFICIENCY,
+    LAUNCH_S,
+    MEMORY_EFFICIENCY,
+    DeviceSpec,
+)
+from pipebench.profile.model import Profile
+from pipebench.profile.roofline import Roofline
+from pipebench.recipe.schema import OptimizerRecipe
+from tests.support import Blobs
+from zoo.mnist5k import mnist5k
+from zoo.vgg import vgg16
+
+SGD = OptimizerRecipe("sgd", lr=0.1)
+V100 = DEVICES["V100"]
+
+
+class Images(Blobs):
+    """ImageNet's shapes, no data."""
+
+    inputs: Sequence[str] = ("image",)
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return meta tensors."""
+        image = torch.empty(num_samples, 3, 224, 224, device="meta")
+        return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
+
+
+def full_vgg(size: int) -> Profile:
+    with torch.device("meta"):
+        graph = trace(vgg16())
+    return analytic_profile(graph, Images(), [size], V100, SGD, "vgg16")
+
+
+def test_flops_of_a_convolution() -> None:
+    convolution = nn.Conv2d(8, 16, 3, padding=1, device="meta")
+    x = torch.empty(4, 8, 10, 12, device="meta", requires_grad=True)
+    forward = 2 * 4 * 16 * 10 * 12 * 8 * 9
+    with Roofline(V100) as roofline:
+        y = convolution(x)
+    assert roofline.flops == forward
+    assert roofline.moved_bytes == (4 * 8 * 120 + 16 * 8 * 9 + 16 + 4 * 16 * 120) * 4
+    with Roofline(V100) as roofline:
+        torch.autograd.grad([y], [x, *convolution.parameters()], [torch.empty_like(y)])
+    assert roofline.flops == 2 * forward
+    assert roofline.launches == 3
+
+
+def test_flops_of_vgg_equal_torchs_counter() -> None:
+    with torch.device("meta"):
+        model, x = vgg16(), torch.empty(2, 3, 224, 224)
+    with Roofline(V100) as roofline, FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert roofline.flops == counter.get_total_flops()
+
+
+def test_a_layer_is_bound_by_arithmetic_memory_or_launch() -> None:
+    def seconds(x: torch.Tensor, work: nn.Module) -> float:
+        with Roofline(V100) as roofline:
+            work(x)
+        return float(roofline.seconds)
+
+    meta = torch.device("meta")
+    arithmetic = seconds(torch.empty(4096, 4096, device=meta), nn.Linear(4096, 4096, device=meta))
+    assert arithmetic == pytest.approx(2 * 4096**3 / (V100.flops_per_s * GEMM_EFFICIENCY))
+    memory = seconds(torch.empty(4096, 4096, device=meta), nn.ReLU())
+    assert memory == pytest.approx(2 * 4 * 4096**2 / (V100.memory_bytes_per_s * MEMORY_EFFICIENCY))
+    assert seconds(torch.empty(4, device=meta), nn.ReLU()) == LAUNCH_S
+    assert seconds(torch.empty(4, 4, device=meta), nn.Flatten(0)) == 0
+
+
+def test_winograd_only_where_it_applies() -> None:
+    def seconds_per_flop(channels: int, kernel: int, stride: int) -> float:
+        x = torch.empty(16, channels, 56, 56, device="meta")
+        with Roofline(V100) as roofline:
+            nn.Conv2d(channels, 256, kernel, stride, kernel // 2, device="meta")(x)
+        return float(roofline.seconds / roofline.flops)
+
+    direct = 1 / (V100.flops_per_s * GEMM_EFFICIENCY)
+    assert seconds_per_flop(256, 3, 1) < 0.5 * direct
+    assert seconds_per_flop(256, 3, 2) == pytest.approx(direct)
+    assert seconds_per_flop(256, 5, 1) == pytest.approx(direct)
+    assert seconds_per_flop(16, 3, 1) == pytest.approx(2 * direct)
+
+
+def test_full_vgg_is_profiled_without_weights() -> None:
+    rows = full_vgg(64).layers[64]
+    assert len(rows) == 41
+    assert sum(row.parameter_bytes for row in rows) == 4 * 138_357_544
+    assert rows[-1].name == "loss"
+    assert rows[0].output_bytes == 64 * 64 * 224 * 224 * 4
+    flatten = next(row for row in rows if row.name == "flatten")
+    assert (flatten.forward_s, flatten.backward_s) == (0, 0)
+
+
+def test_total_of_vgg_is_near_the_measured_one() -> None:
+    """672.5 ms: sum of the PipeDream artifact's VGG-16 profile, V100, 128 images, without its `Input` node."""
+    rows = full_vgg(128).layers[128]
+    assert sum(row.forward_s + row.backward_s for row in rows) == pytest.approx(0.6725, rel=0.15)
+
+
+def test_sizes_are_profiled_not_scaled() -> None:
+    graph = trace(vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32))
+    profile = analytic_profile(graph, mnist5k(), [8, 512], V100, SGD, "narrow")
+    small, large = (profile.layers[n] for n in (8, 512))
+    assert [row.name for row in small] == [*(layer.name for layer in graph.layers), "loss"]
+    assert sum(row.forward_s for row in large) < 64 * sum(row.forward_s for row in small)
+    assert all(b.output_bytes == 64 * a.output_bytes for a, b in zip(small[:-1], large[:-1], strict=True))
+    assert profile.source == "analytic"
+    assert profile.device == "V100"
+    assert profile.load_s[512] == pytest.approx(512 * 32 * 32 * 4 / V100.host_bytes_per_s + LAUNCH_S)
+
+
+def test_the_model_keeps_its_weights_and_buffers() -> None:
+    model = vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    analytic_profile(trace(model), mnist5k(), [8], V100, SGD, "narrow")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "passes"),
+    [
+        (OptimizerRecipe("sgd", lr=0.1, weight_decay=0.1), 3),
+        (OptimizerRecipe("sgd", lr=0.1, momentum=0.9), 5),
+        (OptimizerRecipe("adam", lr=0.1), 7),
+    ],
+)
+def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerRecipe, passes: int) -> None:
+    linear = trace(nn.Linear(6, 4, dtype=torch.float64))
+    profile = analytic_profile(linear, Blobs(), [2], V100, optimizer, "linear")
+    assert profile.update_s_per_byte == passes / (V100.memory_bytes_per_s * MEMORY_EFFICIENCY)
+    assert profile.update_floor_s == LAUNCH_S
+
+
+def test_progress_counts_layers() -> None:
+    told: list[tuple[int, int]] = []
+    graph = trace(nn.Linear(6, 4, dtype=torch.float64))
+    analytic_profile(graph, Blobs(), [2, 3], V100, SGD, "linear", lambda done, total: told.append((done, total)))
+    assert told == [(2, 4), (4, 4)]
+
+
+def test_shared_parameters_stay_shared() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64))
+    model[1].weight = model[0].weight
+    rows = analytic_profile(trace(model), Blobs(), [2], V100, SGD, "tied").layers[2]
+    assert [row.parameter_bytes for row in rows] == [(36 + 6) * 8, (36 + 6) * 8, 0]
+
+
+@pytest.mark.parametrize("spec", DEVICES.values(), ids=lambda spec: spec.name)
+def test_every_device_has_a_source(spec: DeviceSpec) -> None:
+    assert spec.source.startswith("NVIDIA ")
+    assert 1e9 < spec.host_bytes_per_s < spec.memory_bytes_per_s < spec.flops_per_s
+    assert find_device(spec.name.upper().replace(" ", "-")) is spec
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ProfileError, match=r"got 'V10', allowed are V100, .*; did you mean 'V100'\?$"):
+        find_device("V10")
