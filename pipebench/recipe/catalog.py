@@ -74,7 +74,9 @@ def find_cluster(name: str, beside: Path | None = None) -> Path:
         return find(name, [], beside)
     names = cluster_names()
     if name not in names:
-        allowed = f"no such cluster, allowed are {', '.join(names)} or the path of a YAML file{nearest(name[:60], names)}"
+        allowed = (
+            f"no such cluster, allowed are {', '.join(names)} or the path of a YAML file{nearest(name[:60], names)}"
+        )
         raise RecipeError([Fault(f"cluster {_short(name)!r}", "", allowed)])
     return recipes_folder() / CLUSTERS / f"{name}.yaml"
 

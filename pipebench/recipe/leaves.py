@@ -48,8 +48,8 @@ def dotted(key: Key) -> str:
 
 def is_expression(value: object) -> bool:
     """Return whether a value holds an interpolation, `${...}`."""
-    if isinstance(value, list):
-        return any(is_expression(item) for item in value)
+    if isinstance(value, list | dict):
+        return any(is_expression(item) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and "${" in value
 
 

@@ -1,6 +1,7 @@
 """Rules on the model and the data set: names and options against the zoo's registry, the target against the data."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +29,8 @@ def _model(draft: Draft) -> Problems:
     elif target is not None:
         if not isinstance(target, str) or not _TARGET.fullmatch(target):
             yield "model.target", f"got {shown(target)}, allowed is package.module:function"
-    elif name not in MODELS:
-        yield "model.name", choice(str(name)[:60], MODELS)
+    elif not isinstance(name, str) or name not in MODELS:
+        yield "model.name", choice(shown(name).strip("'"), MODELS)
     else:
         yield from _options(draft, "model", MODELS[name].make, model)
 
@@ -45,8 +46,8 @@ def _dataset(draft: Draft) -> Problems:
     if name is None:
         yield "dataset.name", f"is missing, allowed are {', '.join(DATASETS)}"
         return
-    if name not in DATASETS:
-        yield "dataset.name", choice(str(name)[:60], DATASETS)
+    if not isinstance(name, str) or name not in DATASETS:
+        yield "dataset.name", choice(shown(name).strip("'"), DATASETS)
         return
     problems = list(_options(draft, "dataset", DATASETS[name].make, dataset))
     yield from problems
@@ -69,10 +70,14 @@ def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
     if model.get("name") is None or not _is_small(model):
         return
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*zero-element")  # a layer without channels or classes
             make_model(model)
     except (TypeError, ValueError) as error:
         yield "model", _one_line(error)
+    except (RuntimeError, ArithmeticError, UserWarning) as error:
+        # Not the model's own words but torch's, on a layer that can't be.
+        yield "model", f"{model['name']} can't be built with these options: {_one_line(error)}"
 
 
 @rule("train.target", "@dataset")
@@ -122,4 +127,5 @@ def _is_small(model: Mapping[str, Any]) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    text = " ".join(str(error).split())
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:300]

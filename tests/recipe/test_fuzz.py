@@ -1,5 +1,7 @@
 """Malformed recipes, thousands of them over time: exit 0 or 2, a sentence per fault, never a traceback."""
 
+import contextlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +76,9 @@ KNOWN = [
 
 
 def check_show(content: bytes, *overrides: str) -> None:
-    runner = CliRunner()
-    with runner.isolated_filesystem():
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("r.yaml").write_bytes(content)
-        result = runner.invoke(cli, ["show", "r.yaml", *overrides])
-        check_answer(result)
+        check_answer(CliRunner().invoke(cli, ["show", "r.yaml", *overrides]))
 
 
 def check_answer(result: Result) -> None:
@@ -89,7 +89,7 @@ def check_answer(result: Result) -> None:
         assert lines
         assert len(lines) == len(set(lines)), "a fault is told twice"
         assert all(line.startswith("pipebench: error: ") and len(line) < 1500 for line in lines), result.stderr
-        assert result.stderr.isprintable() or all(line.isprintable() for line in lines)
+        assert all(line.isprintable() for line in lines)
 
 
 @FUZZ
@@ -144,12 +144,12 @@ def test_overrides(data: st.DataObject) -> None:
     check_show(VALID.encode(), f"{key.lstrip('-')}={text}")
 
 
-@pytest.mark.parametrize("value", ODD, ids=repr)
 @pytest.mark.parametrize("key", KNOWN, ids=".".join)
-def test_every_odd_value_everywhere(key: tuple[str, ...], value: Any) -> None:
-    recipe = yaml.safe_load(VALID)
-    section = recipe
-    for part in key[:-1]:
-        section = section.setdefault(part, {})
-    section[key[-1]] = value
-    check_show(yaml.dump(recipe).encode())
+def test_every_odd_value_under(key: tuple[str, ...]) -> None:
+    for value in ODD:
+        recipe = yaml.safe_load(VALID)
+        section = recipe
+        for part in key[:-1]:
+            section = section.setdefault(part, {})
+        section[key[-1]] = value
+        check_show(yaml.dump(recipe).encode())
