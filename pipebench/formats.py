@@ -1,0 +1,108 @@
+"""Numbers as people read them: seconds, bytes, shares and speed-ups, written one way everywhere."""
+
+import math
+
+UNKNOWN = "-"
+_SMALL_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+# Measures logged as a fraction between 0 and 1 that people read as per cent.
+_SHARES = ("top1", "top5", "accuracy", "fraction", "error")
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return `value` with `digits` significant digits, never as a power of ten below a million.
+
+    >>> number(0.012345), number(1234.5), number(float("nan"))
+    ('0.0123', '1,234', 'nan')
+    """
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    value = _rounded(value, digits)
+    magnitude = math.floor(math.log10(abs(value)))
+    if not -5 <= magnitude < 15:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def _rounded(value: float, digits: int = 3) -> float:
+    return float(f"{value:.{digits - 1}e}")
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration in the unit that suits it.
+
+    >>> seconds(0.00325), seconds(42.0), seconds(125.4), seconds(4000), seconds(None)
+    ('3.25 ms', '42.0 s', '2 min 05 s', '1 h 07 min', '-')
+    """
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return f"{value:g} s"
+    if abs(value) >= 99.95:
+        return _long_seconds(value)
+    size_s = _rounded(abs(value))
+    unit, scale = next((entry for entry in _SMALL_UNITS if size_s >= entry[1]), _SMALL_UNITS[-1])
+    return "0 s" if value == 0 else f"{number(value / scale)} {unit}"
+
+
+def _long_seconds(value: float) -> str:
+    sign, rest = ("-" if value < 0 else ""), abs(value)
+    if rest < 3599.5:
+        return "{}{} min {:02d} s".format(sign, *divmod(round(rest), 60))
+    minutes = round(rest / 60)
+    if minutes < 48 * 60:
+        return "{}{} h {:02d} min".format(sign, *divmod(minutes, 60))
+    return "{}{} d {} h".format(sign, *divmod(round(rest / 3600), 24))
+
+
+def num_bytes(value: float | None) -> str:
+    """Return a count of bytes in decimal units.
+
+    >>> num_bytes(999), num_bytes(12_345_678), num_bytes(None)
+    ('999 B', '12.3 MB', '-')
+    """
+    if value is None or not math.isfinite(value):
+        return UNKNOWN if value is None else f"{value:g} B"
+    amount, unit_index = value, 0
+    while abs(amount) >= 999.5 and unit_index < len(_BYTE_UNITS) - 1:
+        amount, unit_index = amount / 1000, unit_index + 1
+    digits = f"{amount:.0f}" if unit_index == 0 and amount == int(amount) else number(amount)
+    return f"{digits} {_BYTE_UNITS[unit_index]}"
+
+
+def percent(fraction: float | None) -> str:
+    """Return a fraction as per cent.
+
+    >>> percent(0.9512), percent(1.0), percent(None)
+    ('95.1%', '100.0%', '-')
+    """
+    return UNKNOWN if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def ratio(value: float | None) -> str:
+    """Return a speed-up.
+
+    >>> ratio(2.9612), ratio(None)
+    ('2.96x', '-')
+    """
+    return UNKNOWN if value is None else f"{number(value)}x"
+
+
+def is_share(metric: str) -> bool:
+    """Return whether a metric is a fraction between 0 and 1 that people read as per cent."""
+    return any(metric == share or metric.endswith(f"_{share}") for share in _SHARES)
+
+
+def measure(metric: str, value: float | None) -> str:
+    """Return a metric's value in the form its name asks for.
+
+    >>> measure("top1", 0.951), measure("epoch_time_s", 0.5), measure("comm_bytes_total", 2e6), measure("loss", 0.25)
+    ('95.1%', '500 ms', '2.00 MB', '0.250')
+    """
+    if value is None:
+        return UNKNOWN
+    if metric.endswith("_s") and not metric.endswith("_per_s"):
+        return seconds(value)
+    if "bytes" in metric.split("_"):
+        return num_bytes(value)
+    return percent(value) if is_share(metric) else number(value)

@@ -1,0 +1,83 @@
+"""The folder that keeps a run when MLflow can't: a tracking failure must never lose a training result."""
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+
+from pipebench.result import Point, RunResult
+
+RESULTS_FOLDER = "pipebench-results"
+
+
+class Rescue:
+    """`pipebench-results/<run name>-<n>/`, made when first needed and brought up to date as often as one likes.
+
+    Safe to use from two threads: the sender writes when MLflow fails, the training thread when the sender hangs.
+    """
+
+    def __init__(self, name: str, about: Mapping[str, Mapping[str, str]], folder: Path) -> None:
+        """Prepare, without touching the disk.
+
+        Args:
+            name: the run's name.
+            about: what was known at the start (`params`, `tags`), kept as `run.json`.
+            folder: where `pipebench-results` is or will be.
+        """
+        self._stem = re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "run"
+        self._about = about
+        self._parent = folder / RESULTS_FOLDER
+        self._lock = threading.Lock()
+        self._num_points = 0
+        self._written: dict[str, bytes] = {}
+        self.path: Path | None = None
+
+    def write(self, points: Sequence[Point], artifacts: Mapping[str, bytes], result: RunResult | None = None) -> Path:
+        """Write what isn't in the folder yet.
+
+        Args:
+            points: every point of the run so far.
+            artifacts: every artifact so far, by name.
+            result: the run's result, when there is one.
+
+        Raises:
+            OSError: the folder can't be written.
+        """
+        with self._lock:
+            path = self.path or self._make()
+            self._append_points(path, points)
+            for name, content in artifacts.items():
+                if self._written.get(name) is not content:
+                    _write_inside(path, name, content)
+                    self._written[name] = content
+            if result is not None:
+                (path / "result.json").write_text(result.to_json(), encoding="utf-8")
+            return path
+
+    def _make(self) -> Path:
+        number = 1
+        while True:
+            path = self._parent / f"{self._stem}-{number}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+                continue
+            (path / "run.json").write_text(json.dumps(self._about, indent=1), encoding="utf-8")
+            self.path = path
+            return path
+
+    def _append_points(self, path: Path, points: Sequence[Point]) -> None:
+        new = points[self._num_points :]
+        with (path / "points.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(point)) + "\n" for point in new)
+        self._num_points += len(new)
+
+
+def _write_inside(folder: Path, name: str, content: bytes) -> None:
+    parts = [part for part in PurePosixPath(name).parts if part not in ("/", "..")]
+    path = folder.joinpath(*parts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

@@ -1,0 +1,367 @@
+"""The record of a run, kept without slowing it down: callers only queue, one thread of ours talks to MLflow.
+
+Nothing leaves the queue before MLflow has taken it. When MLflow fails, all that was queued or logged goes to a folder
+on disk (`rescue.py`), there is one warning, and the run goes on; MLflow is tried again now and then, and at the end.
+"""
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipebench.result import DIVERGED, INTERRUPTED, Point, RunResult
+from pipebench.tracking.rescue import Rescue
+from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, default_uri
+from pipebench.tracking.summary import summarise_curves
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+# One round of sending costs about 5 ms of this process: once a second is half a per cent of a run.
+SEND_EVERY_S = 1.0
+# How long the end of a run waits for a store that takes nothing. A local file may be in the making.
+_PATIENCE_LOCAL_S, _PATIENCE_SERVER_S, _PATIENCE_LOST_S = 60.0, 5.0, 0.2
+_RETRY_AFTER_S = 30.0
+# Columns of RunResult.stages that are metrics of their own, as `<column>/stage_<index>`.
+STAGE_METRICS = ("samples_per_update", "weight_versions_max", "peak_memory_bytes")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    rows: tuple[Row, ...] = ()
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Artifact:
+    name: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class _End:
+    status: Status
+    timestamp_ms: int
+
+
+class Tracking:
+    """One store and one experiment. Connecting begins at once, in the background."""
+
+    def __init__(self, suite: str) -> None:
+        """Begin to connect to MLFLOW_TRACKING_URI, else to `mlflow.db` in the working directory.
+
+        Args:
+            suite: name of the experiment.
+        """
+        self.store = Store(default_uri(), suite)
+        self.folder = Path.cwd()
+        self.progress = 0  # grows with everything the store has taken
+        self.lost = False  # the store hung at the end of a run; later runs don't wait for it again
+        self._warned = False
+        self._runs: list[RunLog] = []
+        self._awake = threading.Event()
+        self._connected = threading.Event()
+        threading.Thread(target=self._send_forever, name="pipebench-tracking", daemon=True).start()
+
+    def start(
+        self,
+        name: str,
+        *,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        parent: "RunLog | None" = None,
+        clock_scale: float = 1.0,
+        virtual: bool = True,
+    ) -> "RunLog":
+        """Open the record of one run.
+
+        Args:
+            name: the run's name.
+            params: the flattened recipe.
+            tags: whatever else people filter by.
+            parent: the comparison this run belongs to.
+            clock_scale: by how much the run's clock is stretched in timestamps, which are whole milliseconds.
+            virtual: whether the clock is virtual; it is then a metric too.
+        """
+        run = RunLog(self, name, params=params, tags=tags, parent=parent, clock_scale=clock_scale, virtual=virtual)
+        self._runs.append(run)
+        return run
+
+    def wait_until_ready(self, limit_s: float = _PATIENCE_LOCAL_S) -> bool:
+        """Wait until MLflow is imported and connected, so that neither costs time later; False if it isn't by then."""
+        return self._connected.wait(limit_s if self.store.local else min(limit_s, _PATIENCE_SERVER_S))
+
+    def wake(self) -> None:
+        """Make the sender look at the queues now."""
+        self._awake.set()
+
+    def warn(self, reason: BaseException | str, folder: Path | None) -> None:
+        """Tell the user, once, that MLflow doesn't take what is logged."""
+        if not self._warned:
+            self._warned = True
+            where = f"; everything is kept in {_shown(folder)}" if folder else ""
+            _log.warning("MLflow at %s failed (%s)%s. The run goes on.", self.store.uri, _one_line(reason), where)
+
+    def _send_forever(self) -> None:
+        try:
+            self.store.connect()
+        except Exception as error:  # each run tries again, and is rescued if need be
+            _log.debug("MLflow doesn't connect: %s", error)
+        self._connected.set()
+        while True:
+            for run in list(self._runs):
+                run.send(self.store)
+                if run.settled.is_set():
+                    self._runs.remove(run)
+            self._awake.wait(SEND_EVERY_S)
+            self._awake.clear()
+
+
+class RunLog:
+    """The record of one run. Every method but `finish` returns at once and never raises for MLflow's sake.
+
+    Attributes:
+        name: the run's name.
+        run_id: MLflow's id, None until MLflow has given one.
+        settled: set when the sender is done with a finished run, well or badly.
+    """
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        name: str,
+        *,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        parent: "RunLog | None",
+        clock_scale: float,
+        virtual: bool,
+    ) -> None:
+        """Queue the start; see `Tracking.start` for the arguments."""
+        self.name = name
+        self.run_id: str | None = None
+        self.settled = threading.Event()
+        self._tracking = tracking
+        self._parent = parent
+        self._clock_scale = clock_scale
+        self._virtual = virtual
+        self._start_ms = time.time_ns() // 1_000_000
+        clock = {"clock": "virtual" if virtual else "wall", "clock_scale": f"{clock_scale:g}"}
+        self._tags = {**clock, **tags}
+        self._points: list[Point] = []
+        self._artifacts: dict[str, bytes] = {}
+        self._result: RunResult | None = None
+        self._queue: deque[_Entries | _Artifact | _End] = deque()
+        self._end_queued = False
+        self._non_finite: set[str] = set()
+        self._retry_at_s = 0.0
+        self._failed = False
+        self._rescue = Rescue(name, {"params": dict(params), "tags": dict(self._tags)}, tracking.folder)
+        self._queue_params(params)
+
+    def point(self, point: Point) -> None:
+        """Log one moment of the curves: step = samples, timestamp = start + clock (stretched by the clock's scale)."""
+        self._points.append(point)
+        values = dict(point.metrics)
+        if self._virtual:
+            values["virtual_time_s"] = point.clock_s
+        self._queue_values(values, self._timestamp_ms(point.clock_s), point.samples)
+
+    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Log single values now, e.g. the spread over seeds on a parent run."""
+        self._queue_values(values, time.time_ns() // 1_000_000, step)
+
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag."""
+        self._tags[name] = value
+        self._queue.append(_Entries(tags={name: value}))
+
+    def text(self, artifact: str, text: str) -> None:
+        """Keep a text as an artifact; the name may hold folders."""
+        self._keep(artifact, text.encode())
+
+    def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
+        """Keep a copy of a file, as it is now, as an artifact.
+
+        Raises:
+            OSError: the file can't be read.
+        """
+        self._keep(artifact, Path(path).read_bytes())
+
+    def finish(self, result: RunResult | None, *, status: Status | None = None) -> None:
+        """Log what the run came to and close it; waits until MLflow has everything, a few seconds at most if it hangs.
+
+        Args:
+            result: what the run gave; None for a comparison, or for a run that failed without a result.
+            status: by default as the result says: a run that diverged is FAILED, an interrupted one KILLED.
+        """
+        end_ms = time.time_ns() // 1_000_000
+        if result is not None:
+            self._result = result
+            end_ms = self._queue_result(result)
+        self._queue.append(_End(status or _status(result), end_ms))
+        self._end_queued = True
+        try:
+            if not self._wait():
+                self._tracking.lost = True
+                self._save("it does not answer")
+        except BaseException:  # a second Ctrl-C; the result is worth the moment
+            self._save("interrupted before everything was sent")
+            raise
+        if self._failed:
+            self._save("it failed during the run")
+
+    def where(self) -> str:
+        """Return the line that tells the user where the run is recorded."""
+        if self._queue and self._rescue.path is not None:
+            return f"{_shown(self._rescue.path)}/ (MLflow did not take it)"
+        store = self._tracking.store
+        if store.uri.startswith("http"):
+            return f"{store.uri.rstrip('/')}/#/experiments/{store.experiment_id}/runs/{self.run_id}"
+        return f"pipebench ui   (experiment {store.suite}, run {self.name})"
+
+    def send(self, store: Store) -> None:
+        """Hand the queue to the store; on failure keep it, and put the run on disk. For the sender's thread only."""
+        ending = self._end_queued
+        if not ending and time.monotonic() < self._retry_at_s:
+            self._save_quietly()
+            return
+        try:
+            self._send_queue(store)
+        except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
+            self._retry_at_s = time.monotonic() + _RETRY_AFTER_S
+            self._save(error)
+            if ending:
+                self.settled.set()
+
+    def _send_queue(self, store: Store) -> None:
+        store.connect()
+        if self.run_id is None:
+            self.run_id = store.create_run(self.name, self._creation_tags(), self._start_ms)
+            self._tracking.progress += 1
+        while self._queue:
+            first = self._queue[0]
+            if isinstance(first, _Entries):
+                self._send_entries(store, self.run_id)
+            elif isinstance(first, _Artifact):
+                store.log_artifact(self.run_id, first.name, first.content)
+                self._queue.popleft()
+            else:
+                store.end_run(self.run_id, first.status, first.timestamp_ms)
+                self._queue.popleft()
+                self.settled.set()
+            self._tracking.progress += 1
+
+    def _send_entries(self, store: Store, run_id: str) -> None:
+        leading: list[_Entries] = []
+        for item in self._queue.copy():
+            if not isinstance(item, _Entries):
+                break
+            leading.append(item)
+        rows = [row for item in leading for row in item.rows]
+        params = {name: value for item in leading for name, value in item.params.items()}
+        tags = {name: value for item in leading for name, value in item.tags.items()}
+        store.log(run_id, rows, params, tags)
+        for _ in leading:
+            self._queue.popleft()
+
+    def _creation_tags(self) -> dict[str, str]:
+        if self._parent is None:
+            return dict(self._tags)
+        if self._parent.run_id is None:
+            raise ConnectionError("MLflow has not taken the parent run")
+        return {**self._tags, "mlflow.parentRunId": self._parent.run_id}
+
+    def _queue_params(self, params: Mapping[str, str]) -> None:
+        self._queue.append(_Entries(params=params))
+        if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in params.items()):
+            self.text("params.json", json.dumps(dict(params), indent=1))
+
+    def _queue_values(self, values: Mapping[str, float], timestamp_ms: int, step: int) -> None:
+        rows, tags = [], {}
+        for metric, value in values.items():
+            if math.isfinite(value):
+                rows.append(Row(metric, float(value), timestamp_ms, step))
+            elif metric not in self._non_finite:  # MLflow would draw it as 0 or 1.8e308
+                self._non_finite.add(metric)
+                tags[f"non_finite.{metric}"] = f"{value:g} at {step} samples"
+        self._queue.append(_Entries(rows=tuple(rows), tags=tags))
+
+    def _queue_result(self, result: RunResult) -> int:
+        points = result.points or tuple(self._points)
+        clock_s = result.metrics.get("total_time_s", points[-1].clock_s if points else 0.0)
+        end_ms = self._timestamp_ms(clock_s) if self._virtual else time.time_ns() // 1_000_000
+        values = {**summarise_curves(points), **result.metrics, **_stage_metrics(result)}
+        self._queue_values(values, end_ms, points[-1].samples if points else 0)
+        self.tag("outcome", result.outcome)
+        self.text("result.json", result.to_json())
+        return end_ms
+
+    def _timestamp_ms(self, clock_s: float) -> int:
+        return self._start_ms + round(clock_s * self._clock_scale * 1000)
+
+    def _keep(self, artifact: str, content: bytes) -> None:
+        self._artifacts[artifact] = content
+        self._queue.append(_Artifact(artifact, content))
+
+    def _wait(self) -> bool:
+        store = self._tracking.store
+        patience_s = _PATIENCE_LOCAL_S if store.local else _PATIENCE_SERVER_S
+        patience_s = _PATIENCE_LOST_S if self._tracking.lost else patience_s
+        self._tracking.wake()
+        seen, deadline_s = self._tracking.progress, time.monotonic() + patience_s
+        while not self.settled.wait(0.05):
+            if self._tracking.progress != seen:
+                seen, deadline_s = self._tracking.progress, time.monotonic() + patience_s
+            if time.monotonic() > deadline_s:
+                return False
+        return True
+
+    def _save(self, reason: BaseException | str) -> None:
+        self._failed = True
+        folder = self._save_quietly()
+        self._tracking.warn(reason, folder)
+
+    def _save_quietly(self) -> Path | None:
+        if not self._failed:
+            return None
+        try:
+            return self._rescue.write(tuple(self._points), dict(self._artifacts), self._result)
+        except OSError as error:
+            _log.debug("the run can't be kept on disk either: %s", error)
+            return None
+
+
+def _status(result: RunResult | None) -> Status:
+    if result is None or result.outcome == DIVERGED:
+        return "FAILED"
+    return "KILLED" if result.outcome == INTERRUPTED else "FINISHED"
+
+
+def _stage_metrics(result: RunResult) -> dict[str, float]:
+    return {
+        f"{column}/stage_{stage.get('index', index)}": float(stage[column])
+        for index, stage in enumerate(result.stages)
+        for column in STAGE_METRICS
+        if isinstance(stage.get(column), int | float)
+    }
+
+
+def _one_line(reason: BaseException | str) -> str:
+    while isinstance(reason, BaseException) and (deeper := reason.__cause__ or reason.__context__) is not None:
+        reason = deeper  # MLflow and urllib3 wrap `Connection refused` in paragraphs
+    text = " ".join(str(reason).split()) or type(reason).__name__
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

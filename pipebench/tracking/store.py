@@ -1,0 +1,191 @@
+"""One MLflow store, as pipebench uses it: the only file that touches MLflow's API.
+
+MLflow is imported late (it takes a second), kept quiet, and used by one process at a time when the store is a SQLite
+file: MLflow's own migrations and transactions don't survive several writers.
+"""
+
+import logging
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from filelock import FileLock
+
+if TYPE_CHECKING:
+    from mlflow.entities import Experiment
+    from mlflow.tracking import MlflowClient
+
+_SQLITE = "sqlite:///"
+# A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
+_TURN_LIMIT_S = 60.0
+# MLflow's own limits (mlflow/utils/validation.py); a batch beyond them is refused as a whole.
+_METRICS_PER_BATCH, _ENTRIES_PER_BATCH = 1000, 100
+MAX_PARAM_CHARS, MAX_TAG_CHARS, _MAX_NAME_CHARS = 6000, 8000, 250
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # we have a queue of our own
+    # MLflow's defaults keep a caller waiting for many minutes on a server that is down or hangs.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
+
+
+class Row(NamedTuple):
+    """One value of one metric.
+
+    Attributes:
+        metric: its name.
+        value: finite.
+        timestamp_ms: milliseconds since the epoch.
+        step: samples seen.
+    """
+
+    metric: str
+    value: float
+    timestamp_ms: int
+    step: int
+
+
+def default_uri() -> str:
+    """Return where runs are recorded: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
+    path = sqlite_path(uri)
+    return uri if path is None else f"{_SQLITE}{path}"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """Return the absolute path of a SQLite store's file, None for any other store."""
+    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
+
+
+def quiet_environment() -> dict[str, str]:
+    """Return this process's environment with MLflow's telemetry and chatter off, where the user didn't choose."""
+    return _ENVIRONMENT | os.environ
+
+
+def clean_name(name: str) -> str:
+    """Return a metric, param or tag name that every MLflow store takes."""
+    return re.sub(r"[^\w./ :-]+", "_", name, flags=re.ASCII)[:_MAX_NAME_CHARS]
+
+
+class Store:
+    """Connection to one experiment. Not safe for several threads; every method may raise whatever MLflow raises."""
+
+    def __init__(self, uri: str, suite: str) -> None:
+        """Prepare, without touching MLflow.
+
+        Args:
+            uri: an MLflow tracking URI, as `default_uri` returns.
+            suite: name of the experiment.
+        """
+        self.uri = uri
+        self.suite = suite
+        self.experiment_id: str | None = None
+        self._client: MlflowClient | None = None
+        self._path = sqlite_path(uri)
+        self._lock = None if self._path is None else FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S)
+        os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+        # Not catch_warnings: it swaps a list that all threads share, and MLflow runs in a thread of its own.
+        warnings.filterwarnings("ignore", module=r"(mlflow|alembic)(\.|$)")
+
+    @property
+    def local(self) -> bool:
+        """Whether the store is a file on this machine."""
+        return self._path is not None
+
+    def connect(self) -> None:
+        """Import MLflow, make the database and the experiment where they don't exist. Later calls do nothing."""
+        if self.experiment_id is not None:
+            return
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        from mlflow.tracking import MlflowClient
+
+        # Failures come back as exceptions and are told once, by us.
+        for library in ("mlflow", "alembic", "urllib3.connectionpool"):
+            logging.getLogger(library).setLevel(logging.CRITICAL)
+        with self._turn():
+            self._client = MlflowClient(tracking_uri=self.uri)
+            self.experiment_id = self._experiment(self._client)
+
+    def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
+        """Create a run and return its id."""
+        tags = {"mlflow.source.name": "pipebench", **_limited(tags)}
+        with self._turn() as client:
+            run = client.create_run(str(self.experiment_id), start_time=start_ms, tags=tags, run_name=name)
+        return str(run.info.run_id)
+
+    def log(self, run_id: str, rows: Sequence[Row], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Log values, params and tags, in as few requests as MLflow's limits allow."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        metrics = [Metric(clean_name(row.metric), row.value, row.timestamp_ms, row.step) for row in rows]
+        entries = [Param(clean_name(name), value[:MAX_PARAM_CHARS]) for name, value in params.items()]
+        labels = [RunTag(name, value) for name, value in _limited(tags).items()]
+        with self._turn() as client:
+            while metrics or entries or labels:
+                client.log_batch(
+                    run_id,
+                    metrics[:_METRICS_PER_BATCH],
+                    entries[:_ENTRIES_PER_BATCH],
+                    labels[:_ENTRIES_PER_BATCH],
+                    synchronous=True,
+                )
+                del metrics[:_METRICS_PER_BATCH], entries[:_ENTRIES_PER_BATCH], labels[:_ENTRIES_PER_BATCH]
+
+    def log_artifact(self, run_id: str, name: str, content: bytes) -> None:
+        """Store a file under the run's artifacts; `name` may hold folders."""
+        target = PurePosixPath(name)
+        folder = None if target.parent == PurePosixPath(".") else str(target.parent)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / target.name
+            path.write_bytes(content)
+            with self._turn() as client:
+                client.log_artifact(run_id, str(path), folder)
+
+    def end_run(self, run_id: str, status: str, end_ms: int) -> None:
+        """Set a run's final status and end time."""
+        with self._turn() as client:
+            client.set_terminated(run_id, status, end_ms)
+
+    @contextmanager
+    def _turn(self) -> "Iterator[MlflowClient]":
+        if self._lock is None:
+            yield self._client  # type: ignore[misc] # connect() comes first
+        else:
+            with self._lock:
+                yield self._client  # type: ignore[misc]
+
+    def _experiment(self, client: "MlflowClient") -> str:
+        found = client.get_experiment_by_name(self.suite)
+        if found is None:
+            try:
+                return str(client.create_experiment(self.suite, self._artifact_root()))
+            except Exception:
+                # On a server another process may have been faster; anything else is raised again.
+                found = client.get_experiment_by_name(self.suite)
+                if found is None:
+                    raise
+        return self._alive(client, found)
+
+    @staticmethod
+    def _alive(client: "MlflowClient", experiment: "Experiment") -> str:
+        if experiment.lifecycle_stage == "deleted":  # in the UI; its name stays taken until it is restored
+            client.restore_experiment(experiment.experiment_id)
+        return str(experiment.experiment_id)
+
+    def _artifact_root(self) -> str | None:
+        if self._path is None:
+            return None
+        folder = re.sub(r"[^\w.+-]+", "-", self.suite).strip("-.") or "suite"
+        return (self._path.parent / "mlartifacts" / folder).as_uri()
+
+
+def _limited(tags: Mapping[str, str]) -> dict[str, str]:
+    return {clean_name(name): value[:MAX_TAG_CHARS] for name, value in tags.items()}

@@ -1,0 +1,78 @@
+"""What is made of curves and of several seeds: the numbers MLflow's own table can't work out.
+
+The table shows the last value of a curve; people compare by the best one, and by mean and spread over seeds.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from pipebench.result import REACHED, Point, RunResult
+
+# Metrics that only a run that reached its target can have.
+TARGET_METRICS = ("time_to_accuracy_s", "time_to_accuracy_without_evaluation_s", "epochs_to_target")
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+# Curves that are a clock or a setting: their best value means nothing.
+_NOT_A_SCORE = ("virtual_time_s", "wall_time_s", "epoch", "learning_rate", "lr")
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether a smaller value of the metric is the better one (losses, perplexity, errors)."""
+    return any(word in metric for word in _LOWER_IS_BETTER)
+
+
+def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
+    """Return `best_<metric>` and `final_<metric>` of every curve; values that are not finite don't count.
+
+    Args:
+        points: the curves, in time order.
+    """
+    curves: dict[str, list[float]] = {}
+    for point in points:
+        for metric, value in point.metrics.items():
+            if metric not in _NOT_A_SCORE and math.isfinite(value):
+                curves.setdefault(metric, []).append(value)
+    summary: dict[str, float] = {}
+    for metric, values in curves.items():
+        summary[f"best_{metric}"] = min(values) if lower_is_better(metric) else max(values)
+        summary[f"final_{metric}"] = values[-1]
+    return summary
+
+
+def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
+    """Return mean, sample standard deviation, median, smallest and largest of every metric over several runs.
+
+    Args:
+        results: runs that differ in their seed only.
+
+    Returns:
+        `<metric>_mean`, `_std` (with two runs or more), `_median`, `_min`, `_max`; `runs_total`, and `runs_reached`
+        where a target was set. A run that missed its target has no time to accuracy and is not part of its spread.
+    """
+    values: dict[str, list[float]] = {}
+    for result in results:
+        for metric, value in _seed_metrics(result).items():
+            values.setdefault(metric, []).append(value)
+    summary = {"runs_total": float(len(results)), "runs_reached": float(sum(r.outcome == REACHED for r in results))}
+    for metric, sample in values.items():
+        summary |= {f"{metric}_{name}": value for name, value in _spread(sample).items()}
+    return summary
+
+
+def _seed_metrics(result: RunResult) -> Mapping[str, float]:
+    reached = result.outcome == REACHED
+    return {
+        metric: value
+        for metric, value in result.metrics.items()
+        if math.isfinite(value) and (reached or metric not in TARGET_METRICS)
+    }
+
+
+def _spread(sample: Sequence[float]) -> dict[str, float]:
+    spread = {
+        "mean": statistics.fmean(sample),
+        "median": statistics.median(sample),
+        "min": min(sample),
+        "max": max(sample),
+    }
+    return spread | ({"std": statistics.stdev(sample)} if len(sample) > 1 else {})

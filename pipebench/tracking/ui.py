@@ -1,0 +1,82 @@
+"""`pipebench ui`: MLflow's own pages on the store that runs are recorded in, for this machine only."""
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from pipebench.errors import UserError
+from pipebench.tracking.store import default_uri, quiet_environment, sqlite_path
+
+HOST, DEFAULT_PORT = "127.0.0.1", 5000
+_PORTS_TRIED = 20
+_START_LIMIT_S = 60.0
+
+
+def open_ui(port: int | None = None) -> int:
+    """Serve the MLflow pages until the user presses Ctrl-C, and return the exit code.
+
+    Args:
+        port: the port to listen on; by default the first free one from 5000 on.
+
+    Raises:
+        UserError: the port is taken, or there are no runs to look at.
+    """
+    uri = default_uri()
+    if uri.startswith("http"):
+        print(f"The runs are on {uri}: open it in a browser.")
+        return 0
+    path = sqlite_path(uri)
+    if path is not None and not path.exists():
+        raise UserError(f"{path.name}: no runs are recorded in this directory; run a recipe first")
+    chosen = choose_port(port)
+    server = subprocess.Popen(_command(uri, chosen), env=quiet_environment())
+    try:
+        if _answers(server, chosen):
+            print(f"MLflow: http://{HOST}:{chosen} (Ctrl-C ends it)", flush=True)
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.terminate()
+        with suppress(KeyboardInterrupt):
+            server.wait()
+
+
+def choose_port(port: int | None) -> int:
+    """Return a free port on this machine.
+
+    Raises:
+        UserError: the given port is taken, or all that were tried.
+    """
+    candidates = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED) if port is None else (port,)
+    for candidate in candidates:
+        if _is_free(candidate):
+            return candidate
+    tried = f"port {port} is" if port is not None else f"ports {candidates[0]} to {candidates[-1]} are"
+    raise UserError(f"{tried} taken or not allowed on {HOST}; name another one: pipebench ui --port 8080")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
+def _command(uri: str, port: int) -> list[str]:
+    store = ["--backend-store-uri", uri, "--host", HOST, "--port", str(port)]
+    return [sys.executable, "-m", "mlflow", "server", *store, "--workers", "1", "--uvicorn-opts", "--log-level=warning"]
+
+
+def _answers(server: "subprocess.Popen[bytes]", port: int) -> bool:
+    deadline_s = time.monotonic() + _START_LIMIT_S
+    while server.poll() is None and time.monotonic() < deadline_s:
+        with suppress(OSError), socket.create_connection((HOST, port), timeout=1):
+            return True
+        time.sleep(0.1)
+    return False
