@@ -17,8 +17,7 @@ def number(value: float, digits: int = 3) -> str:
     """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    value = _rounded(value, digits)
-    magnitude = math.floor(math.log10(abs(value)))
+    magnitude = math.floor(math.log10(abs(_rounded(value, digits))))
     if not -5 <= magnitude < 15:
         return f"{value:.{digits - 1}e}"
     return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
