@@ -4,6 +4,7 @@ Heavy imports (torch, mlflow) wait until a command needs them: `--help` is immed
 """
 
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,8 +23,21 @@ USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 LISTS = ("models", "datasets", "clusters", "modes", "recipes")
 
 
+class _ReaderGoneError(Exception):
+    """Whoever read our output has gone, as in `pipebench ls | head -1`."""
+
+
 class _Commands(click.Group):
     """Commands whose errors end in one sentence and an exit code, never in a traceback for a user's mistake."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError as error:
+            # click would take any broken pipe for the output's and exit with 1 in silence.
+            raise (_ReaderGoneError() if _reader_is_gone() else RuntimeError("a pipe broke inside")) from error
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         code = self._exit_code(*args, **extra)
@@ -34,7 +48,6 @@ class _Commands(click.Group):
     def _exit_code(self, *args: Any, **extra: Any) -> int:
         try:
             code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
-            sys.stdout.flush()
             return code if isinstance(code, int) else 0
         except click.ClickException as error:
             error.show()
@@ -45,8 +58,8 @@ class _Commands(click.Group):
             return USER_ERROR
         except (click.Abort, KeyboardInterrupt):
             return INTERRUPTED
-        except BrokenPipeError:
-            # Whoever read our output has gone (`| head`); give the interpreter's last flush somewhere to go.
+        except _ReaderGoneError:
+            # Give the interpreter's last flush somewhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         except Exception as error:
@@ -159,18 +172,23 @@ def list_(what: str | None) -> None:
 
 
 @cli.command(short_help="Open the recorded runs in the MLflow UI.")
-@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on 127.0.0.1.")
-def ui(port: int) -> int:
+@click.option("--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1; by default a free one, from 5000 on.")
+def ui(port: int | None) -> int:
     """Serve the MLflow UI on the store that `pipebench run` writes to, on this machine only (127.0.0.1)."""
-    from pipebench import tracking
+    from pipebench.tracking import open_ui
 
-    code: object = tracking.open_ui(port)
-    return code if isinstance(code, int) else 0
+    return open_ui(port)
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     cli()
+
+
+def _reader_is_gone() -> bool:
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _parse_seeds(text: str | None) -> list[int] | None:

@@ -15,7 +15,7 @@ from pipebench.cli import cli
 from tests.recipe.conftest import VALID
 
 FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-ODD = [
+ODD: list[Any] = [
     None,
     True,
     False,
