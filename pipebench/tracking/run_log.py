@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -109,7 +110,9 @@ class Tracking:
         if not self._warned:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
-            _log.warning("MLflow at %s failed (%s)%s. The run goes on.", self.store.uri, _one_line(reason), where)
+            message = f"MLflow at {self.store.uri} failed ({_one_line(reason)}){where}. The run goes on."
+            print(f"pipebench: {message}", file=sys.stderr, flush=True)  # a run's log may go to a file only
+            _log.info(message)
 
     def _send_forever(self) -> None:
         try:
