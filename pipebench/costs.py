@@ -82,15 +82,19 @@ def stage_costs(profile: Profile, graph: LayerGraph, plan: Plan, *, recompute: b
         reads_inputs = any(graph.layers[i].inputs for i in range(stage.start, stage.stop))
         load = {n: profile.load_s.get(n, 0.0) if reads_inputs else 0.0 for n in profile.layers}
         rows = next(iter(profile.layers.values()))
-        num_bytes = sum(rows[i].parameter_bytes for i in indices)
-        update = profile.update_floor_s + num_bytes * profile.update_s_per_byte if num_bytes else 0.0
         buckets = _buckets(graph, rows, range(stage.start, stage.stop))
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)  # a tied parameter counts once
+        update = profile.update_floor_s + num_bytes * profile.update_s_per_byte if num_bytes else 0.0
         buffer_bytes = _buffer_bytes(graph, stage.start, stage.stop)
         stages.append(StageCosts(nothing | forward, nothing | backward, nothing | load, update, buckets, buffer_bytes))
     activation, gradient = {}, {}
     for edge, producers in plan.crossings.items():
-        activation[edge] = nothing | {n: sum(rows[i].output_bytes for i in producers) for n, rows in profile.layers.items()}
-        gradient[edge] = nothing | {n: sum(rows[i].gradient_bytes for i in producers) for n, rows in profile.layers.items()}
+        activation[edge] = nothing | {
+            n: sum(rows[i].output_bytes for i in producers) for n, rows in profile.layers.items()
+        }
+        gradient[edge] = nothing | {
+            n: sum(rows[i].gradient_bytes for i in producers) for n, rows in profile.layers.items()
+        }
     return Costs(tuple(stages), activation, gradient)
 
 

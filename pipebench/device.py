@@ -32,7 +32,7 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
         if engine.deterministic:
             # cuBLAS reads this when it starts; without it torch calls its matrix products nondeterministic.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, and the run log has it.
+            # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, the run log has it.
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         yield

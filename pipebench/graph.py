@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -170,7 +169,11 @@ def _ends_in_underscore(name: str) -> bool:
 
 
 def _why_not_traced(model: nn.Module, error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and "graph.py" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in f.filename and "graph.py" not in f.filename
+    ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     reason = str(error).strip().split("\n")[0]
     return (

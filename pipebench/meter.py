@@ -15,6 +15,7 @@ _WAIT_LABELS = {
     Op.RECEIVE_ACTIVATION: "wait for activation",
     Op.RECEIVE_GRADIENT: "wait for gradient",
     Op.WAIT_ALL_REDUCE: "wait for all-reduce",
+    Op.WAIT_NORM: "wait for gradient norm",
 }
 
 
@@ -61,7 +62,7 @@ class Meter:
         start_s, end_s, worker, instruction, _ = event
         op, number = instruction.op, instruction.number
         if compute is None:
-            minibatch = -1 if op is Op.WAIT_ALL_REDUCE else self._minibatch(number)
+            minibatch = -1 if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM) else self._minibatch(number)
             self._spans.append(Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, minibatch))
         elif op is Op.UPDATE:
             self._spans.append(Span(worker, UPDATE, f"U{number}", start_s, end_s, -1))

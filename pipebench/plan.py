@@ -1,5 +1,6 @@
 """Plans: which consecutive layers make a stage, and how many replicas run it."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,9 +51,9 @@ def make_plan(graph: LayerGraph, starts: Sequence[int], replicas: Sequence[int])
         PlanError: an empty stage, or tied parameters in two stages.
     """
     bounds = [0, *starts, len(graph.layers)]
-    if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {list(starts)}")
-    stages = tuple(StagePlan(a, b, r) for a, b, r in zip(bounds, bounds[1:], replicas, strict=False))
+    stages = tuple(StagePlan(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
     stage_of = [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
     _refuse_split_ties(graph, stage_of)
     crossing: dict[tuple[int, int], set[int]] = {}

@@ -91,6 +91,7 @@ def prepare(
         lr=learning_rate(recipe.train, pipeline, dataset.num_train),
         weights=mode.weights,
         recompute=mode.recompute,
+        clip_norm=recipe.train.optimizer.clip_norm,
         seed=recipe.train.seed,
         device=device,
     )
@@ -169,6 +170,7 @@ def make_pipeline(recipe: Recipe, mode: Mode, graph: LayerGraph, plan: Plan, pro
         microbatches=parallelism.microbatches,
         accumulate=parallelism.accumulate,
         loads=loads,
+        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flushes and len(plan.stages) > 1,
     )
 
 
@@ -189,12 +191,11 @@ def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Cal
         if before < warmup:
             factor = min(1.0, (before + own) / warmup)
         elif schedule.name == "step":
-            assert schedule.every_epochs is not None and schedule.factor is not None
+            assert schedule.every_epochs is not None
+            assert schedule.factor is not None
             factor = schedule.factor ** math.floor(before / (schedule.every_epochs * num_train))
         elif schedule.name == "cosine":
             factor = 0.5 * (1 + math.cos(math.pi * (before - warmup) / (total - warmup)))
         return base * scale[stage] * factor
 
     return rate
-
-

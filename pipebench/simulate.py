@@ -9,15 +9,17 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from pipebench.costs import Costs
+from pipebench.costs import Bucket, Costs
 from pipebench.errors import ScheduleError
 from pipebench.network import Network
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
+from pipebench.timeline import ACTIVATION, ALL_REDUCE, CONTROL, GRADIENT
 
+_EVERY_STAGE = -1
+_NORM = (Bucket(4, 1.0),)  # one float32: the squared norm of all gradients
 _NETWORK_FIRST, _WORKERS = 0, 1  # at equal times links are granted before workers go on
 
 
@@ -51,6 +53,7 @@ class _Reduction:
     all_joined_s: float = 0.0
 
 
+_Bucket = tuple[int, int, int, _Reduction]  # stage, round, index of the bucket
 _Message = tuple[Op, int, int, int]  # kind of send, unit, sender, receiver
 
 
@@ -101,11 +104,11 @@ class Simulation:
         while heap:
             now_s, _, _, worker, payload = heapq.heappop(heap)
             if worker < 0:
-                self._start_bucket(now_s, payload)  # type: ignore[arg-type]
+                self._start_bucket(now_s, cast("_Bucket", payload))
                 continue
             self.end_s = max(self.end_s, now_s)
             if payload is not None:
-                start_s, instruction, sent_s = payload  # type: ignore[misc]
+                start_s, instruction, sent_s = cast("tuple[float, Instruction, float]", payload)
                 yield Event(start_s, now_s, worker, instruction, now_s - min(now_s, max(start_s, sent_s)))
             yield from self._run(worker, now_s)
         if self._running:
@@ -166,7 +169,12 @@ class Simulation:
         if op is Op.LOAD_INPUT:
             return self._load(worker, stage, number, now_s), math.inf
         if op is Op.WAIT_ALL_REDUCE:
-            return self._wait_all_reduce(worker, stage, instruction, now_s)
+            if instruction.reduce >= 0:  # no backward of this round ran here
+                self._join(stage, number, now_s, 0.0)
+            return self._wait_for_reduction(worker, stage, instruction, now_s)
+        if op is Op.WAIT_NORM:
+            self._join(_EVERY_STAGE, number, now_s, 0.0)
+            return self._wait_for_reduction(worker, _EVERY_STAGE, instruction, now_s)
         sent_as = Op.SEND_ACTIVATION if op is Op.RECEIVE_ACTIVATION else Op.SEND_GRADIENT
         message = (sent_as, number, peer, worker)
         arrival = self._arrivals.pop(message, None)
@@ -183,7 +191,8 @@ class Simulation:
 
     def _join(self, stage: int, round_index: int, now_s: float, duration_s: float) -> None:
         """A replica's gradients of a round become ready, bucket by bucket, while its backward runs."""
-        buckets, replicas = self._costs.stages[stage].buckets, self._pipeline.replicas[stage]
+        buckets, workers, _ = self._group(stage)
+        replicas = len(workers)
         reduction = self._reductions.get((stage, round_index))
         if reduction is None:
             reduction = self._reductions[stage, round_index] = _Reduction([0.0] * len(buckets), replicas)
@@ -199,15 +208,13 @@ class Simulation:
         if not buckets:
             self._push(reduction.all_joined_s, -1, (stage, round_index, -1, reduction), _NETWORK_FIRST)
 
-    def _start_bucket(self, now_s: float, key: tuple[int, int, int, _Reduction]) -> None:
+    def _start_bucket(self, now_s: float, key: _Bucket) -> None:
         stage, round_index, index, reduction = key
         if index < 0:
             self._reduced(stage, round_index, reduction, now_s)
             return
-        num_bytes = self._costs.stages[stage].buckets[index].num_bytes
-        first = self._pipeline.worker(stage, 0)
-        workers = range(first, first + self._pipeline.replicas[stage])
-        end_s = self._network.all_reduce(ALL_REDUCE, f"R{round_index}", workers, num_bytes, now_s)
+        buckets, workers, kind = self._group(stage)
+        end_s = self._network.all_reduce(kind, f"R{round_index}", workers, buckets[index].num_bytes, now_s)
         reduction.buckets_left -= 1
         if reduction.buckets_left == 0:
             self._reduced(stage, round_index, reduction, end_s)
@@ -217,13 +224,17 @@ class Simulation:
         for worker, since_s, instruction in self._waiting.pop((stage, round_index), ()):
             self._push(max(end_s, since_s), worker, (since_s, instruction, reduction.all_joined_s))
 
-    def _wait_all_reduce(
+    def _group(self, stage: int) -> tuple[Sequence[Bucket], range, str]:
+        """Return what is all-reduced, among whom, and the kind of bytes it is."""
+        if stage == _EVERY_STAGE:
+            return _NORM, range(self._pipeline.num_workers), CONTROL
+        first = self._pipeline.worker(stage, 0)
+        return self._costs.stages[stage].buckets, range(first, first + self._pipeline.replicas[stage]), ALL_REDUCE
+
+    def _wait_for_reduction(
         self, worker: int, stage: int, instruction: Instruction, now_s: float
     ) -> tuple[float, float] | None:
-        round_index = instruction.number
-        key = (stage, round_index)
-        if instruction.reduce >= 0:  # no backward of this round ran here
-            self._join(stage, round_index, now_s, 0.0)
+        key = (stage, instruction.number)
         reduction = self._reductions[key]
         reduction.waits_left -= 1
         if reduction.waits_left == 0:
@@ -234,12 +245,11 @@ class Simulation:
         return reduction.end_s, reduction.all_joined_s
 
     def _deadlock(self) -> str:
+        places = self._pipeline.places
+        receiving = [(message[3], *waiting) for message, waiting in sorted(self._receiving.items())]
+        reducing = [waiter for _, waiters in sorted(self._waiting.items()) for waiter in waiters]
         stuck = [
-            f"worker {message[3]} (stage {self._pipeline.places[message[3]][0]}) waits in {instruction} since {since_s:g} s"
-            for message, (since_s, instruction) in sorted(self._receiving.items())
-        ] + [
-            f"worker {worker} (stage {stage}) waits in {instruction} since {since_s:g} s"
-            for (stage, _), waiters in sorted(self._waiting.items())
-            for worker, since_s, instruction in waiters
+            f"worker {worker} (stage {places[worker][0]}) waits in {instruction} since {since_s:g} s"
+            for worker, since_s, instruction in (*receiving, *reducing)
         ]
         return "the schedule deadlocks:\n  " + "\n  ".join(stuck)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 FORWARD, BACKWARD, UPDATE, EVALUATE, WAIT = "forward", "backward", "update", "evaluate", "wait"
 ACTIVATION, GRADIENT, ALL_REDUCE = "activation", "gradient", "all-reduce"  # the kinds that make the total
-BUFFERS, EVALUATION = "buffers", "evaluation"  # counted apart
+BUFFERS, EVALUATION, CONTROL = "buffers", "evaluation", "control"  # counted apart
 
 
 @dataclass(frozen=True, slots=True)

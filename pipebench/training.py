@@ -35,7 +35,7 @@ class Progress(Protocol):
         """Tell of one evaluation."""
 
 
-class _Diverged(Exception):
+class _DivergedError(Exception):
     """A loss is not finite."""
 
 
@@ -81,7 +81,7 @@ def train_to_target(
     )
     try:
         outcome, sentence = _segments(run, engine, meter)
-    except _Diverged as diverged:
+    except _DivergedError as diverged:
         outcome, sentence = DIVERGED, str(diverged)
     except KeyboardInterrupt:
         outcome, sentence = INTERRUPTED, f"interrupted after {run.seen:,} samples"
@@ -153,7 +153,7 @@ def _take_loss(run: _Run, meter: Meter, loss: torch.Tensor, samples: int, weight
     run.loss_sum = float(run.loss_sum)
     if not math.isfinite(run.loss_sum):
         epoch = run.seen / run.prepared.setup.sampler.num_samples
-        raise _Diverged(
+        raise _DivergedError(
             f"diverged: the training loss is {float(loss):g} after {run.seen:,} samples (epoch {epoch:.2f}); "
             f"lower train.optimizer.lr ({run.prepared.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
         )

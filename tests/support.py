@@ -1,6 +1,7 @@
 """Small models, a small data set and setups that need no profile, shared by the tests."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ class Mlp(nn.Module):
         torch.default_generator.manual_seed(seed)
         sizes = [6, 7, 8, 5, 4]
         self.body = nn.Sequential()
-        for a, b in zip(sizes, sizes[1:], strict=False):
+        for a, b in itertools.pairwise(sizes):
             self.body.append(nn.Linear(a, b))
             if b != sizes[-1]:
                 self.body.append(nn.Tanh())
@@ -122,6 +123,7 @@ def make_setup(
     make_optimizer: MakeOptimizer = lambda p: torch.optim.SGD(p, 0.1),
     lr: Callable[[int, int, int], float] = lambda stage, before, own: 0.1,
     cluster: Cluster | None = None,
+    clip_norm: float | None = None,
     seed: int = 0,
 ) -> Setup:
     """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
@@ -133,9 +135,11 @@ def make_setup(
     rows = profile.layers[minibatch_size]
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
     loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
+    flushes = weights == "one"
     pipeline = Pipeline(
-        plan.replicas, edges, order, weights == "one", depth or noam(plan.replicas), microbatches, accumulate, loads
-    )
+        plan.replicas, edges, order, flushes, depth or noam(plan.replicas), microbatches, accumulate, loads,
+        shares_norm=clip_norm is not None and flushes and len(plan.stages) > 1,
+    )  # fmt: skip
     return Setup(
         graph=graph,
         plan=plan,
@@ -148,6 +152,7 @@ def make_setup(
         lr=lr,
         weights=weights,
         recompute=recompute,
+        clip_norm=clip_norm,
         seed=seed,
         device=torch.device("cpu"),
     )

@@ -1,0 +1,1 @@
+"""Engines: what plays a schedule and does its arithmetic."""

@@ -4,8 +4,8 @@ It plays the simulator's events in order and executes each. Weight versions, sta
 those of N processes; only time is the simulator's.
 """
 
-import math
-from collections import Counter
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,10 @@ from pipebench.sampling import Sampler, microbatch_sizes
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline, forward_programs, programs
 from pipebench.simulate import Event, Simulation
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
+from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
 from zoo.registry import Dataset
+
+_LOG = logging.getLogger("pipebench.engine")
 
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
 
@@ -49,6 +51,7 @@ class Setup:
         lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
         weights: weight policy.
         recompute: whether backwards compute their forward again.
+        clip_norm: largest norm of an update's gradient: of all stages where they share it, else of each; or None.
         seed: for random layers.
         device: where arithmetic happens.
     """
@@ -64,6 +67,7 @@ class Setup:
     lr: Callable[[int, int, int], float]
     weights: str
     recompute: bool
+    clip_norm: float | None
     seed: int
     device: torch.device
 
@@ -116,6 +120,7 @@ class VirtualEngine:
             Op.BACKWARD: self._backward,
             Op.SEND_GRADIENT: self._send_gradient,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
         }
         self._begin(0, 0)
@@ -131,6 +136,7 @@ class VirtualEngine:
         self._returning: dict[tuple[int, int], dict[int, list[torch.Tensor]]] = {}
         self._mail: dict[tuple[Op, int, int, int], Any] = {}
         self._joined: dict[tuple[int, int], dict[int, list[torch.Tensor | None]]] = {}
+        self._norms: dict[int, torch.Tensor] = {}
         self._reduced: dict[tuple[int, int], tuple[list[torch.Tensor | None], set[int]]] = {}
 
     def train(self, first_minibatch: int, num_minibatches: int) -> None:
@@ -149,7 +155,7 @@ class VirtualEngine:
         dataset, size = self.setup.dataset, self.setup.sampler.minibatch_size
         bounds = [(a, min(a + size, dataset.num_eval)) for a in range(0, dataset.num_eval, size)]
         self._begin(0, len(bounds))
-        totals: Counter[str] = Counter()
+        totals: dict[str, float] = defaultdict(float)
         weight = 0.0
 
         def execute(event: Event) -> None:
@@ -184,8 +190,17 @@ class VirtualEngine:
     def _play(self, lists: Sequence[Any], size_of: Callable[[int], int], execute: Callable[[Event], None]) -> None:
         setup = self.setup
         simulation = Simulation(setup.pipeline, lists, setup.costs, self.network, size_of, self.clock_s)
+        verbose = _LOG.isEnabledFor(logging.DEBUG)
         for event in simulation:
             self.now_s = event.end_s
+            if verbose:
+                _LOG.debug(
+                    "t=%.9f s worker %d %s (%.3g s)",
+                    event.start_s,
+                    event.worker,
+                    event.instruction,
+                    event.end_s - event.start_s,
+                )
             execute(event)
             self._observe(event)
         self.clock_s = simulation.end_s
@@ -269,6 +284,17 @@ class VirtualEngine:
         if not still_waiting:
             del self._reduced[key]
 
+    def _wait_norm(self, worker: int, round_index: int, _: Instruction) -> None:
+        """All stages agree on the gradient's norm; every stage's replicas hold the same gradients by now."""
+        if round_index in self._norms:
+            return
+        pipeline = self.setup.pipeline
+        squares = [torch.zeros(1, device=self.setup.device) for _ in range(pipeline.num_workers)]
+        for stage in range(pipeline.num_stages):
+            first = pipeline.worker(stage, 0)
+            squares[first] = _norm(self.replicas[first].gradients).square().float().reshape(1)
+        self._norms[round_index] = ring_all_reduce(squares, self._counter(CONTROL, 0)).sqrt()
+
     def _update(self, worker: int, round_index: int, _: Instruction) -> None:
         setup, replica = self.setup, self.replicas[worker]
         stage = setup.pipeline.places[worker][0]
@@ -279,6 +305,9 @@ class VirtualEngine:
         if self._divisors is None:
             weight = sum(_weight(setup, self._first + k) for k in minibatches)
             gradients = [None if g is None else g / weight for g in gradients]
+        if setup.clip_norm is not None:
+            norm = self._norms[round_index] if setup.pipeline.shares_norm else _norm(gradients)
+            gradients = _clipped(gradients, norm, setup.clip_norm)
         replica.update(gradients, setup.lr(stage, setup.sampler.samples_before(first), samples))
         self._note_memory(worker)
 
@@ -301,7 +330,7 @@ class VirtualEngine:
                 for m in members
             ]
             total = ring_all_reduce(flats, self._counter(ALL_REDUCE, stage))
-            pieces = total.split([like[i].numel() for i in indices])
+            pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = piece.view(like[i].shape)
         return result
@@ -414,6 +443,18 @@ class VirtualEngine:
 
     def _note_memory(self, worker: int) -> None:
         self.peak_bytes[worker] = max(self.peak_bytes[worker], self.replicas[worker].live_bytes())
+
+
+def _norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the Euclidean norm of all gradients together."""
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients if gradient is not None]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, largest: float) -> list[torch.Tensor | None]:
+    """Scale gradients down to a norm, by the factor torch.nn.utils.clip_grad_norm_ uses."""
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
 
 
 def _weight(setup: Setup, k: int) -> float:

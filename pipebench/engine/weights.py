@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
@@ -112,7 +113,7 @@ class Weights:
             group["lr"] = lr
         if self._overwrite and target.users:
             # The naive pipeline on purpose: graphs in flight go on with the overwritten weights, unnoticed.
-            with torch.autograd._unsafe_preserve_version_counter((target.flat, *target.parameters)):
+            with _unsafe_preserve_version_counter((target.flat, *target.parameters)):
                 self.optimizer.step()
         else:
             self.optimizer.step()
@@ -154,7 +155,9 @@ class Weights:
         return version.users > 0 or (self.keep_from is not None and version.number >= self.keep_from)
 
 
-def _places(module: nn.Module, parameters: Iterable[torch.Tensor]) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
+def _places(
+    module: nn.Module, parameters: Iterable[torch.Tensor]
+) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
     """Return every place in the module tree that holds a parameter; a tied one has several."""
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     return [

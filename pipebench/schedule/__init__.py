@@ -1,0 +1,1 @@
+"""Schedules: the order of work of every worker, as data."""

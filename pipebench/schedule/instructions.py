@@ -17,7 +17,8 @@ class Op(enum.IntEnum):
     BACKWARD = 5
     SEND_GRADIENT = 6
     WAIT_ALL_REDUCE = 7
-    UPDATE = 8
+    WAIT_NORM = 8
+    UPDATE = 9
 
 
 _LETTERS = {
@@ -29,6 +30,7 @@ _LETTERS = {
     Op.BACKWARD: "B",
     Op.SEND_GRADIENT: "SG",
     Op.WAIT_ALL_REDUCE: "W",
+    Op.WAIT_NORM: "N",
     Op.UPDATE: "U",
 }
 _OPS = {letters: op for op, letters in _LETTERS.items()}

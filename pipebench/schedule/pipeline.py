@@ -10,11 +10,12 @@ of one block (as many as the least common multiple of the replica counts) are in
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from pipebench.modes import ALL_FORWARDS
 from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.short_group import short_group_orders
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Pipeline:
         microbatches: units per minibatch.
         accumulate: blocks of minibatches per flush.
         loads: stages that read fields of the dataset.
+        shares_norm: whether all stages agree on the gradient's global norm before an update (clipping in flushing
+            modes).
     """
 
     replicas: tuple[int, ...]
@@ -53,7 +56,8 @@ class Pipeline:
     depth: int
     microbatches: int = 1
     accumulate: int = 1
-    loads: tuple[int, ...] = field(default=(0,))
+    loads: tuple[int, ...] = (0,)
+    shares_norm: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -163,11 +167,14 @@ def _flushing(p: Pipeline, stage: int, replica: int, num_minibatches: int) -> It
     for group in range(math.ceil(num_minibatches / group_size)):
         minibatches = range(group * group_size, min((group + 1) * group_size, num_minibatches))
         every_unit = sorted(unit for minibatch in minibatches for unit in p.units(minibatch))
-        units = _own(every_unit, p.replicas[stage], replica)
+        units = [unit for unit in every_unit if unit % p.replicas[stage] == replica]
         if p.order == ALL_FORWARDS:
             steps = [(True, unit) for unit in units] + [(False, unit) for unit in reversed(units)]
+        elif len(minibatches) == group_size:
+            steps = list(_one_f_one_b(units, p.warmups[stage]))
         else:
-            steps = list(_one_f_one_b(units, _flush_warmup(p, stage, replica, every_unit)))
+            worker = sum(p.replicas[:stage]) + replica
+            steps = short_group_orders(p.replicas, p.warmups, every_unit)[worker]
         last = len(steps) - 1
         for position, (forward, unit) in enumerate(steps):
             if forward:
@@ -175,20 +182,6 @@ def _flushing(p: Pipeline, stage: int, replica: int, num_minibatches: int) -> It
             else:
                 yield from _backward(p, stage, unit, group if position == last else -1)
         yield from _update(p, stage, group, idle=not units)
-
-
-def _own(units: Sequence[int], r: int, replica: int) -> list[int]:
-    return [unit for unit in units if unit % r == replica]
-
-
-def _flush_warmup(p: Pipeline, stage: int, replica: int, units: Sequence[int]) -> int:
-    """Return d_s, lowered where a short group gives some replicas upstream too little to admit as much."""
-    admitted = set(units)
-    for t in range(stage):
-        admitted &= {u for i in range(p.replicas[t]) for u in _own(units, p.replicas[t], i)[: p.warmups[t]]}
-    own = _own(units, p.replicas[stage], replica)
-    reachable = next((i for i, unit in enumerate(own) if unit not in admitted), len(own))
-    return max(1, min(p.warmups[stage], reachable))
 
 
 def _one_f_one_b(units: Sequence[int], warmup: int) -> Iterator[tuple[bool, int]]:
@@ -228,4 +221,6 @@ def _update(p: Pipeline, stage: int, round_index: int, *, idle: bool = False) ->
     """An idle replica, one without a unit in the round, joins the all-reduce in its wait, with zeros."""
     if p.replicas[stage] > 1:
         yield Instruction(Op.WAIT_ALL_REDUCE, round_index, reduce=round_index if idle else -1)
+    if p.shares_norm:
+        yield Instruction(Op.WAIT_NORM, round_index)
     yield Instruction(Op.UPDATE, round_index)

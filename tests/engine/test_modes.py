@@ -1,4 +1,4 @@
-"""Every mode without staleness equals sequential training (DESIGN 3.1); random layers, BatchNorm, bytes (3.5 to 3.8)."""
+"""Every mode without staleness equals sequential training; random layers, BatchNorm, bytes (DESIGN 3.1 and on)."""
 
 import copy
 import math
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
+from pipebench.sampling import Sampler
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
 from tests.models import ConvNet, SkipNet
 from tests.oracles import sequential
@@ -27,29 +28,29 @@ def images(num_train: int = 46) -> Blobs:
 
 
 def sequentially(
-    model: nn.Module, dataset: Blobs, groups: list[range], size: int, make: MakeOptimizer, pieces: int = 1
+    model: nn.Module,
+    dataset: Blobs,
+    groups: list[range],
+    size: int,
+    make: MakeOptimizer,
+    clip_norm: float | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Train on groups of minibatches, one update each; a minibatch may be cut into pieces."""
-    from pipebench.sampling import Sampler, microbatch_sizes
-
+    """Train on groups of minibatches, one update each."""
     sampler = Sampler(dataset.num_train, size, 0)
 
-    def parts(k: int) -> list[Any]:
-        indices, start, found = sampler.indices(k), 0, []
-        for n in microbatch_sizes(len(indices), pieces):
-            fields = dataset.fetch("train", indices[start : start + n], ["x", "label"])
-            found += [((fields["x"],), fields["label"])] if n else []
-            start += n
-        return found
+    def minibatch(k: int) -> Any:
+        fields = dataset.fetch("train", sampler.indices(k), ["x", "label"])
+        return (fields["x"],), fields["label"]
 
     model = copy.deepcopy(model)
-    updates = [[part for k in group for part in parts(k)] for group in groups]
+    updates = [[minibatch(k) for k in group] for group in groups]
     sequential.train(
         model,
         make(list(model.parameters())),
         updates,
         lambda output, target: functional.cross_entropy(output, target, reduction="sum"),
         lambda target: float(len(target)),
+        clip_norm,
     )
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -110,6 +111,34 @@ def test_flushing_modes_equal_sequential_training(plan: tuple[list[int], list[in
         torch.testing.assert_close(parameter, expected[name], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("plan", [([], [1]), ([], [3]), ([3, 5], [1, 1, 1]), ([3, 5], [2, 1, 3])], ids=str)
+def test_global_norm_clipping_is_exact_with_a_flush(plan: tuple[list[int], list[int]]) -> None:
+    dataset, model = Blobs(num_train=46), SkipNet()
+    setup = make_setup(
+        model, plan, weights="one", dataset=dataset, make_optimizer=momentum_fused, microbatches=2, clip_norm=0.3
+    )
+    engine = make_engine(setup)
+    engine.train(0, 12)
+    group = setup.pipeline.round_size(0)
+    groups = [range(a, min(a + group, 12)) for a in range(0, 12, group)]
+    expected = sequentially(model, dataset, groups, 4, momentum, clip_norm=0.3)
+    unclipped = sequentially(model, dataset, groups, 4, momentum)
+    for name, parameter in parameters_of(engine).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-7)  # the norm travels as float32
+    assert any((expected[name] - unclipped[name]).abs().max() > 1e-3 for name in expected)
+    assert engine.num_bytes == engine.network.num_bytes
+
+
+def test_clipping_without_a_flush_uses_the_stage_s_own_norm() -> None:
+    """The first update of the last stage, clipped to a hundredth, is a hundredth of a unit long."""
+    setup = make_setup(SkipNet(), ([9], [1, 1]), clip_norm=0.01, lr=lambda s, b, o: 1.0)
+    engine = make_engine(setup)
+    before = engine.replicas[1].weights.newest.flat.clone()
+    engine.train(0, 1)
+    moved = (engine.replicas[1].weights.newest.flat - before).norm().item()
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
 def test_the_reported_loss_is_on_one_scale() -> None:
     totals = []
     for plan, columns in [
@@ -120,7 +149,9 @@ def test_the_reported_loss_is_on_one_scale() -> None:
         seen: list[float] = []
         setup = make_setup(SkipNet(), plan, dataset=Blobs(num_train=46), lr=lambda s, b, o: 0.0, **columns)  # type: ignore[arg-type]
         engine = VirtualEngine(
-            setup, make_engine(setup).network, on_loss=lambda loss, n, w, t, seen=seen: seen.append(float(loss))  # type: ignore[misc]
+            setup,
+            make_engine(setup).network,
+            on_loss=lambda loss, n, w, t, seen=seen: seen.append(float(loss)),  # type: ignore[misc]
         )
         engine.train(0, 12)
         totals.append(sum(seen))
@@ -233,7 +264,7 @@ def test_bytes_and_versions(
     engine = make_engine(setup)
     engine.train(0, num_minibatches)
     assert engine.num_bytes == engine.network.num_bytes
-    kinds = {kind: 0 for kind in (ACTIVATION, GRADIENT, ALL_REDUCE)}
+    kinds = dict.fromkeys((ACTIVATION, GRADIENT, ALL_REDUCE), 0)
     for (kind, _), num_bytes in engine.num_bytes.items():
         kinds[kind] += num_bytes
     parameter_bytes = [sum(b.num_bytes for b in stage.buckets) for stage in setup.costs.stages]

@@ -151,7 +151,11 @@ def test_versions_start_over_after_a_drain() -> None:
     engine.train(0, 5)
     for replica in engine.replicas:
         assert replica.weights.num_alive == 1
-    before = {n: p.detach().clone() for r in engine.replicas for n, p in zip(r.weights.names, r.weights.newest.parameters, strict=True)}  # noqa: E501
+    before = {
+        n: p.detach().clone()
+        for r in engine.replicas
+        for n, p in zip(r.weights.names, r.weights.newest.parameters, strict=True)
+    }
     engine.train(5, 5)
     model = Mlp()
     model.load_state_dict(before)

@@ -13,6 +13,7 @@ def train(
     updates: Iterable[Sequence[tuple[tuple[torch.Tensor, ...], Any]]],
     loss_sum: Callable[[Any, Any], torch.Tensor],
     weight: Callable[[Any], float],
+    clip_norm: float | None = None,
 ) -> list[float]:
     """Train a module the way anyone writes it; every update is a list of minibatches whose mean gradient it takes.
 
@@ -27,8 +28,10 @@ def train(
         mean = 0.0
         for inputs, targets in minibatches:
             loss = loss_sum(model(*inputs), targets) / total
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             mean += loss.item()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         means.append(mean)
     return means

@@ -12,6 +12,7 @@ import torch
 from torch.func import functional_call
 
 Parameters = dict[str, torch.Tensor]
+Step = Callable[[torch.Tensor, torch.Tensor, Parameters, float, int], tuple[torch.Tensor, Parameters]]
 
 
 def depths(replicas: Sequence[int], depth: int | None = None) -> list[int]:
@@ -23,20 +24,20 @@ def depths(replicas: Sequence[int], depth: int | None = None) -> list[int]:
     return d
 
 
-def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Step:
     """Return u(t+1) = mu u(t) + g + lambda w(t); w(t+1) = w(t) - lr u(t+1)."""
 
-    def step(w: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], lr: float, t: int):  # type: ignore[no-untyped-def]
+    def step(w: torch.Tensor, g: torch.Tensor, state: Parameters, lr: float, t: int) -> tuple[torch.Tensor, Parameters]:
         u = momentum * state.get("u", torch.zeros_like(w)) + g + weight_decay * w
         return w - lr * u, {"u": u}
 
     return step
 
 
-def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0):  # type: ignore[no-untyped-def]
+def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0) -> Step:
     """Return Kingma and Ba's update, algorithm 1, with L2 regularisation."""
 
-    def step(w: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], lr: float, t: int):  # type: ignore[no-untyped-def]
+    def step(w: torch.Tensor, g: torch.Tensor, state: Parameters, lr: float, t: int) -> tuple[torch.Tensor, Parameters]:
         g = g + weight_decay * w
         m = b1 * state.get("m", torch.zeros_like(w)) + (1 - b1) * g
         v = b2 * state.get("v", torch.zeros_like(w)) + (1 - b2) * g * g
@@ -54,7 +55,7 @@ def train(
     inputs: Callable[[int], torch.Tensor],
     weight: Callable[[int], float],
     num_minibatches: int,
-    step: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    step: Step,
     lr: float,
     *,
     depth: int | None = None,
