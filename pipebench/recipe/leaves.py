@@ -170,13 +170,26 @@ def _problem(value: object, expected: Any) -> str | None:
     if holds_keys and (value == {} or is_expression(value)):
         given = "an empty mapping" if value == {} else "an interpolation"
         return f"got {given}, allowed is {in_words(expected)}"
-    if not is_expression(value):
+    if not _is_text_expression(value) and problem_with(_without_expressions(value), expected):
         return problem_with(value, expected)
+    if not is_expression(value):
+        return None
     try:
         OmegaConf.create({"value": value})
     except OmegaConfBaseException:
         return f"got {shown(value)}, which is no interpolation: allowed is ${{key}} or ${{oc.env:NAME}}"
     return None
+
+
+def _without_expressions(value: object) -> object:
+    """Return what of a value can be checked before interpolations have values."""
+    if isinstance(value, list):
+        return [item if not is_expression(item) else [] for item in value if not _is_text_expression(item)]
+    return value
+
+
+def _is_text_expression(value: object) -> bool:
+    return isinstance(value, str) and is_expression(value)
 
 
 def _as_text(written: str, value: Any, key: Key) -> Any:

@@ -131,6 +131,8 @@ OVERRIDES = [
     ("name='${name}'", "name: .*can't be resolved"),
     ("train.seed='${name}'", r"train.seed: '\$\{name\}' gives a wrong value: got 'small', allowed is a whole number"),
     ("train.seed='${nope:1}'", "train.seed: .* can't be resolved: Unsupported interpolation type nope"),
+    ("name=['${oc.env:X}']", r"name: got \['\$\{oc.env:X\}'\], allowed is text"),
+    ("train.optimizer.betas=['${oc.env:X}', a]", "betas: got .*, allowed is a list of number"),
     ("train='${model}'", "train: got an interpolation, allowed is a mapping"),
 ]
 
