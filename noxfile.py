@@ -41,7 +41,7 @@ def types(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Measure pipebench against plain PyTorch, side by side, as ratios."""
-    session.run(python_with_pipebench(session), "tests/bench/main.py", *session.posargs, external=True)
+    session.run(python_with_pipebench(session), "-m", "tests.bench.main", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")

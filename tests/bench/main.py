@@ -1,0 +1,172 @@
+"""`nox -s bench`: what the engine costs over the bare arithmetic, and how fast the simulator is.
+
+Every ratio is speed of ours over speed of the reference; the A/A row shows the noise of this machine today.
+"""
+
+import copy
+import platform
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional
+
+from pipebench.cluster import Cluster, Level
+from pipebench.costs import Costs, StageCosts
+from pipebench.device import torch_settings
+from pipebench.engine.stage import Stage, cut_stage
+from pipebench.engine.virtual import Setup, VirtualEngine
+from pipebench.network import Network
+from pipebench.plan import make_plan
+from pipebench.recipe.schema import EngineRecipe
+from pipebench.schedule.pipeline import Pipeline, chain, programs
+from pipebench.simulate import Simulation
+from pipebench.steady import simulate_segment
+from tests.bench.pairs import NUM_PAIRS, Ratio, compare
+from tests.support import make_engine, make_setup
+from zoo.mnist5k import mnist5k
+from zoo.vgg import vgg16
+
+BATCH, STEPS = 64, 6
+MODEL = f"VGG-16 with BatchNorm, width 0.25, {BATCH} digits of 32x32"
+
+
+def model() -> nn.Module:
+    """Return the benchmark's model, always with the same weights."""
+    torch.default_generator.manual_seed(0)
+    made: nn.Module = vgg16(
+        width=0.25, batch_norm=True, dropout=0.0, num_classes=10, in_channels=1, image_size=32, init="kaiming"
+    )
+    return made
+
+
+def sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer both sides use."""
+    return torch.optim.SGD(parameters, 0.01, 0.9, weight_decay=5e-4, fused=True)
+
+
+def setup(starts: Sequence[int], weights: str, depth: int | None = None) -> Setup:
+    """Return a straight pipeline."""
+    return make_setup(
+        model(), (starts, [1] * (len(starts) + 1)), weights=weights, depth=depth, dataset=mnist5k(),
+        minibatch_size=BATCH, make_optimizer=sgd, lr=lambda stage, before, own: 0.01,
+    )  # fmt: skip
+
+
+def runner(engine: VirtualEngine) -> Callable[[], None]:
+    """Return a function that trains a few minibatches."""
+    return lambda: engine.train(0, STEPS)
+
+
+def plain_loop(given: Setup) -> Callable[[], None]:
+    """Return the loop anyone would write, on the same minibatches."""
+    module, data = model(), mnist5k()
+    optimizer = sgd(list(module.parameters()))
+
+    def run() -> None:
+        for k in range(STEPS):
+            fields = data.fetch("train", given.sampler.indices(k), ["image", "label"])
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(module(fields["image"]), fields["label"])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    return run
+
+
+def bare_stages(given: Setup) -> Callable[[], None]:
+    """Return the same arithmetic cut the same way, without versions, schedule, mailboxes or a clock."""
+    stages: list[Stage] = [cut_stage(given.graph, given.plan, i) for i in range(len(given.plan.stages))]
+    modules = [copy.deepcopy(stage.module).train() for stage in stages]
+    optimizers = [sgd(list(module.parameters())) for module in modules]
+    data = mnist5k()
+
+    def run() -> None:
+        for k in range(STEPS):
+            fields = data.fetch("train", given.sampler.indices(k), ["image", "label"])
+            value, kept = fields["image"], []
+            for module in modules:
+                value = value.detach().requires_grad_(bool(kept))
+                out = module(value)[0]
+                kept.append((value, out))
+                value = out
+            gradient = None
+            loss = functional.cross_entropy(value, fields["label"], reduction="sum") / BATCH
+            for module, optimizer, (start, out) in zip(
+                reversed(modules), reversed(optimizers), reversed(kept), strict=True
+            ):
+                optimizer.zero_grad()
+                (loss if gradient is None else out).backward(gradient)
+                gradient = start.grad
+                optimizer.step()
+
+    return run
+
+
+def ratios() -> list[Ratio]:
+    """Measure every ratio."""
+    single = setup([], "one", depth=1)
+    stages = make_plan(single.graph, [14, 27, 40], [1] * 4)
+    starts = [stage.start for stage in stages.stages[1:]]
+    stash, naive = setup(starts, "stash"), setup(starts, "none")
+    return [
+        compare(f"A/A: plain loop against itself; {MODEL}", plain_loop(single), plain_loop(single), 0.0),
+        compare("single worker against a plain loop", runner(make_engine(single)), plain_loop(single), 0.98),
+        compare("weight stashing on against off, 4 stages", runner(make_engine(stash)), runner(make_engine(naive)), 0.98),
+        compare("virtual engine against its bare arithmetic, 4 stages", runner(make_engine(stash)), bare_stages(stash), 0.952),
+    ]  # fmt: skip
+
+
+def simulator_rate(num_workers: int, num_instructions: int) -> tuple[int, float]:
+    """Return instructions simulated and seconds, 1F1B without a flush on a straight pipeline."""
+    pipeline = Pipeline((1,) * num_workers, chain(num_workers), "1f1b", False, num_workers)
+    num_minibatches = num_instructions // (num_workers * 8)
+    count = sum(sum(1 for _ in program) for program in programs(pipeline, num_minibatches))
+    stages = tuple(StageCosts({1: 1.0}, {1: 2.0}, {1: 0.1}, 0.1) for _ in range(num_workers))
+    sizes = {(e.source, e.target): {1: 1000} for e in pipeline.edges}
+    network = Network(Cluster("flat", "unit", None, (Level("server", num_workers, 1e6, 1e-3),)))
+    simulation = Simulation(
+        pipeline, programs(pipeline, num_minibatches), Costs(stages, sizes, sizes), network, lambda _: 1
+    )
+    started = time.perf_counter()
+    for _ in simulation:
+        pass
+    return count, time.perf_counter() - started
+
+
+def main() -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    console = Console(width=140)
+    console.print(f"torch {torch.__version__}, {platform.machine()}, 1 thread, {NUM_PAIRS} interleaved pairs")
+    table = Table("what", "ratio (median)", "range", "target", "verdict", "ours, ms per minibatch")
+    with torch_settings(EngineRecipe(threads=1)):
+        for ratio in ratios():
+            values = sorted(ratio.values)
+            table.add_row(
+                ratio.what,
+                f"{values[len(values) // 2]:.3f}",
+                f"{values[0]:.3f} to {values[-1]:.3f}",
+                f"{ratio.target:.3f}" if ratio.target else "-",
+                ratio.verdict if ratio.target else "-",
+                f"{1000 * ratio.ours_s / STEPS:.1f}",
+            )
+    console.print(table)
+    rates = Table("simulator: 1F1B, straight", "instructions", "seconds (target < 5 for 1 M)", "per second")
+    for num_workers in (4, 16, 64):
+        count, seconds = simulator_rate(num_workers, 1_000_000)
+        rates.add_row(f"{num_workers} workers", f"{count:,}", f"{seconds:.2f}", f"{count / seconds:,.0f}")
+    console.print(rates)
+    steady = setup([14, 27, 40], "stash")
+    for num_minibatches in (100, 10_000, 1_000_000):
+        started = time.perf_counter()
+        simulate_segment(steady, num_minibatches)
+        console.print(f"an epoch of {num_minibatches:,} minibatches, steady state extrapolated: "
+                      f"{1000 * (time.perf_counter() - started):.1f} ms")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
