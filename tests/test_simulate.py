@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -28,11 +29,11 @@ def simulate(
 
 def stage(
     forward: float = 1.0, backward: float = 2.0, update: float = 0.0, load: float = 0.0, *buckets: Bucket
-) -> StageCosts:  # noqa: E501
+) -> StageCosts:
     return StageCosts({1: forward}, {1: backward}, {1: load}, update, buckets)
 
 
-def compute(events: list[Event], worker: int) -> Iterator[tuple[str, float, float]]:
+def compute(events: list[Event], worker: int) -> Iterator[tuple[str, Any, Any]]:
     for event in events:
         if event.worker == worker and event.instruction.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE):
             yield str(event.instruction), event.start_s, event.end_s
@@ -99,7 +100,7 @@ def test_events_come_after_what_they_depend_on() -> None:
     buckets = (Bucket(30, 1.0),)
     events, _ = simulate(
         pipeline, 12, [stage(1, 2, 0.1, 0.0, *buckets)] * 3, 7, Cluster("f", "u", None, (Level("s", 5, 50.0, 0.1),))
-    )  # noqa: E501
+    )
     sent: set[tuple[int, int, int]] = set()
     for event in events:
         op, number, peer, _ = event.instruction

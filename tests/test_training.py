@@ -1,0 +1,215 @@
+"""Training to a target: outcomes, the clock, short last minibatches, learning rates."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.cluster import Cluster
+from pipebench.prepare import Prepared, learning_rate, make_model, travelling_sizes
+from pipebench.profile.model import Profile
+from pipebench.recipe.schema import (
+    ClusterRecipe,
+    OptimizerRecipe,
+    ParallelismRecipe,
+    PeriodRecipe,
+    Recipe,
+    ScheduleRecipe,
+    TargetRecipe,
+    TrainRecipe,
+)
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.simulated import simulate_epoch
+from pipebench.timeline import Timeline
+from pipebench.training import train_to_target
+from tests.support import Blobs, Mlp, flat_cluster, make_setup
+
+
+class Silent:
+    """Progress nobody sees; may interrupt."""
+
+    def __init__(self, interrupt_after: int = 10**9) -> None:
+        self.updates: list[tuple[int, float, float, float]] = []
+        self._interrupt_after = interrupt_after
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        self.updates.append((samples, clock_s, loss, occupancy))
+        if len(self.updates) >= self._interrupt_after:
+            raise KeyboardInterrupt
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Nothing to do."""
+
+
+def recipe(**train: Any) -> Recipe:
+    defaults: dict[str, Any] = {
+        "minibatch_size": 4,
+        "max_epochs": 3,
+        "optimizer": OptimizerRecipe(lr=0.1),
+        "target": TargetRecipe("top1", 2.0),
+    }
+    return Recipe(
+        name="test",
+        model={"name": "mlp"},
+        dataset={"name": "blobs"},
+        train=TrainRecipe(**defaults | train),
+        cluster=ClusterRecipe("flat"),
+        parallelism=ParallelismRecipe(mode="pipedream"),
+    )
+
+
+def prepared(given: Recipe, lr: float = 0.1, plan: Any = ([4], [2, 1]), num_train: int = 46) -> Prepared:
+    setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=num_train), lr=lambda stage, before, own: lr)
+    profile = Profile("mlp", "unit", "file", "unit costs", {}, 0.0, 0.0, {}, {})
+    return Prepared(given, flat_cluster(4), profile, setup)
+
+
+def train(given: Prepared, progress: Silent | None = None) -> tuple[RunResult, Timeline, list[Point]]:
+    points: list[Point] = []
+    result, timeline = train_to_target(given, progress or Silent(), points.append)
+    return result, timeline, points
+
+
+def test_a_missed_target_says_so_and_has_no_time() -> None:
+    result, _, points = train(prepared(recipe()))
+    assert result.outcome == MISSED
+    assert result.exit_code == 1
+    assert "missed top1 2: the best in 3 epochs was top1" in result.sentence
+    assert "time_to_accuracy_s" not in result.metrics
+    assert [point.samples for point in points] == [46, 92, 138]
+    assert result.points == tuple(points)
+
+
+def test_a_reached_target_stops_the_run_with_its_time() -> None:
+    result, _, points = train(prepared(recipe(target=TargetRecipe("top1", 0.0))))
+    assert (result.outcome, result.exit_code, len(points)) == (REACHED, 0, 1)
+    metrics = result.metrics
+    assert metrics["time_to_accuracy_s"] == points[0].clock_s == metrics["total_time_s"]
+    assert metrics["epochs_to_target"] == 1
+    evaluation_s = metrics["evaluation_time_s"]
+    assert metrics["time_to_accuracy_without_evaluation_s"] == pytest.approx(points[0].clock_s - evaluation_s)
+    assert evaluation_s > 0
+    assert metrics["throughput_samples_per_s"] == pytest.approx(46 / (points[0].clock_s - evaluation_s))
+
+
+def test_without_a_target_it_trains_every_epoch() -> None:
+    result, _, points = train(prepared(recipe(target=None)))
+    assert (result.outcome, result.exit_code, len(points)) == (COMPLETED, 0, 3)
+
+
+@pytest.mark.parametrize("plan", [([], [1]), ([4], [2, 1]), ([2, 4, 6], [1, 1, 1, 1])], ids=str)
+def test_divergence_is_a_result(plan: Any) -> None:
+    result, _, _ = train(prepared(recipe(optimizer=OptimizerRecipe(lr=1e308)), lr=1e308, plan=plan))
+    assert (result.outcome, result.exit_code) == (DIVERGED, 1)
+    assert result.sentence.startswith("diverged: the training loss is ")
+    assert "lower train.optimizer.lr (1e+308)" in result.sentence
+    assert result.metrics["total_time_s"] > 0
+
+
+def test_ctrl_c_keeps_what_was_trained() -> None:
+    result, timeline, points = train(prepared(recipe()), Silent(interrupt_after=15))
+    assert (result.outcome, result.exit_code) == (INTERRUPTED, 130)
+    assert len(points) == 1, "the first epoch was finished"
+    assert "interrupted after" in result.sentence
+    assert timeline.spans
+
+
+def test_evaluation_periods_in_minibatches() -> None:
+    _, _, points = train(prepared(recipe(evaluate_every=PeriodRecipe(minibatches=5), max_epochs=1)))
+    assert [point.samples for point in points] == [20, 40, 46]
+
+
+def test_the_clock_never_pauses_and_only_grows() -> None:
+    progress = Silent()
+    _, timeline, points = train(prepared(recipe()), progress)
+    clocks = [clock_s for _, clock_s, _, _ in progress.updates]
+    assert clocks == sorted(clocks)
+    assert all(0 <= occupancy <= 1 for *_, occupancy in progress.updates)
+    evaluations = [span for span in timeline.spans if span.kind == "evaluate"]
+    assert max(span.end_s for span in evaluations) == pytest.approx(points[-1].clock_s)
+    training = [span for span in timeline.spans if span.kind == "forward" and span.start_s < points[0].clock_s]
+    first = min(span.start_s for span in evaluations)
+    assert max(span.end_s for span in training) <= first, "the pipeline is drained before an evaluation"
+
+
+def test_the_training_loss_weighs_a_short_minibatch_rightly() -> None:
+    """With a rate of zero the loss of an epoch is the mean over all samples, whatever the minibatches."""
+    result, _, points = train(prepared(recipe(max_epochs=1), lr=0.0))
+    model, data = Mlp(), Blobs(num_train=46)
+    fields = data.fetch("train", range(46), ["x", "label"])
+    mean = torch.nn.functional.cross_entropy(model(fields["x"]), fields["label"]).item()
+    assert points[0].metrics["train_loss"] == pytest.approx(mean, rel=1e-12)
+    assert result.metrics["throughput_samples_per_s"] > 0
+
+
+def test_a_simulated_run_has_throughput_and_no_accuracy() -> None:
+    given = prepared(recipe())
+    simulated, _ = simulate_epoch(given)
+    trained, _, _ = train(prepared(recipe(max_epochs=1, target=None)))
+    assert (simulated.outcome, simulated.points) == (COMPLETED, ())
+    for name in ("epoch_time_s", "throughput_samples_per_s", "bubble_fraction", "comm_bytes_total"):
+        assert simulated.metrics[name] == pytest.approx(trained.metrics[name], rel=1e-9), name
+
+
+def test_results_round_trip_as_json() -> None:
+    result, _, _ = train(prepared(recipe()))
+    assert RunResult.from_json(result.to_json()).to_json() == result.to_json()
+
+
+def rate_of(schedule: ScheduleRecipe, replicas: tuple[int, ...] = (1,), *, flushes: bool = False, **optimizer: Any) -> Any:  # noqa: E501
+    given = TrainRecipe(
+        minibatch_size=10, max_epochs=10, schedule=schedule, optimizer=OptimizerRecipe(lr=1.0, **optimizer)
+    )
+    pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", flushes, 2)
+    return learning_rate(given, pipeline, num_train=100)
+
+
+def test_learning_rate_schedules() -> None:
+    step = rate_of(ScheduleRecipe("step", every_epochs=3, factor=0.1))
+    assert [step(0, before, 10) for before in (0, 299, 300, 599, 600)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+    cosine = rate_of(ScheduleRecipe("cosine", warmup_epochs=1))
+    assert [cosine(0, before, 10) for before in (0, 10, 90, 100)] == pytest.approx([0.1, 0.2, 1.0, 1.0])
+    assert cosine(0, 550, 10) == pytest.approx(0.5)
+    assert 0 < cosine(0, 990, 10) < 0.001
+    assert rate_of(ScheduleRecipe())(0, 12345, 10) == 1.0
+
+
+def test_rates_scale_with_the_samples_of_an_update() -> None:
+    scaled = rate_of(ScheduleRecipe(), (3, 1, 2))
+    assert [scaled(stage, 0, 10) for stage in range(3)] == pytest.approx([1, 1 / 3, 2 / 3])
+    same = rate_of(ScheduleRecipe(), (3, 1, 2), lr_scaling="none")
+    assert [same(stage, 0, 10) for stage in range(3)] == [1, 1, 1]
+    flushing = rate_of(ScheduleRecipe(), (3, 1, 2), flushes=True)
+    assert [flushing(stage, 0, 10) for stage in range(3)] == [1, 1, 1], "all stages average over the same minibatches"
+
+
+def test_every_size_that_travels_is_profiled() -> None:
+    given = replace(recipe(minibatch_size=32), parallelism=ParallelismRecipe(mode="gpipe", microbatches=5))
+    data = Blobs(num_train=4000 + 3, num_eval=1000)
+    assert travelling_sizes(given, data) == (1, 6, 7, 8, 32)  # 32 = 7+7+6+6+6, 3 = 1+1+1+0+0, evaluation 32 and 8
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    given = recipe()
+    vgg = {"name": "vgg16", "width": 0.05, "num_classes": 10, "in_channels": 1, "image_size": 32}
+    one, same, other = (
+        make_model(replace(given, model=vgg, train=replace(given.train, seed=seed))) for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+
+def test_a_flat_cluster_is_not_the_whole_story() -> None:
+    """A transfer knows the level it crosses; bytes are reported by level."""
+    given = prepared(recipe(max_epochs=1, target=None))
+    level = given.cluster.levels[0]
+    cluster = Cluster("two", "unit", None, (replace(level, count=2), replace(level, name="cluster", count=2)))
+    result, _, _ = train(replace(given, cluster=cluster, setup=replace(given.setup, cluster=cluster)))
+    metrics = result.metrics
+    assert metrics["comm_bytes_level_server"] > 0
+    assert metrics["comm_bytes_level_cluster"] > 0
+    assert metrics["comm_bytes_level_server"] + metrics["comm_bytes_level_cluster"] == metrics["comm_bytes_total"]
+    assert math.isclose(metrics["comm_bytes_per_sample"] * 46, metrics["comm_bytes_total"])
