@@ -159,7 +159,9 @@ def test_results_round_trip_as_json() -> None:
     assert RunResult.from_json(result.to_json()).to_json() == result.to_json()
 
 
-def rate_of(schedule: ScheduleRecipe, replicas: tuple[int, ...] = (1,), *, flushes: bool = False, **optimizer: Any) -> Any:  # noqa: E501
+def rate_of(
+    schedule: ScheduleRecipe, replicas: tuple[int, ...] = (1,), *, flushes: bool = False, **optimizer: Any
+) -> Any:  # noqa: E501
     given = TrainRecipe(
         minibatch_size=10, max_epochs=10, schedule=schedule, optimizer=OptimizerRecipe(lr=1.0, **optimizer)
     )
