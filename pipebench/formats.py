@@ -79,12 +79,12 @@ def percent(fraction: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Return a speed-up.
+    """Return a speed-up, to the hundredth.
 
-    >>> ratio(2.9612), ratio(None)
-    ('2.96x', '-')
+    >>> ratio(2.9612), ratio(0.1123), ratio(None)
+    ('2.96x', '0.11x', '-')
     """
-    return UNKNOWN if value is None else f"{number(value)}x"
+    return UNKNOWN if value is None else f"{value:.2f}x"
 
 
 def is_share(metric: str) -> bool:

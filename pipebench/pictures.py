@@ -120,7 +120,8 @@ def readable_end_s(timeline: Timeline) -> float:
     for span in work:
         if span.kind == BACKWARD:
             first_backward_s.setdefault(span.worker, span.end_s)
-    readable_s = max(s_per_inch[len(work) // 4] * _PLOT_IN, *first_backward_s.values(), 0.0)
+    # Stages of about the same speed should all have their numbers, hence the tenth.
+    readable_s = max(0.9 * s_per_inch[len(work) // 4] * _PLOT_IN, *first_backward_s.values(), 0.0)
     return min(readable_s, max(span.end_s for span in timeline.spans))
 
 

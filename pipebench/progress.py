@@ -1,0 +1,141 @@
+"""Progress of a run: a live line on a terminal, one plain line per evaluation everywhere else."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from pipebench.formats import measure, percent, seconds
+from pipebench.result import Point
+
+_REDRAW_EVERY_S = 0.1
+_BAR_CELLS = 20
+
+
+class RunProgress:
+    """Tells how a run is getting on. Use it as a context manager around the run.
+
+    `update` may be called for every minibatch: it costs well below a microsecond unless a redraw is due.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total_samples: int,
+        quiet: bool,
+        *,
+        samples_per_epoch: int | None = None,
+        clock: str = "virtual",
+        console: Console | None = None,
+    ) -> None:
+        """Prepare, without writing anything.
+
+        Args:
+            name: the run's name.
+            total_samples: training samples until the last epoch ends.
+            quiet: plain lines only, one per evaluation.
+            samples_per_epoch: lets the live line show epochs from the start; otherwise from the first evaluation on.
+            clock: `virtual` or `wall`, as the run's result will say.
+            console: where to write; standard output by default.
+        """
+        self._name = name
+        self._total_samples = total_samples
+        self._samples_per_epoch = float(samples_per_epoch or 0)
+        self._clock = clock
+        self._console = console or Console(highlight=False)
+        self._live = None if quiet else Live(console=self._console, auto_refresh=False, transient=True)
+        self._scores = ""
+        self._started_s = time.monotonic()
+        self._next_redraw_s = float("inf") if quiet else 0.0
+
+    def __enter__(self) -> Self:
+        """Start the live line."""
+        self._started_s = time.monotonic()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the live line."""
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Tell of one minibatch.
+
+        Args:
+            samples: training samples seen so far.
+            clock_s: the run's clock.
+            loss: of this minibatch.
+            occupancy: share of the workers' time spent working, 0 to 1.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._next_redraw_s and self._live is not None:
+            self._next_redraw_s = now_s + _REDRAW_EVERY_S
+            self._live.update(self._line(samples, clock_s, loss, occupancy), refresh=True)
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Tell of one evaluation, in a line that stays.
+
+        Args:
+            point: what was found.
+            epoch: epochs trained so far.
+        """
+        if epoch > 0:
+            self._samples_per_epoch = point.samples / epoch
+        scores = "  ".join(f"{name} {measure(name, value)}" for name, value in point.metrics.items())
+        self._scores = "  ".join(f"{n} {measure(n, v)}" for n, v in point.metrics.items() if "loss" not in n)
+        clock = f"{self._clock} time {seconds(point.clock_s)}"
+        wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
+        self._console.print(Text(f"{self._name}  epoch {epoch:g}  {scores}  {clock}{wall}"), soft_wrap=True)
+
+    def _line(self, samples: int, clock_s: float, loss: float, occupancy: float) -> Text:
+        share = min(1.0, samples / self._total_samples) if self._total_samples > 0 else 0.0
+        done = round(share * _BAR_CELLS)
+        text = Text.assemble(
+            (self._name, "bold"),
+            "  ",
+            ("━" * done, "green"),
+            ("━" * (_BAR_CELLS - done), "dim"),
+            f"  {self._position(samples)}",
+        )
+        text.append(f"  loss {measure('loss', loss)}")
+        if self._scores:
+            text.append(f"  {self._scores}", style="cyan")
+        text.append(
+            f"\n  {self._clock} time {seconds(clock_s)}  pipeline {percent(occupancy)} busy  wall {self._wall()}"
+        )
+        return text
+
+    def _position(self, samples: int) -> str:
+        if self._samples_per_epoch > 0:
+            epochs, total = samples / self._samples_per_epoch, self._total_samples / self._samples_per_epoch
+            return f"epoch {epochs:.1f} of at most {total:g}"
+        return f"sample {samples:,} of at most {self._total_samples:,}"
+
+    def _wall(self) -> str:
+        elapsed_s = time.monotonic() - self._started_s
+        return f"{elapsed_s:.1f} s" if elapsed_s < 60 else seconds(elapsed_s)
+
+
+@contextmanager
+def preparing(name: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show that a run is being prepared; yields what takes (layers profiled, layers to profile).
+
+    Args:
+        name: the run's name.
+        console: where to write; standard output by default. Nothing is written where that isn't a terminal.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        yield lambda _done, _total: None
+        return
+    with console.status(Text(f"{name}: preparing")) as status:
+        yield lambda done, total: status.update(Text(f"{name}: profiling layer {done} of {total}"))
