@@ -68,9 +68,9 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
         facts.add_row(Text(name, style="dim"), Text(text))
     _print(console, Padding(facts, (0, 0, 0, 2)))
     if any(result.stages):
-        _print(console, Padding(_stage_table(result.stages), (1, 0, 0, 2)))
+        _print(console, Padding(_stage_table(result.stages), (0, 0, 0, 2)))
     if picture:
-        _print(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (1, 0, 1, 2)))
+        _print(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
     _print_link(console, link)
 
 
@@ -155,7 +155,7 @@ def _table(*headings: str, narrow: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, collapse_padding=True, show_edge=not narrow)
     for index, heading in enumerate(headings):
         justify: JustifyMethod = "left" if index == 0 or heading == "plan" else "right"
-        table.add_column(heading, justify=justify, overflow="fold")
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=index == 0)
     return table
 
 
@@ -200,7 +200,7 @@ def _epochs(result: RunResult) -> str:
 def _throughput(result: RunResult) -> str:
     rate, update = result.metrics.get("throughput_samples_per_s"), result.metrics.get("samples_per_update")
     parts = [] if rate is None else [f"{number(rate)} samples/s"]
-    return ", ".join([*parts, *([] if update is None else [f"{number(update)} samples per update"])])
+    return ", ".join([*parts, *([] if update is None else [f"{update:g} samples per update"])])
 
 
 def _bytes_by_kind(metrics: Mapping[str, float]) -> str:

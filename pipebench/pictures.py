@@ -170,13 +170,7 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
     unit_s = unit_s or natural_unit_s(timeline)
     work = [span for span in timeline.spans if span.kind != WAIT]
     name_width = max(len(name) for name in timeline.worker_names)
-    # Labels that start beyond the picture don't widen its cells: two passes settle the width.
-    cell_width = 2
-    for _ in range(2):
-        num_cells = max(1, (width - name_width - 1) // cell_width)
-        shown = [span for span in work if span.start_s < num_cells * unit_s]
-        cell_width = 1 + max((len(span.label) for span in shown), default=1)
-    num_cells = max(1, (width - name_width - 1) // cell_width)
+    num_cells, cell_width = _cells(work, unit_s, width - name_width - 2)
     num_cells = min(num_cells, _cells_until(max((span.end_s for span in work), default=0.0), unit_s))
     rows = _text_rows(work, len(timeline.worker_names), num_cells, unit_s)
     return "\n".join(
@@ -194,6 +188,18 @@ def natural_unit_s(timeline: Timeline) -> float:
     if not durations_s:
         return max((span.end_s for span in timeline.spans), default=1.0) or 1.0
     return min(sorted(values)[len(values) // 2] for values in durations_s.values())
+
+
+def _cells(spans: Sequence[Span], unit_s: float, width: int) -> tuple[int, int]:
+    """Return number and width of cells such that most of them fit; a label too long for its cell ends the picture."""
+    best = (0, 2)
+    for cell_width in range(2, 2 + max((len(span.label) for span in spans), default=1)):
+        num_cells = (width + 1) // cell_width  # the last cell needs no blank after it
+        too_long_s = min((span.start_s for span in spans if len(span.label) >= cell_width), default=None)
+        if too_long_s is not None:
+            num_cells = min(num_cells, int(too_long_s / unit_s))
+        best = max(best, (num_cells, cell_width), key=lambda choice: choice[0])
+    return max(1, best[0]), best[1]
 
 
 def _text_rows(spans: Iterable[Span], num_workers: int, num_cells: int, unit_s: float) -> list[list[str]]:

@@ -154,5 +154,15 @@ def test_the_text_picture_keeps_to_its_width_and_unit() -> None:
     assert picture.splitlines()[0] == "stage 0  F0 .  B0 F2 B1"
 
 
+def test_labels_that_grow_keep_a_blank_between_them() -> None:
+    counting = parse({"stage 0": " ".join(f"F{i}" for i in range(120)), "stage 1": "."})
+    for width in range(12, 140):
+        picture = text_picture(counting, unit_s=1e-3, width=width)
+        cells = picture.splitlines()[0].removeprefix("stage 0").split()
+        assert cells == [f"F{i}" for i in range(len(cells))]
+        assert max(map(len, picture.splitlines())) <= width
+    assert text_picture(counting, unit_s=1e-3, width=45).splitlines()[0].endswith("F8 F9")
+
+
 def test_the_natural_unit_is_the_short_forward() -> None:
     assert natural_unit_s(parse(TWO_STAGES)) == pytest.approx(1e-3)

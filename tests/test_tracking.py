@@ -287,6 +287,7 @@ def test_a_hung_server_does_not_block_the_end(
     monkeypatch.setattr("pipebench.tracking.run_log._PATIENCE_SERVER_S", 0.5)
     monkeypatch.chdir(tmp_path)
     tracking = Tracking("suite")
+    assert not tracking.wait_until_ready()
     parent = tracking.start("parent", params={}, tags={})
     run = tracking.start("child", params={}, tags={}, parent=parent)
     begin_s = time.monotonic()
@@ -325,6 +326,7 @@ def test_a_folder_that_cant_be_written_does_not_stop_the_run(
     run = Tracking("suite").start("nowhere", params={}, tags={})
     run.finish(RESULT)
     assert "The run goes on" in capsys.readouterr().err
+    assert run.where() == "not recorded: MLflow and the disk failed"
 
 
 def record_one_run(folder: str, index: int, barrier: Any) -> None:

@@ -24,8 +24,8 @@ from pipebench.tracking.summary import summarise_curves
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-# One round of sending costs about 5 ms of this process: once a second is half a per cent of a run.
-SEND_EVERY_S = 1.0
+# One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
+SEND_EVERY_S = 2.0
 # How long the end of a run waits for a store that takes nothing. A local file may be in the making.
 _PATIENCE_LOCAL_S, _PATIENCE_SERVER_S, _PATIENCE_LOST_S = 60.0, 5.0, 0.2
 _RETRY_AFTER_S = 30.0
@@ -68,6 +68,7 @@ class Tracking:
         self.progress = 0  # grows with everything the store has taken
         self.lost = False  # the store hung at the end of a run; later runs don't wait for it again
         self._warned = False
+        self._waited_in_vain = False
         self._runs: list[RunLog] = []
         self._awake = threading.Event()
         self._connected = threading.Event()
@@ -99,7 +100,10 @@ class Tracking:
 
     def wait_until_ready(self, limit_s: float = _PATIENCE_LOCAL_S) -> bool:
         """Wait until MLflow is imported and connected, so that neither costs time later; False if it isn't by then."""
-        return self._connected.wait(limit_s if self.store.local else min(limit_s, _PATIENCE_SERVER_S))
+        limit_s = limit_s if self.store.local else min(limit_s, _PATIENCE_SERVER_S)
+        ready = self._connected.wait(0.0 if self._waited_in_vain else limit_s)
+        self._waited_in_vain = not ready
+        return ready
 
     def wake(self) -> None:
         """Make the sender look at the queues now."""
@@ -225,8 +229,9 @@ class RunLog:
 
     def where(self) -> str:
         """Return the line that tells the user where the run is recorded."""
-        if self._queue and self._rescue.path is not None:
-            return f"{_shown(self._rescue.path)}/ (MLflow did not take it)"
+        if self._queue:
+            kept = self._rescue.path
+            return f"{_shown(kept)}/ (MLflow did not take it)" if kept else "not recorded: MLflow and the disk failed"
         store = self._tracking.store
         if store.uri.startswith("http"):
             return f"{store.uri.rstrip('/')}/#/experiments/{store.experiment_id}/runs/{self.run_id}"

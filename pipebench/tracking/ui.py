@@ -1,17 +1,21 @@
 """`pipebench ui`: MLflow's own pages on the store that runs are recorded in, for this machine only."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
+from typing import IO
 
-from pipebench.errors import UserError
+from pipebench.errors import PipebenchError, UserError
 from pipebench.tracking.store import default_uri, quiet_environment, sqlite_path
 
 HOST, DEFAULT_PORT = "127.0.0.1", 5000
 _PORTS_TRIED = 20
-_START_LIMIT_S = 60.0
+_START_LIMIT_S, _END_LIMIT_S = 60.0, 5.0
 
 
 def open_ui(port: int | None = None) -> int:
@@ -22,6 +26,7 @@ def open_ui(port: int | None = None) -> int:
 
     Raises:
         UserError: the port is taken, or there are no runs to look at.
+        PipebenchError: the server doesn't come up.
     """
     uri = default_uri()
     if uri.startswith("http"):
@@ -31,17 +36,42 @@ def open_ui(port: int | None = None) -> int:
     if path is not None and not path.exists():
         raise UserError(f"{path.name}: no runs are recorded in this directory; run a recipe first")
     chosen = choose_port(port)
-    server = subprocess.Popen(_command(uri, chosen), env=quiet_environment())
-    try:
-        if _answers(server, chosen):
-            print(f"MLflow: http://{HOST}:{chosen} (Ctrl-C ends it)", flush=True)
+    # The server says a lot that is not for users; it is shown only if the server doesn't come up.
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            _command(uri, chosen),
+            env=quiet_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its own group, so that all of it can be ended
+        )
+        for name in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: without us nobody would end the server
+            signal.signal(name, signal.default_int_handler)
+        try:
+            return _watch(server, chosen, log)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            _end(server)
+
+
+def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
+    if _answers(server, port):
+        print(f"MLflow: http://{HOST}:{port} (Ctrl-C ends it)", flush=True)
         return server.wait()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.terminate()
-        with suppress(KeyboardInterrupt):
-            server.wait()
+    log.seek(0)
+    print(log.read().decode(errors="replace"), file=sys.stderr)
+    raise PipebenchError(f"the MLflow server did not come up on {HOST}:{port}; its output is above")
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGTERM)
+    with suppress(KeyboardInterrupt):
+        try:
+            server.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def choose_port(port: int | None) -> int:
