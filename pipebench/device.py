@@ -49,7 +49,7 @@ def environment(device: torch.device) -> dict[str, str]:
     found = {
         "pipebench": pipebench.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         **{name: importlib.metadata.version(name) for name in ("torchvision", "omegaconf", "mlflow", "numpy")},
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": str(os.cpu_count()),

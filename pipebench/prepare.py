@@ -3,7 +3,6 @@
 Every step is a function of what the steps before it gave, so that each can be called, printed and tested alone.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from pipebench.modes import Mode, resolve
 from pipebench.optimizer import make_optimizer
 from pipebench.plan import Plan, balanced_plan, explicit_plan
 from pipebench.profile.model import Profile
+from pipebench.recipe import options
 from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.sampling import Sampler, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
-from zoo import DATASETS, MODELS
 from zoo.registry import Dataset
 
 
@@ -64,8 +63,8 @@ def prepare(
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
     device = choose_device(recipe.engine.device)
-    dataset = make_dataset(recipe)
-    model = make_model(recipe)
+    dataset: Dataset = options.make_dataset(recipe.dataset)
+    model = initial_model(recipe)
     graph = trace(model, list(recipe.model.get("leaves") or ()))
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
@@ -105,23 +104,10 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def make_dataset(recipe: Recipe) -> Dataset:
-    """Return the recipe's dataset; nothing is read yet."""
-    options = {key: value for key, value in recipe.dataset.items() if key != "name"}
-    made: Dataset = DATASETS[recipe.dataset["name"]].make(**options)
-    return made
-
-
-def make_model(recipe: Recipe) -> nn.Module:
+def initial_model(recipe: Recipe) -> nn.Module:
     """Return the whole model, initialised under the recipe's seed, however it is cut later."""
-    options = {key: value for key, value in recipe.model.items() if key not in ("name", "target", "leaves")}
-    if "target" in recipe.model:
-        module, function = recipe.model["target"].split(":")
-        make = getattr(importlib.import_module(module), function)
-    else:
-        make = MODELS[recipe.model["name"]].make
     seed_default_generator(torch.device("cpu"), mix(recipe.train.seed, name_hash("initial weights")))
-    made: nn.Module = make(**options)
+    made: nn.Module = options.make_model(recipe.model)
     return made
 
 
@@ -195,7 +181,7 @@ def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Cal
             assert schedule.factor is not None
             factor = schedule.factor ** math.floor(before / (schedule.every_epochs * num_train))
         elif schedule.name == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * (before - warmup) / (total - warmup)))
+            factor = 0.5 * (1 + math.cos(math.pi * (before - warmup) / max(1, total - warmup)))
         return base * scale[stage] * factor
 
     return rate

@@ -28,11 +28,13 @@ from pipebench.schedule.drawing import draw as draw_schedule
 from pipebench.simulated import simulate_epoch
 from pipebench.steady import simulate_segment
 from pipebench.timeline import Timeline
+from pipebench.trace import write_trace
 from pipebench.tracking import RunLog, Tracking, summarise_seeds
 from pipebench.training import train_to_target
 
 _LOG = logging.getLogger("pipebench.run")
 _READABLE_S = 60.0  # shorter virtual runs are stretched in MLflow's timestamps, which are whole milliseconds
+_PICTURE_WIDTH = 100
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
@@ -124,12 +126,11 @@ def _run_one(
         result: RunResult | None = None
         try:
             result, timeline = _execute(prepared, name, log, tracking)
-            _record_outputs(log, result, timeline)
+            _record_timeline(log, timeline)
         finally:
             log.text("run.log", log_text.getvalue())
             log.finish(result, status=None if result is not None else "FAILED")
-    unit_s = min(stage[key] for stage in result.stages for key in ("forward_s", "backward_s") if stage[key] > 0)
-    console.print_summary(result, pictures.text_picture(timeline, unit_s, 100), log.where())
+    console.print_summary(result, pictures.text_picture(timeline, width=_PICTURE_WIDTH), log.where())
     return result
 
 
@@ -145,7 +146,8 @@ def _execute(prepared: Prepared, name: str, log: RunLog, tracking: Tracking) -> 
         return simulate_epoch(prepared)
     tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
     total = prepared.recipe.train.max_epochs * prepared.setup.sampler.num_samples
-    with console.RunProgress(name, total, quiet=not console.is_terminal()) as progress:
+    quiet, per_epoch = not console.is_terminal(), prepared.setup.sampler.num_samples
+    with console.RunProgress(name, total, quiet=quiet, samples_per_epoch=per_epoch) as progress:
         return train_to_target(prepared, progress, log.point)
 
 
@@ -177,11 +179,10 @@ def _plan_json(prepared: Prepared) -> str:
     return json.dumps({"plan": str(setup.plan), "stages": stages, "depths": depths}, indent=1)
 
 
-def _record_outputs(log: RunLog, result: RunResult, timeline: Timeline) -> None:
-    log.text("result.json", result.to_json())
+def _record_timeline(log: RunLog, timeline: Timeline) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for artifact, write in (("timeline.png", pictures.draw_timeline), ("trace.json", pictures.write_trace)):
+            for artifact, write in (("timeline.png", pictures.draw_timeline), ("trace.json", write_trace)):
                 path = Path(folder) / artifact
                 write(timeline, path)
                 log.file(artifact, path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipebench.cluster import Cluster
-from pipebench.prepare import Prepared, learning_rate, make_model, travelling_sizes
+from pipebench.prepare import Prepared, initial_model, learning_rate, travelling_sizes
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import (
     ClusterRecipe,
@@ -161,7 +161,7 @@ def test_results_round_trip_as_json() -> None:
 
 def rate_of(
     schedule: ScheduleRecipe, replicas: tuple[int, ...] = (1,), *, flushes: bool = False, **optimizer: Any
-) -> Any:  # noqa: E501
+) -> Any:
     given = TrainRecipe(
         minibatch_size=10, max_epochs=10, schedule=schedule, optimizer=OptimizerRecipe(lr=1.0, **optimizer)
     )
@@ -198,7 +198,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     given = recipe()
     vgg = {"name": "vgg16", "width": 0.05, "num_classes": 10, "in_channels": 1, "image_size": 32}
     one, same, other = (
-        make_model(replace(given, model=vgg, train=replace(given.train, seed=seed))) for seed in (1, 1, 2)
+        initial_model(replace(given, model=vgg, train=replace(given.train, seed=seed))) for seed in (1, 1, 2)
     )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(next(one.parameters()), next(other.parameters()))

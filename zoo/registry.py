@@ -68,9 +68,7 @@ def dataset(name: str, summary: str) -> Callable[[Callable[..., Any]], Callable[
     return _register(DATASETS, name, summary)
 
 
-def _register(
-    table: dict[str, Entry], name: str, summary: str
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _register(table: dict[str, Entry], name: str, summary: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         if name in table:
             raise ValueError(f"{name!r} is registered twice")
