@@ -123,6 +123,8 @@ def _run_one(
         params = {**loaded.flat, "train.seed": str(seed)}
         log = tracking.start(name, params=params, tags=tags, parent=parent, clock_scale=_clock_scale(prepared))
         _record_inputs(log, loaded, prepared, facts)
+        if prepared.setup.clip_norm is not None and not prepared.setup.pipeline.flushes:
+            _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
         result: RunResult | None = None
         try:
             result, timeline = _execute(prepared, name, log, tracking)

@@ -1,0 +1,70 @@
+"""What the documentation shows is what the code does."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipebench.modes import MODES
+from pipebench.schedule.drawing import draw
+from pipebench.schedule.pipeline import Pipeline, chain, noam
+
+ROOT = Path(__file__).parents[1]
+
+DRAWN = [
+    ("single", (1,), 3, 1),
+    ("dp", (4,), 8, 1),
+    ("model", (1, 1, 1, 1), 1, 1),
+    ("gpipe", (1, 1, 1, 1), 1, 4),
+    ("pipedream-flush", (1, 1, 1, 1), 1, 4),
+    ("pipedream", (1, 1, 1, 1), 6, 1),
+    ("pipedream", (2, 1), 8, 1),
+]
+
+
+@pytest.mark.parametrize(("mode", "replicas", "num_minibatches", "microbatches"), DRAWN)
+def test_pictures_of_the_modes(mode: str, replicas: tuple[int, ...], num_minibatches: int, microbatches: int) -> None:
+    section = (ROOT / "docs/modes.md").read_text().split(f"\n## {mode}\n")[1].split("\n## ")[0]
+    pictures = re.findall(r"```\n(.*?)\n```", section, re.DOTALL)
+    row, n = MODES[mode], len(replicas)
+    depth = row.depth or noam(replicas)
+    pipeline = Pipeline(replicas, chain(n), row.order, row.flushes, depth, microbatches)
+    assert draw(pipeline, num_minibatches, [1] * n, [2] * n) in pictures
+
+
+def test_every_mode_has_a_paragraph() -> None:
+    headings = re.findall(r"^## (\S+)$", (ROOT / "docs/modes.md").read_text(), re.MULTILINE)
+    assert headings == list(MODES)
+
+
+def test_readme_s_pipeline_is_drawn_by_the_schedule() -> None:
+    readme = (ROOT / "README.md").read_text().splitlines()
+    shown = [line[:81].rstrip() for line in readme if line.startswith("stage ")]
+    pipeline = Pipeline((1, 1, 1, 1), chain(4), "1f1b", False, 4)
+    drawn = [line[:81].rstrip() for line in draw(pipeline, 12, [1] * 4, [2] * 4).splitlines()]
+    assert shown == drawn
+
+
+def test_pictures_are_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    for picture in re.findall(r"\]\((docs/\S+?)\)", text):
+        assert (ROOT / picture).stat().st_size > 1000
+
+
+def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
+    """Trains the quick start whole, in a folder of its own; compares what does not vary between machines."""
+    environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {"COLUMNS": "110"}
+    command = [sys.executable, "-m", "pipebench", "run", "quickstart"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "quickstart: reached top1 0.95" in done.stdout
+    readme = (ROOT / "README.md").read_text()
+    for beginning in ("plan  ", "durations", "10 us per kernel", "sent per sample", "workers idle", "memory  "):
+        (shown,) = [line.strip() for line in readme.splitlines() if line.strip().startswith(beginning)]
+        shown = shown.split("; 221 MB")[0]  # totals grow with the epochs it takes
+        assert shown in done.stdout, shown
+    assert "54.9 ms each" in done.stdout
+    assert (tmp_path / "mlflow.db").exists()
