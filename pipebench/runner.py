@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from pipebench import console, pictures
 from pipebench.device import commit_diff, environment, torch_settings
+from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError
 from pipebench.plan_text import resolve_replicas
 from pipebench.prepare import Prepared, prepare
 from pipebench.recipe.clusters import load_cluster
@@ -50,6 +51,9 @@ def run_recipes(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None, 
     Returns:
         The worst exit code of the runs.
     """
+    if len(loaded) > 1:  # what only the traced model shows to be wrong must come out before the first recipe runs
+        for each in loaded:
+            _prepare(each, each.recipe.train.seed)
     tracking = Tracking(suite)
     several = len(loaded) > 1
     parent = tracking.start(suite, params={}, tags={"kind": "comparison"}, virtual=False) if several else None
@@ -139,8 +143,11 @@ def _run_one(
 def _prepare(loaded: LoadedRecipe, seed: int) -> Prepared:
     recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=seed))
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    with console.preparing(recipe.name) as on_progress:
-        return prepare(recipe, cluster, resolve_replicas(recipe, cluster), on_progress)
+    try:
+        with console.preparing(recipe.name) as on_progress:
+            return prepare(recipe, cluster, resolve_replicas(recipe, cluster), on_progress)
+    except (PlanError, GraphError, ProfileError) as error:
+        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 
 def _execute(prepared: Prepared, name: str, log: RunLog, tracking: Tracking) -> tuple[RunResult, Timeline]:

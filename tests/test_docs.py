@@ -44,7 +44,7 @@ def test_readme_s_pipeline_is_drawn_by_the_schedule() -> None:
     readme = (ROOT / "README.md").read_text().splitlines()
     shown = [line[:81].rstrip() for line in readme if line.startswith("stage ")]
     pipeline = Pipeline((1, 1, 1, 1), chain(4), "1f1b", False, 4)
-    drawn = [line[:81].rstrip() for line in draw(pipeline, 12, [1] * 4, [2] * 4).splitlines()]
+    drawn = [line[:81].rstrip() for line in draw(pipeline, 9, [1] * 4, [2] * 4).splitlines()]
     assert shown == drawn
 
 
