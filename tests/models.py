@@ -124,3 +124,32 @@ class DropoutTwice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return two draws over ones."""
         return torch.stack([self.drop(x), self.drop(x)])
+
+
+class RandomNet(nn.Module):
+    """A random graph of linear layers, sums and in-place activations; double precision, [n, 6] to [n, 4].
+
+    Args:
+        reads: for every layer the earlier values (0 is the input) it adds up and reads.
+    """
+
+    def __init__(self, reads: list[list[int]]) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.reads = reads
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in reads)
+        self.head = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Read, add, transform, layer by layer; the head reads what nobody else has read, and the last value."""
+        values = [x]
+        for index, (layer, reads) in enumerate(zip(self.layers, self.reads, strict=True)):
+            total = values[reads[0]]
+            for read in reads[1:]:
+                total = total + values[read]
+            value = layer(total)
+            values.append(functional.relu(value, inplace=True) if index % 3 == 2 else torch.tanh(value))
+        unread = set(range(1, len(values))) - {read for reads in self.reads for read in reads}
+        output: torch.Tensor = self.head(sum(values[index] for index in sorted(unread | {len(values) - 1})))
+        return output

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
+from pipebench.graph import trace
 from pipebench.sampling import Sampler
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
-from tests.models import ConvNet, SkipNet
+from tests.models import ConvNet, RandomNet, SkipNet
 from tests.oracles import sequential
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
@@ -280,6 +281,40 @@ def test_bytes_and_versions(
         assert kinds[GRADIENT] == num_minibatches * sum(size[4] for size in gradients.values())
     for replica, (stage, _) in zip(engine.replicas, setup.pipeline.places, strict=True):
         assert replica.weights.most_alive <= (1 if flushes else setup.pipeline.warmups[stage])
+
+
+@st.composite
+def random_pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return a graph, cuts and replicas."""
+    size = draw(st.integers(2, 6))
+    reads = [draw(st.lists(st.integers(0, i), min_size=1, max_size=3)) for i in range(size)]
+    num_layers = len(trace(RandomNet(reads)).layers)
+    num_stages = draw(st.integers(1, min(4, num_layers)))
+    points = st.integers(1, num_layers - 1)
+    starts = sorted(draw(st.sets(points, min_size=num_stages - 1, max_size=num_stages - 1)))
+    return reads, starts, draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
+
+
+@settings(deadline=None, max_examples=30)
+@given(random_pipelines(), st.integers(1, 9), st.integers(1, 3), st.booleans())
+def test_random_graphs_cuts_and_replicas_equal_sequential_training(
+    drawn: tuple[list[list[int]], list[int], list[int]], num_minibatches: int, microbatches: int, recompute: bool
+) -> None:
+    """Whatever the graph and the cut, a flushing pipeline computes what one worker does, and bytes are predicted."""
+    reads, starts, replicas = drawn
+    dataset, model = Blobs(num_train=34), RandomNet(reads)
+    setup = make_setup(
+        model, (starts, replicas), weights="one", dataset=dataset, make_optimizer=momentum_fused,
+        microbatches=microbatches, recompute=recompute,
+    )  # fmt: skip
+    engine = make_engine(setup)
+    engine.train(0, num_minibatches)
+    group = setup.pipeline.block
+    groups = [range(a, min(a + group, num_minibatches)) for a in range(0, num_minibatches, group)]
+    expected = sequentially(model, dataset, groups, 4, momentum)
+    for name, parameter in parameters_of(engine).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-10, atol=1e-11)
+    assert engine.num_bytes == engine.network.num_bytes
 
 
 def test_bytes_of_an_mlp_by_hand() -> None:
