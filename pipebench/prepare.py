@@ -14,7 +14,7 @@ from torch import nn
 from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.costs import stage_costs
-from pipebench.engine.virtual import Setup
+from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.graph import LayerGraph, trace
 from pipebench.modes import Mode, resolve

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipebench.engine.virtual import Setup
+from pipebench.engine.setup import Setup
 from pipebench.meter import Meter
 from pipebench.network import Network
 from pipebench.sampling import microbatch_sizes

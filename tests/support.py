@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from pipebench.cluster import Cluster, Level
 from pipebench.costs import stage_costs
-from pipebench.engine.virtual import Setup, VirtualEngine
+from pipebench.engine.setup import Setup
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
 from pipebench.graph import LayerGraph, run_node, trace
 from pipebench.network import Network

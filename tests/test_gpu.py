@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from pipebench.device import torch_settings
-from pipebench.engine.virtual import Setup
+from pipebench.engine.setup import Setup
 from pipebench.recipe.schema import EngineRecipe
 from tests.models import ConvNet
 from tests.support import make_engine, make_setup, parameters_of

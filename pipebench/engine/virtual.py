@@ -7,69 +7,26 @@ those of N processes; only time is the simulator's.
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from pipebench.cluster import Cluster
-from pipebench.costs import Costs
 from pipebench.engine.replica import LossFunction, Replica, Values
 from pipebench.engine.ring import ring_all_reduce
+from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight
 from pipebench.engine.stage import cut_stage
-from pipebench.engine.weights import MakeOptimizer
-from pipebench.graph import LayerGraph
 from pipebench.modes import NONE, VERTICAL_SYNC
 from pipebench.network import Network
-from pipebench.plan import Plan
-from pipebench.sampling import Sampler, microbatch_sizes
+from pipebench.sampling import microbatch_sizes
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.pipeline import Pipeline, forward_programs, programs
+from pipebench.schedule.pipeline import forward_programs, programs
 from pipebench.simulate import Event, Simulation
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
-from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.engine")
 
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything an engine needs to run a recipe.
-
-    Attributes:
-        graph: the layer graph; its parameters are the initial weights.
-        plan: stages and what crosses between them.
-        pipeline: the pipeline's shape and order of work.
-        costs: seconds and bytes of every instruction.
-        cluster: where it runs.
-        dataset: the data.
-        sampler: which samples make up minibatch k.
-        make_optimizer: makes a stage's optimizer.
-        lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
-        weights: weight policy.
-        recompute: whether backwards compute their forward again.
-        clip_norm: largest norm of an update's gradient: of all stages where they share it, else of each; or None.
-        seed: for random layers.
-        device: where arithmetic happens.
-    """
-
-    graph: LayerGraph
-    plan: Plan
-    pipeline: Pipeline
-    costs: Costs
-    cluster: Cluster
-    dataset: Dataset
-    sampler: Sampler
-    make_optimizer: MakeOptimizer
-    lr: Callable[[int, int, int], float]
-    weights: str
-    recompute: bool
-    clip_norm: float | None
-    seed: int
-    device: torch.device
 
 
 class VirtualEngine:
@@ -142,7 +99,7 @@ class VirtualEngine:
     def train(self, first_minibatch: int, num_minibatches: int) -> None:
         """Train on minibatches `first_minibatch` and after, then drain."""
         self._begin(first_minibatch, num_minibatches)
-        self._divisors = _loss_divisors(self.setup, first_minibatch, num_minibatches)
+        self._divisors = loss_divisors(self.setup, first_minibatch, num_minibatches)
         self._drained_versions = [replica.weights.newest.number for replica in self.replicas]
         if self.setup.weights == VERTICAL_SYNC:
             for replica, version in zip(self.replicas, self._drained_versions, strict=True):
@@ -303,7 +260,7 @@ class VirtualEngine:
         samples = sum(setup.sampler.size(self._first + k) for k in minibatches)
         gradients: Sequence[torch.Tensor | None] = replica.gradients
         if self._divisors is None:
-            weight = sum(_weight(setup, self._first + k) for k in minibatches)
+            weight = sum(minibatch_weight(setup, self._first + k) for k in minibatches)
             gradients = [None if g is None else g / weight for g in gradients]
         if setup.clip_norm is not None:
             norm = self._norms[round_index] if setup.pipeline.shares_norm else _norm(gradients)
@@ -455,28 +412,6 @@ def _clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, large
     """Scale gradients down to a norm, by the factor torch.nn.utils.clip_grad_norm_ uses."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
-
-
-def _weight(setup: Setup, k: int) -> float:
-    return setup.dataset.weight("train", setup.sampler.indices(k))
-
-
-def _loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float] | None:
-    """Return what the loss of every minibatch of a segment is divided by, before its backward.
-
-    The weight of its update, where all stages' updates average over the same minibatches (flushing modes, straight
-    pipelines). Otherwise None: every stage then divides at its own update. Either way a gradient is divided once.
-    """
-    pipeline = setup.pipeline
-    sizes = {pipeline.round_size(stage) for stage in range(pipeline.num_stages)}
-    if len(sizes) > 1:
-        return None
-    size = sizes.pop()
-    divisors: list[float] = []
-    for start in range(0, num_minibatches, size):
-        group = range(start, min(start + size, num_minibatches))
-        divisors += [sum(_weight(setup, first + k) for k in group)] * len(group)
-    return divisors
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

@@ -17,8 +17,9 @@ from torch.nn import functional
 from pipebench.cluster import Cluster, Level
 from pipebench.costs import Costs, StageCosts
 from pipebench.device import torch_settings
+from pipebench.engine.setup import Setup
 from pipebench.engine.stage import Stage, cut_stage
-from pipebench.engine.virtual import Setup, VirtualEngine
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.network import Network
 from pipebench.plan import make_plan
 from pipebench.recipe.schema import EngineRecipe

@@ -1,0 +1,75 @@
+"""What an engine needs to run a recipe, and what follows from it alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pipebench.cluster import Cluster
+from pipebench.costs import Costs
+from pipebench.engine.weights import MakeOptimizer
+from pipebench.graph import LayerGraph
+from pipebench.plan import Plan
+from pipebench.sampling import Sampler
+from pipebench.schedule.pipeline import Pipeline
+from zoo.registry import Dataset
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything an engine needs to run a recipe.
+
+    Attributes:
+        graph: the layer graph; its parameters are the initial weights.
+        plan: stages and what crosses between them.
+        pipeline: the pipeline's shape and order of work.
+        costs: seconds and bytes of every instruction.
+        cluster: where it runs.
+        dataset: the data.
+        sampler: which samples make up minibatch k.
+        make_optimizer: makes a stage's optimizer.
+        lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
+        weights: weight policy.
+        recompute: whether backwards compute their forward again.
+        clip_norm: largest norm of an update's gradient: of all stages where they share it, else of each; or None.
+        seed: for random layers.
+        device: where arithmetic happens.
+    """
+
+    graph: LayerGraph
+    plan: Plan
+    pipeline: Pipeline
+    costs: Costs
+    cluster: Cluster
+    dataset: Dataset
+    sampler: Sampler
+    make_optimizer: MakeOptimizer
+    lr: Callable[[int, int, int], float]
+    weights: str
+    recompute: bool
+    clip_norm: float | None
+    seed: int
+    device: torch.device
+
+
+def minibatch_weight(setup: Setup, k: int) -> float:
+    """Return the weight of minibatch k in a mean loss."""
+    return setup.dataset.weight("train", setup.sampler.indices(k))
+
+
+def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float] | None:
+    """Return what the loss of every minibatch of a segment is divided by, before its backward.
+
+    The weight of its update, where all stages' updates average over the same minibatches (flushing modes, straight
+    pipelines). Otherwise None: every stage then divides at its own update. Either way a gradient is divided once.
+    """
+    pipeline = setup.pipeline
+    sizes = {pipeline.round_size(stage) for stage in range(pipeline.num_stages)}
+    if len(sizes) > 1:
+        return None
+    size = sizes.pop()
+    divisors: list[float] = []
+    for start in range(0, num_minibatches, size):
+        group = range(start, min(start + size, num_minibatches))
+        divisors += [sum(minibatch_weight(setup, first + k) for k in group)] * len(group)
+    return divisors
