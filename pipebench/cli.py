@@ -147,9 +147,7 @@ def draw(words: tuple[str, ...]) -> None:
     loaded = _load_one(words)
     from pipebench import runner
 
-    drawing = runner.draw(loaded)
-    if isinstance(drawing, str):
-        click.echo(drawing)
+    click.echo(runner.draw(loaded))
 
 
 @cli.command(name="ls", short_help="List models, data sets, clusters, modes and recipes.")

@@ -26,7 +26,6 @@ class Plan:
     Attributes:
         stages: at least one; together they hold every layer exactly once.
         crossings: (source stage, target stage) to the layers whose output the target reads, ascending.
-        output_stage: the stage that computes the loss: the last one.
     """
 
     stages: tuple[StagePlan, ...]
