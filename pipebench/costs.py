@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipebench.graph import LayerGraph
 from pipebench.plan import Plan
 from pipebench.profile.model import LayerProfile, Profile
 
@@ -61,70 +60,54 @@ class Costs:
     gradient_bytes: Mapping[tuple[int, int], Mapping[int, int]]
 
 
-def stage_costs(profile: Profile, graph: LayerGraph, plan: Plan, *, recompute: bool) -> Costs:
+def stage_costs(profile: Profile, plan: Plan, *, recompute: bool) -> Costs:
     """Sum a profile over the stages of a plan.
 
     Args:
         profile: layer costs at every size that travels.
-        graph: the layer graph the profile is of.
         plan: which layers make a stage, and what crosses.
         recompute: whether a backward computes the forward again first.
     """
-    loss = len(graph.layers)
+    rows = next(iter(profile.layers.values()))
+    loss = len(rows) - 1
     stages = []
     nothing = {0: 0}  # a short minibatch may leave a microbatch without samples
     for stage in plan.stages:
         indices = [*range(stage.start, stage.stop), *([loss] if stage.stop == loss else [])]
-        forward: dict[int, float] = {n: sum(rows[i].forward_s for i in indices) for n, rows in profile.layers.items()}
-        backward = {n: sum(rows[i].backward_s for i in indices) for n, rows in profile.layers.items()}
+        forward: dict[int, float] = {n: sum(at[i].forward_s for i in indices) for n, at in profile.layers.items()}
+        backward = {n: sum(at[i].backward_s for i in indices) for n, at in profile.layers.items()}
         if recompute:
             backward = {n: seconds + forward[n] for n, seconds in backward.items()}
-        reads_inputs = any(graph.layers[i].inputs for i in range(stage.start, stage.stop))
+        reads_inputs = any(rows[i].inputs for i in range(stage.start, stage.stop))
         load = {n: profile.load_s.get(n, 0.0) if reads_inputs else 0.0 for n in profile.layers}
-        rows = next(iter(profile.layers.values()))
-        buckets = _buckets(graph, rows, range(stage.start, stage.stop))
+        buckets = _buckets(rows, range(stage.start, stage.stop))
         num_bytes = sum(bucket.num_bytes for bucket in buckets)  # a tied parameter counts once
         update = profile.update_floor_s + num_bytes * profile.update_s_per_byte if num_bytes else 0.0
-        buffer_bytes = _buffer_bytes(graph, stage.start, stage.stop)
+        buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
         stages.append(StageCosts(nothing | forward, nothing | backward, nothing | load, update, buckets, buffer_bytes))
     activation, gradient = {}, {}
     for edge, producers in plan.crossings.items():
-        activation[edge] = nothing | {
-            n: sum(rows[i].output_bytes for i in producers) for n, rows in profile.layers.items()
-        }
-        gradient[edge] = nothing | {
-            n: sum(rows[i].gradient_bytes for i in producers) for n, rows in profile.layers.items()
-        }
+        activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in profile.layers.items()}
+        gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in profile.layers.items()}
     return Costs(tuple(stages), activation, gradient)
 
 
-def _buckets(graph: LayerGraph, rows: tuple[LayerProfile, ...], indices: range) -> tuple[Bucket, ...]:
+def _buckets(rows: tuple[LayerProfile, ...], indices: range) -> tuple[Bucket, ...]:
     """Group a stage's parameters in the order its backward reaches them (last layer first)."""
     total_s = sum(rows[i].backward_s for i in indices) or 1.0
     buckets: list[Bucket] = []
     names: list[str] = []
     num_bytes, done_s = 0, 0.0
     seen: set[str] = set()
-    sizes = {name: p.numel() * p.element_size() for name, p in graph.root.named_parameters()}
     for index in reversed(indices):
         done_s += rows[index].backward_s
-        fresh = [name for name in graph.layers[index].parameters if name not in seen]
+        fresh = {name: size for name, size in rows[index].parameter_sizes.items() if name not in seen}
         seen.update(fresh)
         names += fresh
-        num_bytes += sum(sizes[name] for name in fresh)
+        num_bytes += sum(fresh.values())
         if num_bytes >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
             buckets.append(Bucket(num_bytes, min(1.0, done_s / total_s), tuple(names)))
             names, num_bytes = [], 0
     if names:
         buckets.append(Bucket(num_bytes, 1.0, tuple(names)))
     return tuple(buckets)
-
-
-def _buffer_bytes(graph: LayerGraph, start: int, stop: int) -> int:
-    """Return the bytes of the floating-point buffers of the modules of a stage, each counted once."""
-    buffers = {}
-    for layer in graph.layers[start:stop]:
-        if layer.node.op == "call_module":
-            module = graph.root.get_submodule(str(layer.node.target))
-            buffers.update({id(b): b for b in module.buffers() if b.is_floating_point()})
-    return sum(b.numel() * b.element_size() for b in buffers.values())

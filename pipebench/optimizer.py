@@ -13,3 +13,8 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
         beta1, beta2 = recipe.betas
         return torch.optim.Adam(parameters, recipe.lr, (beta1, beta2), recipe.eps, recipe.weight_decay, fused=True)
     return torch.optim.SGD(parameters, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=True)
+
+
+def state_bytes_per_byte(recipe: OptimizerRecipe) -> int:
+    """Return the bytes of optimizer state per byte of parameters: Adam keeps two averages, momentum one."""
+    return 2 if recipe.name == "adam" else int(bool(recipe.momentum))

@@ -77,7 +77,7 @@ def prepare(
     profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     plan = make_plan_for(recipe, graph, profile, replicas)
     pipeline = make_pipeline(recipe, mode, graph, plan, profile)
-    costs = stage_costs(profile, graph, plan, recompute=mode.recompute)
+    costs = stage_costs(profile, plan, recompute=mode.recompute)
     setup = Setup(
         graph=graph,
         plan=plan,

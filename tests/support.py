@@ -15,7 +15,7 @@ from pipebench.costs import stage_costs
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
-from pipebench.graph import LayerGraph, run_node, trace
+from pipebench.graph import Layer, LayerGraph, run_node, trace
 from pipebench.network import Network
 from pipebench.plan import Plan, make_plan
 from pipebench.profile.model import LayerProfile, Profile
@@ -96,12 +96,25 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
             leaves = [t for t in pytree.tree_leaves(env[layer.node]) if isinstance(t, torch.Tensor)]
             num_bytes = sum(t.nbytes for t in leaves)
             with_gradient = sum(t.nbytes for t in leaves if t.requires_grad)
-            parameters = sum(p.nbytes for n, p in graph.root.named_parameters() if n in layer.parameters)
-            rows.append(LayerProfile(layer.name, layer.kind, 1.0, 2.0, num_bytes, with_gradient, parameters))
-        rows.append(LayerProfile("loss", "loss", 0.0, 0.0, 8, 8, 0))
+            parameters = {n: p.nbytes for n, p in graph.root.named_parameters() if n in layer.parameters}
+            buffers = {n: b.nbytes for n, b in _buffers_of(graph.root, layer) if b.is_floating_point()}
+            rows.append(
+                LayerProfile(
+                    layer.name, layer.kind, 1.0, 2.0, num_bytes, with_gradient,
+                    layer.reads, layer.inputs, parameters, buffers,
+                )
+            )  # fmt: skip
+        rows.append(LayerProfile("loss", "loss", 0.0, 0.0, 8, 8, graph.outputs))
         layers[size] = tuple(rows)
     zeros = dict.fromkeys(layers, 0.0)
     return Profile("test", "unit", "file", "unit costs", layers, 1e-9, 0.0, zeros, {})
+
+
+def _buffers_of(root: nn.Module, layer: Layer) -> list[tuple[str, torch.Tensor]]:
+    if layer.node.op != "call_module":
+        return []
+    path = str(layer.node.target)
+    return list(root.get_submodule(path).named_buffers(prefix=path))
 
 
 def flat_cluster(num_workers: int) -> Cluster:
@@ -145,7 +158,7 @@ def make_setup(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
-        costs=stage_costs(profile, graph, plan, recompute=recompute),
+        costs=stage_costs(profile, plan, recompute=recompute),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,
         sampler=Sampler(dataset.num_train, minibatch_size, seed),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipebench.graph import LayerGraph
+from pipebench.optimizer import state_bytes_per_byte
 from pipebench.profile.devices import GEMM_EFFICIENCY, LAUNCH_S, MEMORY_EFFICIENCY, DeviceSpec
 from pipebench.profile.model import Profile
 from pipebench.profile.roofline import priced
@@ -62,6 +63,7 @@ def analytic_profile(
         update_floor_s=LAUNCH_S,
         load_s={size: _input_bytes(dataset, size) / device.host_bytes_per_s + LAUNCH_S for size in sizes},
         whole_step_s={},
+        state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
 
 

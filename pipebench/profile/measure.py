@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipebench.graph import LayerGraph
-from pipebench.optimizer import make_optimizer
+from pipebench.optimizer import make_optimizer, state_bytes_per_byte
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import Clock, Reading, walk
@@ -85,6 +85,7 @@ def measured_profile(
         update_floor_s=update_floor_s,
         load_s=load_s,
         whole_step_s=whole_step_s,
+        state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
 
 
@@ -119,14 +120,18 @@ def _layers_and_step(
     passes, steps = [], []
     for k in range(_WARM_UPS + repeats):
         samples = minibatches[k]
-        timed = walk(graph, root, dataset, samples, clock)
+        timed = walk(graph, root, dataset, samples, clock, count_saved=k == 0)  # counting takes time
+        if k == 0:
+            saved = [row.saved_bytes for row in timed]
         step_s = _whole_step(root, dataset, samples, clock)()
         if k >= _WARM_UPS:
             passes.append(timed)
             steps.append(step_s)
         report((k + 1) / (_WARM_UPS + repeats))
     entry_s = _autograd_entry_s(next(iter(samples.values())).device, clock)
-    return tuple(_median(rows, entry_s) for rows in zip(*passes, strict=True)), statistics.median(steps)
+    layers = (_median(rows, entry_s) for rows in zip(*passes, strict=True))
+    counted = tuple(replace(row, saved_bytes=num_bytes) for row, num_bytes in zip(layers, saved, strict=True))
+    return counted, statistics.median(steps)
 
 
 def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """Cost of one layer for one minibatch (or microbatch) of a given number of samples.
+    """Cost of one layer for one minibatch (or microbatch) of a given number of samples, and what it is joined to.
 
     Attributes:
         name: the layer's name in the graph, e.g. `features_0`.
@@ -18,7 +19,13 @@ class LayerProfile:
         backward_s: seconds of its backward, both input and weight gradient.
         output_bytes: bytes of its output, integers included: what crosses forward if a cut separates it from a reader.
         gradient_bytes: bytes of the part of its output that has a gradient: what crosses back.
-        parameter_bytes: bytes of its trainable parameters.
+        reads: indices of the layers whose output it reads, ascending.
+        inputs: names of the model inputs it reads.
+        parameter_sizes: qualified name to bytes of every parameter it trains; a name that two layers have is tied.
+        buffer_sizes: likewise its floating-point buffers (BatchNorm's running statistics).
+        saved_bytes: bytes that its forward keeps for its backward, beyond parameters and what layers before it keep.
+        output_parts: bytes of the tensors of an output that is several, else empty.
+        is_input: whether it only stands for a model input, as in the PipeDream artifact's files; it is no work.
     """
 
     name: str
@@ -27,7 +34,23 @@ class LayerProfile:
     backward_s: float
     output_bytes: int
     gradient_bytes: int
-    parameter_bytes: int
+    reads: tuple[int, ...] = ()
+    inputs: tuple[str, ...] = ()
+    parameter_sizes: Mapping[str, int] = field(default_factory=dict)
+    buffer_sizes: Mapping[str, int] = field(default_factory=dict)
+    saved_bytes: int = 0
+    output_parts: tuple[int, ...] = ()
+    is_input: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Qualified names of the parameters it trains."""
+        return tuple(self.parameter_sizes)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters it trains."""
+        return sum(self.parameter_sizes.values())
 
 
 @dataclass(frozen=True)
@@ -39,13 +62,14 @@ class Profile:
         device: the device the times are true for.
         source: `measured`, `analytic` or `file`.
         note: one readable sentence on how the times came about, constants included.
-        layers: number of samples to the layers' costs at exactly that size, in graph order; the last entry is the
-            loss. A size that isn't here was not profiled: nothing is scaled.
+        layers: number of samples to the layers' costs at exactly that size, in execution order; the last entry is the
+            loss, which reads what the model returns. A size that isn't here was not profiled: nothing is scaled.
         update_s_per_byte: optimizer time per byte of trainable parameters (one whole step measured or computed, shared
             out by bytes).
         update_floor_s: optimizer time of one step that doesn't depend on the bytes (kernel launches).
         load_s: number of samples to the seconds it takes to load them.
         whole_step_s: number of samples to a whole measured forward and backward, where one was measured.
+        state_bytes_per_byte: bytes of optimizer state per byte of trainable parameters (momentum: 1, Adam: 2).
     """
 
     model: str
@@ -57,6 +81,14 @@ class Profile:
     update_floor_s: float
     load_s: Mapping[int, float]
     whole_step_s: Mapping[int, float]
+    state_bytes_per_byte: int = 0
+
+    @property
+    def sum_over_whole(self) -> dict[int, float]:
+        """Number of samples to the layers' seconds over those of the whole measured step: near 1 if the profile adds up."""
+        return {
+            n: sum(row.forward_s + row.backward_s for row in self.layers[n]) / s for n, s in self.whole_step_s.items()
+        }
 
     def to_json(self) -> str:
         """Return versioned JSON; `from_json` reads it back exactly."""
@@ -72,7 +104,12 @@ class Profile:
         data = json.loads(text)
         if data.pop("pipebench_profile") != VERSION:
             raise ValueError(f"a profile of version {VERSION} is expected")
-        data["layers"] = {int(n): tuple(LayerProfile(**row) for row in rows) for n, rows in data["layers"].items()}
+        data["layers"] = {int(n): tuple(map(_row, rows)) for n, rows in data["layers"].items()}
         for key in ("load_s", "whole_step_s"):
             data[key] = {int(n): float(seconds) for n, seconds in data[key].items()}
         return Profile(**data)
+
+
+def _row(data: dict[str, Any]) -> LayerProfile:
+    lists = {name: tuple(data[name]) for name in ("reads", "inputs", "output_parts")}
+    return LayerProfile(**{**data, **lists})

@@ -3,7 +3,8 @@
 Both profiles make this pass, on tensors with data or without; they differ in the clock they hold beside it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,28 +30,42 @@ class _Step:
     Attributes:
         name: the layer's name.
         kind: the layer's kind.
-        parameters: the parameters it trains.
+        parameters: the parameters it trains, by qualified name.
+        buffers: its floating-point buffers, by qualified name.
+        reads: indices of the layers it reads.
+        inputs: names of the model inputs it reads.
         wanted: tensors its backward computes gradients of: parameters, and inputs that have one.
         values: every tensor of its output.
         forward_s: reads the seconds of its forward.
         backward_s: reads the seconds of its backward.
-        output_bytes: bytes of its output.
         gradient_bytes: bytes of the part of it that has a gradient.
+        saved_bytes: bytes kept for the backward that no layer before keeps.
+        output_parts: bytes of each of its tensors.
     """
 
     name: str
     kind: str
-    parameters: Sequence[torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    reads: tuple[int, ...]
+    inputs: tuple[str, ...]
     wanted: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     forward_s: Reading = float
     backward_s: Reading = float
-    output_bytes: int = 0
+    output_parts: tuple[int, ...] = ()
     gradient_bytes: int = 0
+    saved_bytes: int = 0
 
 
 def walk(
-    graph: LayerGraph, root: nn.Module, dataset: Dataset, samples: Mapping[str, torch.Tensor], clock: Clock
+    graph: LayerGraph,
+    root: nn.Module,
+    dataset: Dataset,
+    samples: Mapping[str, torch.Tensor],
+    clock: Clock,
+    *,
+    count_saved: bool = True,
 ) -> tuple[LayerProfile, ...]:
     """Run one forward and one backward of every layer and of the loss, each cut off from its neighbours.
 
@@ -60,6 +75,7 @@ def walk(
         dataset: gives the loss.
         samples: every input and target of the dataset, on the device of `root`.
         clock: times each piece of work.
+        count_saved: whether to count the bytes kept for backwards; counting slows small layers down.
 
     Returns:
         One profile per layer, then the loss.
@@ -67,29 +83,45 @@ def walk(
     Raises:
         ProfileError: a layer fails; names it.
     """
-    steps = _forwards(graph, root, dataset, samples, clock)
+    steps = _forwards(graph, root, dataset, samples, clock, count_saved)
     for step in reversed(steps):
         _backward(step, clock)
     return tuple(_profile(step) for step in steps)
 
 
 def _forwards(
-    graph: LayerGraph, root: nn.Module, dataset: Dataset, samples: Mapping[str, torch.Tensor], clock: Clock
+    graph: LayerGraph,
+    root: nn.Module,
+    dataset: Dataset,
+    samples: Mapping[str, torch.Tensor],
+    clock: Clock,
+    count_saved: bool,
 ) -> list[_Step]:
     placeholders = graph.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, Any] = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
     parameters = dict(root.named_parameters())
+    kept = {parameter.untyped_storage()._cdata for parameter in parameters.values()} if count_saved else None
     steps = []
     for layer in graph.layers:
-        step = _Step(layer.name, layer.kind, [parameters[name] for name in layer.parameters])
-        env[layer.node] = _forward(step, _call_of(layer, root, env, step), clock)
+        own = {name: parameters[name] for name in layer.parameters}
+        step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
+        env[layer.node] = _forward(step, _call_of(layer, root, env, step), clock, kept)
         steps.append(step)
     (output,) = graph.graph.find_nodes(op="output")
-    loss = _Step(LOSS, LOSS, ())
+    loss = _Step(LOSS, LOSS, {}, {}, graph.outputs, ())
     prediction = _leaves(run_node(root, output, env), loss)
     targets = {name: samples[name] for name in dataset.targets}
-    _forward(loss, lambda: dataset.loss(prediction, targets), clock)
+    _forward(loss, lambda: dataset.loss(prediction, targets), clock, kept)
     return [*steps, loss]
+
+
+def _buffers(layer: Layer, root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the floating-point buffers of the layer's module by qualified name."""
+    if layer.node.op != "call_module":
+        return {}
+    path = str(layer.node.target)
+    named = root.get_submodule(path).named_buffers(prefix=path)
+    return {name: buffer for name, buffer in named if buffer.is_floating_point()}
 
 
 def _call_of(layer: Layer, root: nn.Module, env: Mapping[fx.Node, Any], step: _Step) -> Callable[[], Any]:
@@ -114,16 +146,29 @@ def _leaves(value: Any, step: _Step) -> Any:
     return tree_map_only(torch.Tensor, leaf, value)
 
 
-def _forward(step: _Step, call: Callable[[], Any], clock: Clock) -> Any:
+def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: set[int] | None) -> Any:
+    """Run the step's forward; `kept` are the storages some backward already has, parameters included, if counted."""
     try:
-        value, step.forward_s = clock(call)
+        with _count_saved(step, kept) if kept is not None else nullcontext():
+            value, step.forward_s = clock(call)
     except Exception as error:  # any module of the user's may raise anything
         raise ProfileError(_failed(step, "forward", error)) from error
-    step.wanted += step.parameters
+    step.wanted += step.parameters.values()
     step.values = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    step.output_bytes = sum(tensor.nbytes for tensor in step.values)
+    step.output_parts = tuple(tensor.nbytes for tensor in step.values)
     step.gradient_bytes = sum(tensor.nbytes for tensor in step.values if tensor.requires_grad)
     return value
+
+
+def _count_saved(step: _Step, kept: set[int]) -> torch.autograd.graph.saved_tensors_hooks:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept:
+            kept.add(storage._cdata)
+            step.saved_bytes += storage.nbytes()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def _backward(step: _Step, clock: Clock) -> None:
@@ -148,9 +193,14 @@ def _profile(step: _Step) -> LayerProfile:
         kind=step.kind,
         forward_s=step.forward_s(),
         backward_s=step.backward_s(),
-        output_bytes=step.output_bytes,
+        output_bytes=sum(step.output_parts),
         gradient_bytes=step.gradient_bytes,
-        parameter_bytes=sum(parameter.nbytes for parameter in step.parameters),
+        reads=step.reads,
+        inputs=step.inputs,
+        parameter_sizes={name: parameter.nbytes for name, parameter in step.parameters.items()},
+        buffer_sizes={name: buffer.nbytes for name, buffer in step.buffers.items()},
+        saved_bytes=step.saved_bytes,
+        output_parts=step.output_parts if len(step.output_parts) > 1 else (),
     )
 
 

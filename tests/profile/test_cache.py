@@ -10,7 +10,7 @@ from pipebench.profile.model import LayerProfile, Profile
 
 
 def make(forward_s: float = 0.1) -> Profile:
-    rows = (LayerProfile("a", "Linear", forward_s, 0.2, 8, 8, 16),)
+    rows = (LayerProfile("a", "Linear", forward_s, 0.2, 8, 8, (), ("x",), {"a.weight": 16}),)
     return Profile("m", "V100", "measured", "", {2: rows, 3: rows}, 1e-12, 1e-5, {2: 0.1, 3: 1 / 3}, {2: 0.3})
 
 

@@ -90,7 +90,7 @@ MALFORMED = {
     "": "isn't a pipebench profile: Expecting value",
     "[]": "isn't a pipebench profile",
     "{}": "isn't a pipebench profile: 'pipebench_profile' is missing",
-    '{"pipebench_profile": 7}': "a profile of version 1 is expected",
+    '{"pipebench_profile": 7}': "a profile of version 2 is expected",
     '{"pipebench_profile": 1}': "'layers' is missing",
     '{"pipebench_profile": 1, "layers": {"x": []}}': "isn't a pipebench profile: invalid literal",
     '{"pipebench_profile": 1, "layers": {"1": [{"name": "a"}]}}': "isn't a pipebench profile",
