@@ -3,6 +3,7 @@
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.choose import load_profile, profile_for
 from pipebench.profile.devices import DEVICES, DeviceSpec, find_device
+from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import LayerProfile, Profile
 
@@ -16,4 +17,6 @@ __all__ = [
     "load_profile",
     "measured_profile",
     "profile_for",
+    "read_graph_txt",
+    "write_graph_txt",
 ]

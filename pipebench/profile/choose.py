@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,11 +18,12 @@ from pipebench.errors import ProfileError
 from pipebench.graph import LayerGraph
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached
-from pipebench.profile.devices import find_device, local_device_name
+from pipebench.profile.devices import DEVICES, find_device, local_device_name
+from pipebench.profile.graph_txt import UNKNOWN_DEVICE, read_graph_txt
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.walk import LOSS
-from pipebench.recipe.schema import Recipe
+from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from zoo import DATASETS, MODELS
 from zoo.registry import Dataset
 
@@ -64,7 +65,8 @@ def profile_for(
         spec = find_device(cluster.device)
         return analytic_profile(graph, dataset, sizes, spec, optimizer, text, on_progress)
     if timing != "measured":
-        return _fitting(load_profile(timing), timing, graph, sizes)
+        found = _fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
+        return _with_the_models_bytes(found, timing, graph, dataset, sizes, optimizer, text)
     if cluster.device != LOCAL:
         raise ProfileError(
             f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
@@ -76,39 +78,100 @@ def profile_for(
     )
 
 
-def load_profile(path: str | Path) -> Profile:
-    """Read a profile file.
+def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
+    """Read a profile file: pipebench's JSON, or the PipeDream artifact's `graph.txt`; its content says which.
+
+    Args:
+        path: the file.
+        num_samples: samples per minibatch of a `graph.txt`, which doesn't say; JSON does.
 
     Raises:
-        ProfileError: it isn't there, or isn't a profile of this version.
+        ProfileError: it isn't there, or isn't a whole profile; names the file and where in it.
     """
     try:
-        return Profile.from_json(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"profile {path} can't be read: it isn't text (byte {error.start})") from error
+    except (OSError, ValueError) as error:
         raise ProfileError(f"profile {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    except KeyError as error:
-        raise ProfileError(f"profile {path} isn't a pipebench profile: {error} is missing") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ProfileError(f"profile {path} isn't a pipebench profile: {error}") from error
+    if not text.lstrip().startswith("{"):
+        return read_graph_txt(text, str(path), num_samples)
+    try:
+        return Profile.from_json(text)
+    except ProfileError as error:
+        raise ProfileError(f"profile {path}: {error}") from error
 
 
 def _fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:
-    """Return the profile, once sure that it is one of this model at these sizes."""
+    """Return the profile's layers that do work, once sure that they are those of this model at these sizes."""
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
         raise ProfileError(
             f"profile {path} has no times for {', '.join(map(str, missing))} samples, only for "
             f"{', '.join(map(str, sorted(profile.layers)))}; nothing is scaled, so profile those sizes too"
+            + ("" if _says_samples(profile) else " (a graph.txt holds one size, taken to be train.minibatch_size)")
         )
     expected = [*(layer.name for layer in graph.layers), LOSS]
-    for rows in profile.layers.values():
-        found = [row.name for row in rows]
-        for index, (ours, theirs) in enumerate(zip(expected, found, strict=False)):
-            if ours != theirs:
-                raise ProfileError(f"profile {path} is of another model: layer {index} is {theirs}, expected is {ours}")
-        if len(found) != len(expected):
-            raise ProfileError(f"profile {path} is of another model: {len(found)} layers, expected are {len(expected)}")
-    return profile
+    reads = [(layer.reads, layer.inputs) for layer in graph.layers] + [(graph.outputs, ())]
+    layers = {}
+    for size, rows in profile.layers.items():
+        work = [row for row in rows if not row.is_input]
+        for index, (ours, row) in enumerate(zip(expected, work, strict=False)):
+            if ours != row.name:
+                raise ProfileError(
+                    f"profile {path} is of another model: layer {index} is {row.name}, expected is {ours}"
+                )
+        if len(work) != len(expected):
+            raise ProfileError(f"profile {path} is of another model: {len(work)} layers, expected are {len(expected)}")
+        layers[size] = tuple(
+            replace(row, reads=own, inputs=inputs) for row, (own, inputs) in zip(work, reads, strict=True)
+        )
+    return replace(profile, layers=layers)
+
+
+def _with_the_models_bytes(
+    profile: Profile,
+    path: str,
+    graph: LayerGraph,
+    dataset: Dataset,
+    sizes: Sequence[int],
+    optimizer: OptimizerRecipe,
+    model_text: str,
+) -> Profile:
+    """Return the profile with bytes that a `graph.txt` can't hold, from shapes: the times stay the file's.
+
+    Whether an output has a gradient, whose parameter is whose and what is kept for the backward follow from the model.
+    """
+    if _says_samples(profile):
+        return profile
+    # Any device of the catalogue will do: its times aren't used, and bytes are the same on all.
+    shapes = analytic_profile(graph, dataset, sizes, next(iter(DEVICES.values())), optimizer, model_text)
+    layers = {}
+    for size, rows in shapes.layers.items():
+        for ours, theirs in zip(rows[:-1], profile.layers[size], strict=False):
+            given = (theirs.output_bytes, theirs.parameter_bytes)
+            if given != (ours.output_bytes, ours.parameter_bytes):
+                raise ProfileError(
+                    f"profile {path} is of another model or number of samples: layer {ours.name} has {given[0]} bytes "
+                    f"of output and {given[1]} of parameters, expected are {ours.output_bytes} and "
+                    f"{ours.parameter_bytes} at {size} samples"
+                )
+        layers[size] = tuple(
+            replace(ours, forward_s=theirs.forward_s, backward_s=theirs.backward_s)
+            for ours, theirs in zip(rows, profile.layers[size], strict=True)
+        )
+    return replace(
+        profile,
+        model=model_text,
+        layers=layers,
+        note=f"times read from {Path(path).name}, which says neither device nor optimizer time; bytes of the model",
+        state_bytes_per_byte=shapes.state_bytes_per_byte,
+    )
+
+
+def _says_samples(profile: Profile) -> bool:
+    """Return whether the profile says its sizes itself: a `graph.txt` says neither them nor the device."""
+    return profile.device != UNKNOWN_DEVICE
 
 
 def _model_text(recipe: Recipe) -> str:

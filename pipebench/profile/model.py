@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipebench.errors import ProfileError
+from pipebench.profile.check import check_json, check_profile
+
 VERSION = 2
 
 
@@ -85,7 +88,7 @@ class Profile:
 
     @property
     def sum_over_whole(self) -> dict[int, float]:
-        """Number of samples to the layers' seconds over those of the whole measured step: near 1 if the profile adds up."""
+        """Number of samples to the layers' seconds over those of a whole measured step: near 1 if it adds up."""
         return {
             n: sum(row.forward_s + row.backward_s for row in self.layers[n]) / s for n, s in self.whole_step_s.items()
         }
@@ -99,15 +102,20 @@ class Profile:
         """Read what `to_json` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError: the text isn't a profile of this version.
+            ProfileError: says where the text isn't a profile of this version.
         """
-        data = json.loads(text)
-        if data.pop("pipebench_profile") != VERSION:
-            raise ValueError(f"a profile of version {VERSION} is expected")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ProfileError(f"isn't JSON: {error}") from error
+        check_json(data, VERSION)
+        data.pop("pipebench_profile")
         data["layers"] = {int(n): tuple(map(_row, rows)) for n, rows in data["layers"].items()}
         for key in ("load_s", "whole_step_s"):
             data[key] = {int(n): float(seconds) for n, seconds in data[key].items()}
-        return Profile(**data)
+        profile = Profile(**data)
+        check_profile(profile)
+        return profile
 
 
 def _row(data: dict[str, Any]) -> LayerProfile:

@@ -1,5 +1,6 @@
 """Which profile a recipe gets, and what is refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ import torch
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import ProfileError
 from pipebench.graph import trace
-from pipebench.profile import Profile, choose, load_profile, profile_for
+from pipebench.profile import (
+    DEVICES,
+    LayerProfile,
+    Profile,
+    analytic_profile,
+    choose,
+    load_profile,
+    profile_for,
+    write_graph_txt,
+)
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
 from zoo.mnist5k import mnist5k
 from zoo.vgg import vgg16
@@ -75,31 +85,112 @@ def test_a_file_is_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(profile.to_json())
     assert choice(str(path)) == load_profile(path) == profile
-    path.write_text(replace(profile, layers={8: profile.layers[4]}).to_json())
+    path.write_text(replace(profile, layers={8: profile.layers[4]}, load_s={8: 0.1}).to_json())
     with pytest.raises(ProfileError, match="has no times for 4 samples, only for 8; nothing is scaled"):
         choice(str(path))
-    path.write_text(replace(profile, layers={4: profile.layers[4][1:]}).to_json())
-    with pytest.raises(ProfileError, match="another model: layer 0 is features_1, expected is features_0"):
+    first, *others = profile.layers[4]
+    path.write_text(replace(profile, layers={4: (replace(first, name="conv"), *others)}).to_json())
+    with pytest.raises(ProfileError, match="another model: layer 0 is conv, expected is features_0"):
         choice(str(path))
     path.write_text(replace(profile, layers={4: profile.layers[4][:-1]}).to_json())
     with pytest.raises(ProfileError, match="another model: 40 layers, expected are 41"):
         choice(str(path))
 
 
+def test_a_graph_txt_gives_times_and_the_model_bytes(tmp_path: Path) -> None:
+    profile = choice("analytic")
+    path = tmp_path / "graph.txt"
+    path.write_text(write_graph_txt(profile, 4))
+    found = choice(str(path))
+    assert found.layers == profile.layers
+    assert (found.source, found.state_bytes_per_byte) == ("file", profile.state_bytes_per_byte)
+    assert found.load_s == profile.load_s
+    path.write_text(write_graph_txt(replace(profile, layers={8: choice_at(8)}, load_s={8: 0.0}), 8))
+    with pytest.raises(ProfileError, match="another model or number of samples: layer features_0 has 262144 bytes"):
+        choice(str(path))
+    path.write_text(path.read_text().replace("features_0", "node1"))
+    with pytest.raises(ProfileError, match="another model: layer 0 is node1, expected is features_0"):
+        choice(str(path))
+
+
+def choice_at(size: int) -> tuple[LayerProfile, ...]:
+    return analytic_profile(GRAPH, mnist5k(), [size], DEVICES["V100"], OptimizerRecipe("sgd", lr=0.1), "m").layers[size]
+
+
 MALFORMED = {
-    "": "isn't a pipebench profile: Expecting value",
-    "[]": "isn't a pipebench profile",
-    "{}": "isn't a pipebench profile: 'pipebench_profile' is missing",
-    '{"pipebench_profile": 7}': "a profile of version 2 is expected",
-    '{"pipebench_profile": 1}': "'layers' is missing",
-    '{"pipebench_profile": 1, "layers": {"x": []}}': "isn't a pipebench profile: invalid literal",
-    '{"pipebench_profile": 1, "layers": {"1": [{"name": "a"}]}}': "isn't a pipebench profile",
-    '{"pipebench_profile": 1, "layers": {}, "load_s": [], "whole_step_s": {}}': "isn't a pipebench profile",
-    '{"pipebench_profile": 1, "layers": {}, "load_s": {}, "whole_step_s": {}}': "isn't a pipebench profile",
+    "": "has no nodes",
+    "[]": "line 1: got '[]', allowed is",
+    "{": "isn't JSON: Expecting property name",
+    '{"a":' * 100_000: "isn't JSON: maximum recursion depth",
+    "{}": "an object with the key 'pipebench_profile' is expected",
+    '{"pipebench_profile": 1}': "is a profile of version 1, version 2 is expected",
+    '{"pipebench_profile": [7]}': "is a profile of version a list, version 2 is expected",
+    '{"pipebench_profile": 2}': "'model' is missing",
+    '{"pipebench_profile": 2, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
 }
+# Where in a good profile of two layers and a loss, what is put there, what is said.
+WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
+    (("model",), 3, "model: got 3, allowed is text"),
+    (("note",), "\ud800", "note: got '\\ud800', allowed is text"),
+    (("layers",), [], "layers: got a list, allowed is an object"),
+    (("layers",), {}, "has no layers"),
+    (("layers", "x"), [], "layers: got 'x', allowed is numbers of samples as keys"),
+    (("layers", "4"), [], "has no layer that computes"),
+    (("layers", "4"), {}, "layers[4]: got an object, allowed is a list"),
+    (("layers", "4", 0), 1, "layers[4][0]: got 1, allowed is an object"),
+    (("layers", "4", 0, "forward_s"), -1.0, "layers[4][0].forward_s: got -1.0, allowed is seconds from 0"),
+    (("layers", "4", 0, "forward_s"), float("nan"), "layers[4][0].forward_s: got nan"),
+    (("layers", "4", 0, "forward_s"), 10**5000, "isn't JSON: Exceeds the limit"),
+    (("layers", "4", 0, "forward_s"), 10**4000, "layers[4][0].forward_s: got a huge number"),
+    (("layers", "4", 0, "backward_s"), True, "layers[4][0].backward_s: got True"),
+    (("layers", "4", 0, "output_bytes"), 1.5, "layers[4][0].output_bytes: got 1.5, allowed is a whole number from 0"),
+    (("layers", "4", 0, "output_bytes"), 1, "layer 0 (a): gradient_bytes are 8, more than output_bytes, 1"),
+    (("layers", "4", 0, "output_parts"), [3, 4], "layer 0 (a): output_parts add up to 7 bytes, output_bytes are 8"),
+    (("layers", "4", 0, "size"), 1, "layers[4][0]: unknown key 'size'"),
+    (("layers", "4", 0, "name"), "a\n", "name and kind must be printable"),
+    (("layers", "4", 0, "is_input"), 1, "layers[4][0].is_input: got 1, allowed is true or false"),
+    (("layers", "4", 0, "is_input"), True, "layer 0 (a): a model input reads nothing"),
+    (("layers", "4", 0, "inputs"), ["b"], "layer 0 (a): input 'b' is the name of a layer"),
+    (("layers", "4", 0, "parameter_sizes"), {"w": -1}, "layers[4][0].parameter_sizes['w']: got -1"),
+    (("layers", "4", 1, "reads"), [1], "layer 1 (b): reads are [1], allowed are ascending indices of layers before it"),
+    (("layers", "4", 1, "name"), "a", "layer 1 (a): layer 0 has that name already"),
+    (("layers", "4", 1, "reads"), [-1], "layers[4][1].reads[0]: got -1"),
+    (("load_s",), {}, "has layers at 4 samples, but no load_s"),
+    (("whole_step_s",), {"4": 0}, "has whole_step_s 0 for 4 samples"),
+    (("whole_step_s",), {"5": 1}, "has whole_step_s 1 for 5 samples"),
+    (("state_bytes_per_byte",), None, "state_bytes_per_byte: got None"),
+]
 
 
-@pytest.mark.parametrize("text", MALFORMED)
+def small() -> Profile:
+    rows = (
+        LayerProfile("a", "Linear", 0.1, 0.2, 8, 8, (), ("x",), {"a.weight": 16}),
+        LayerProfile("b", "ReLU", 0.1, 0.2, 8, 8, (0,)),
+        LayerProfile("loss", "loss", 0.1, 0.2, 8, 8, (1,)),
+    )
+    return Profile("m", "V100", "measured", "", {4: rows}, 1e-12, 1e-5, {4: 0.1}, {4: 0.3})
+
+
+@pytest.mark.parametrize(("where", "value", "said"), WRONG, ids=map(str, range(len(WRONG))))
+def test_a_wrong_value_is_one_sentence_that_says_where(
+    tmp_path: Path, where: tuple[Any, ...], value: Any, said: str
+) -> None:
+    data = json.loads(small().to_json())
+    inner = data
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = "@"
+    path = tmp_path / "p.json"
+    text = "1" + "0" * (5000 if value == 10**5000 else 4000) if value in (10**5000, 10**4000) else json.dumps(value)
+    path.write_text(json.dumps(data).replace('"@"', text))
+    with pytest.raises(ProfileError) as refused:
+        load_profile(path)
+    assert str(refused.value).startswith(f"profile {path}: ")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:30])
 def test_a_malformed_file_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
@@ -116,5 +207,7 @@ def test_a_missing_or_binary_file(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="can't be read: Is a directory"):
         load_profile(tmp_path)
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ProfileError, match="can't be read: "):
+    with pytest.raises(ProfileError, match="can't be read: it isn't text"):
         load_profile(tmp_path / "b")
+    with pytest.raises(ProfileError, match="can't be read: embedded null"):
+        load_profile("a\0b")
