@@ -17,12 +17,19 @@ class Level:
         bandwidth_bytes_per_s: what one component of the level below can send and, at the same time, receive;
             shared by all workers inside it.
         latency_s: from the last byte sent to the last byte received, on top of the transfer.
+        efficiency: the fraction of the bandwidth that payload gets, above 0 and at most 1.
     """
 
     name: str
     count: int
     bandwidth_bytes_per_s: float
     latency_s: float
+    efficiency: float = 1.0
+
+    @property
+    def goodput_bytes_per_s(self) -> float:
+        """What payload gets of the bandwidth."""
+        return self.bandwidth_bytes_per_s * self.efficiency
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,290 @@
+"""Cost models: what a stage costs per minibatch in the steady state, and the fewest replicas that make it cheap enough.
+
+Three, by name:
+
+- `sosp19`, PipeDream (SOSP'19) section 3.1, as printed: T(i..j, m) = 1/m max(compute, 2 (m-1) |w| / B), and 2 a / B for
+  a cut. Computing and sending overlap. (The 1/m stands before the maximum, so summing gradients costs as much per
+  minibatch however many replicas share it.)
+- `artifact`, the optimizer published with it, activation compression ratio 1: (compute + 4 (m-1) |w| / (m B)) / m, and
+  for every stage but the first also 2 a_in / (B m) and, unless it is the last, 2 a_out / (B m). A cut carries the
+  outputs of the state's last layers only; model inputs cost nothing.
+- `overlap`, the default, what this package's simulator does in the large: a replica's round (one minibatch for each of
+  the m replicas) takes forward, backward and update; gradients are summed in a ring while the backward goes on, the
+  last bucket after it; or the port that activations, gradients and the ring share is the bottleneck, or loading is.
+  Latencies and every level's efficiency count. Differs from the simulator: gradients from the middle of a stage are in
+  time, and no stage waits for a transfer as such.
+
+Every time is the largest of a few terms (base + sync (m-1)/m) / m + tail (m-1)/m. So the least m for a given time has a
+closed form, and planning for 16,384 workers costs what planning for 16 does.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipebench.cluster import Level
+from pipebench.costs import BUCKET_BYTES
+from pipebench.errors import PlanError, choice
+from pipebench.planner.states import Floats, States
+
+# On average half of the last bucket is complete only when the backward is over.
+LAST_BUCKET_BYTES = BUCKET_BYTES / 2
+_NEVER = 1e15  # replicas: no number of them will do; finite, so that it can be computed with
+
+
+@dataclass(frozen=True)
+class Term:
+    """A lower bound of a stage's seconds per minibatch: (base + sync (m-1)/m) / m + tail (m-1)/m, m its replicas.
+
+    Attributes:
+        base: seconds that every replica spends on a round.
+        sync: seconds of a round's gradient sum among very many replicas.
+        tail: seconds per minibatch, among very many replicas, that no replica shares.
+    """
+
+    base: Floats
+    sync: Floats | float = 0.0
+    tail: Floats | float = 0.0
+
+    def seconds(self, m: Floats | float) -> Floats:
+        """Return the seconds per minibatch with m replicas."""
+        others = (m - 1) / m
+        return (self.base + self.sync * others) / m + self.tail * others
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all of it is shared among the replicas: more of them never make it worse."""
+        return isinstance(self.sync, float) and isinstance(self.tail, float)
+
+    def least(self, limit_s: float, at_least: Floats | float) -> Floats:
+        """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _NEVER.
+
+        Times m^2 the condition is slope m^2 - b m + sync >= 0, slope = limit - tail and b = base + sync - tail: with a
+        positive slope it holds from the larger root on (and up to the smaller), else between the roots at most.
+        """
+        if self.is_shared:
+            return np.maximum(np.ceil(self.base / limit_s), at_least)
+        slope = limit_s - self.tail
+        b = self.base + self.sync - self.tail
+        with np.errstate(all="ignore"):
+            holds = (slope * at_least - b) * at_least + self.sync >= 0
+            spread = np.sqrt(b * b - 4 * slope * self.sync)
+            root = np.ceil((b + spread) / (2 * slope))
+            reached = np.maximum(root, at_least)
+            # Without a root (nan) the parabola has one sign, as tried.
+            never = ~(root < _NEVER)
+            if np.any(slope <= 0):
+                never |= (slope <= 0) & ~(reached <= (b - spread) / (2 * slope))
+        return np.where(holds, at_least, np.where(never, _NEVER, reached))
+
+
+@dataclass(frozen=True)
+class StageTerms:
+    """All that bounds the stages from some states to all others.
+
+    Attributes:
+        terms: of arrays [state, state] or what broadcasts to them.
+        fixed_s: seconds per minibatch that no replica shares.
+    """
+
+    terms: tuple[Term, ...]
+    fixed_s: Floats | float = 0.0
+
+    def seconds(self, m: Floats | float) -> Floats:
+        """Return the seconds per minibatch with m replicas each."""
+        worst = np.asarray(self.fixed_s, dtype=float)
+        for term in self.terms:
+            worst = np.maximum(worst, term.seconds(m))
+        return worst
+
+    def least(self, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
+        """Return the fewest replicas with which all terms are at most `limit_s`; or infinity."""
+        m: Floats | float = at_least
+        for term in self.terms:
+            m = term.least(limit_s, m)
+        others = [term for term in self.terms if not term.is_shared]
+        if len(others) > 1:  # a raised m may lie between another term's roots: look again
+            for term in others:
+                m = term.least(limit_s, m)
+        return np.where((self.fixed_s <= limit_s) & (m < _NEVER), m, np.inf)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model to plan, at the size that travels.
+
+    Attributes:
+        states: where it can be cut.
+        update_s_per_byte: optimizer seconds per byte of parameters.
+        update_floor_s: optimizer seconds however few the bytes.
+        load_s: seconds to load the inputs of one minibatch.
+    """
+
+    states: States
+    update_s_per_byte: float = 0.0
+    update_floor_s: float = 0.0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """The stages from some states to all states from `stop_from` on; its arrays are [start, stop].
+
+    Attributes:
+        work: the model.
+        starts: indices of the states before the stages.
+        stop_from: index of the first state after them.
+    """
+
+    work: Work
+    starts: NDArray[np.intp]
+    stop_from: int = 0
+
+    def sums(self, values: Floats) -> Floats:
+        """Return what the stages add to sums over states; nonsense where a stop is before its start."""
+        return values[None, self.stop_from :] - values[self.starts, None]
+
+    def cuts(self, values: Floats) -> tuple[Floats, Floats]:
+        """Return what the cuts carry before the stages [start, 1] and after them [1, stop]; none at the model's ends."""
+        before = values[self.starts, None] * (self.starts[:, None] > 0)
+        after = values[None, self.stop_from :].copy()
+        after[0, -1] = 0.0
+        return before, after
+
+
+class CostModel(ABC):
+    """What a stage costs.
+
+    Attributes:
+        name: as on the command line.
+        summary: one line for people.
+        antichains: whether plans for a profile file may cut between any antichains, as the artifact's do.
+    """
+
+    name: str
+    summary: str
+    antichains: bool
+
+    @abstractmethod
+    def terms(
+        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
+    ) -> StageTerms:
+        """Return what bounds the stages of a block.
+
+        Args:
+            block: the stages.
+            level: the links between a stage's replicas, and between stages.
+            first: whether the stages are the first of their pipeline, as those from state 0 always are.
+            compute_s: seconds per minibatch of a component of the level below that holds the stage, [start, stop];
+                None at the innermost level.
+        """
+
+    @abstractmethod
+    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+        """Return a stage's (compute, gradient sum, transfers) in seconds per minibatch, each on its own."""
+
+
+class _Sosp19(CostModel):
+    name = "sosp19"
+    summary = "PipeDream (SOSP'19) section 3.1 as printed: 1/m max(compute, 2 (m-1) |w| / B), 2 a / B per cut"
+    antichains = True
+
+    def terms(
+        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
+    ) -> StageTerms:
+        states, rate = block.work.states, level.bandwidth_bytes_per_s
+        if compute_s is None:
+            compute_s = block.sums(states.forward_s + states.backward_s)
+        sync = block.sums(states.parameter_bytes * (2 / rate))
+        before = 0.0 if first else block.cuts(states.sent_bytes * (2 / rate))[0]
+        return StageTerms((Term(compute_s), Term(np.zeros((1, 1)), tail=sync)), before)
+
+    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+        states, rate = work.states, level.bandwidth_bytes_per_s
+        compute = states.forward_s + states.backward_s
+        sync = 2 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
+        cuts = [states.sent_bytes[cut] for cut in (start, stop) if 0 < cut < len(states) - 1]
+        return (compute[stop] - compute[start]) / m, sync, 2 * max(cuts, default=0.0) / rate
+
+
+class _Artifact(CostModel):
+    name = "artifact"
+    summary = "the published optimizer: (compute + 4 (m-1) |w| / (m B)) / m, 2 a_in / (B m), 2 a_out / (B m)"
+    antichains = True
+
+    def terms(
+        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
+    ) -> StageTerms:
+        states, rate = block.work.states, level.bandwidth_bytes_per_s
+        if compute_s is None:
+            compute_s = block.sums(states.forward_s + states.backward_s)
+        sync = block.sums(states.parameter_bytes * (4 / rate))
+        if first:
+            return StageTerms((Term(compute_s, sync),))
+        carried = np.maximum(*block.cuts(states.antichain_bytes * (2 / rate)))
+        return StageTerms((Term(carried), Term(compute_s, sync)))
+
+    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+        states, rate = work.states, level.bandwidth_bytes_per_s
+        compute = states.forward_s + states.backward_s
+        sync = 4 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
+        cuts = [states.antichain_bytes[cut] for cut in (start, stop) if start > 0 and cut < len(states) - 1]
+        return (compute[stop] - compute[start]) / m, sync / m, 2 * max(cuts, default=0.0) / rate / m
+
+
+class _Overlap(CostModel):
+    name = "overlap"
+    summary = "compute and communication side by side: ring all-reduce during the backward, ports, latencies, efficiency"
+    antichains = False
+
+    def terms(
+        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
+    ) -> StageTerms:
+        work, states, rate = block.work, block.work.states, level.goodput_bytes_per_s
+        weights = block.sums(states.parameter_bytes)
+        carried = np.maximum(*self._port_bytes(block)) / rate
+        ring, latency_s = weights * (2 / rate), (2 * level.latency_s) * (weights > 0)
+        if compute_s is not None:  # a component of the level below: its own rounds hide the sum as far as they last
+            return StageTerms((Term(compute_s), Term(carried, ring, latency_s)))
+        update_s = work.update_floor_s * (weights > 0) + work.update_s_per_byte * weights
+        forward_s = block.sums(states.forward_s) + update_s
+        late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
+        load_s = work.load_s * (block.sums(states.num_loading) > 0)
+        return StageTerms(
+            (
+                Term(forward_s + block.sums(states.backward_s), late * (2 / rate), latency_s),
+                Term(np.maximum(np.maximum(forward_s, carried), load_s), ring, latency_s),
+            )
+        )
+
+    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+        states, rate = work.states, level.goodput_bytes_per_s
+        weights = states.parameter_bytes[stop] - states.parameter_bytes[start]
+        compute = states.forward_s + states.backward_s + work.update_s_per_byte * states.parameter_bytes
+        compute_s = compute[stop] - compute[start] + work.update_floor_s * (weights > 0)
+        sync_s = 2 * (m - 1) / m * weights / rate + 2 * (m - 1) * level.latency_s * (weights > 0)
+        sent, received = self._port_bytes(Block(work, np.array([start]), stop))
+        return compute_s / m, sync_s / m, max(sent[0, 0], received[0, 0]) / rate / m
+
+    def _port_bytes(self, block: Block) -> tuple[Floats, Floats]:
+        """Return what one minibatch makes a stage send and receive, in bytes."""
+        sent_before, sent_after = block.cuts(block.work.states.sent_bytes)
+        returned_before, returned_after = block.cuts(block.work.states.returned_bytes)
+        return sent_after + returned_before, sent_before + returned_after
+
+
+DEFAULT = "overlap"
+COST_MODELS: dict[str, CostModel] = {model.name: model for model in (_Overlap(), _Sosp19(), _Artifact())}
+
+
+def find_cost_model(name: str) -> CostModel:
+    """Return a cost model by name.
+
+    Raises:
+        PlanError: no such model.
+    """
+    if name not in COST_MODELS:
+        raise PlanError(f"cost model: {choice(name, COST_MODELS)}")
+    return COST_MODELS[name]

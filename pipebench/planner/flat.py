@@ -1,0 +1,166 @@
+"""The flat planner: exact, on one level of links, at a cost that does not grow with the number of workers.
+
+A bound T on the bottleneck decides everything: the fewest replicas of every stage have a closed form, and the fewest
+workers from every cut to the end of the model are a shortest path over cuts. T itself is found by bisection, between a
+bound that no plan meets and the bottleneck of the best plan found.
+
+Fewest is enough: the fewer workers the later stages take, the more are left, and the less the earlier ones keep in
+memory. The path is searched from the end because what a stage keeps depends on the workers behind it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipebench.cluster import Level
+from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.memory import MemoryRule
+from pipebench.planner.states import Floats
+
+_ANY_S = 1e30  # seconds: no bottleneck is larger
+_PRECISION, _NEAR = 1e-12, 1e-5  # relative; below it a float's own rounding decides
+_BLOCK_ELEMENTS = 1 << 15  # of float64: a few arrays of it stay in a core's own cache
+
+
+class Stage(NamedTuple):
+    """The layers between two states on so many replicas."""
+
+    start: int
+    stop: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class FlatProblem:
+    """What to plan.
+
+    Attributes:
+        work: the model.
+        model: the cost model.
+        level: the links.
+        num_workers: workers there are; a plan may leave some idle.
+        memory: what must fit; None for no limit.
+        width: replicas of every stage; None for any. 1 is straight only.
+    """
+
+    work: Work
+    model: CostModel
+    level: Level
+    num_workers: int
+    memory: MemoryRule | None = None
+    width: int | None = None
+
+
+def bottleneck_s(problem: FlatProblem, stages: Sequence[Stage]) -> float:
+    """Return the seconds per minibatch of a plan's slowest stage."""
+    return max(stage_s(problem, stage) for stage in stages)
+
+
+def stage_s(problem: FlatProblem, stage: Stage) -> float:
+    """Return the seconds per minibatch of one stage, transfers included."""
+    block = Block(problem.work, np.array([stage.start]), stage.stop)
+    terms = problem.model.terms(block, problem.level, first=stage.start == 0)
+    return float(terms.seconds(float(stage.replicas)).flat[0])
+
+
+def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
+    """Return the plan with the smallest bottleneck, the fewest workers among those, or None if none fits in memory."""
+    search = _Search(problem)
+    best = search.fewest(_ANY_S)
+    if best is None:
+        return None
+    best = min([best, *search.guesses()], key=lambda stages: bottleneck_s(problem, stages))
+    high, step = bottleneck_s(problem, best), 1e-3
+    low = 0.0
+    while low == 0.0:  # downwards in growing steps, to where no plan is
+        found = search.fewest(high * (1 - step))
+        if found is None:
+            low = high * (1 - step)
+        else:
+            best, high, step = found, min(high * (1 - step), bottleneck_s(problem, found)), min(0.5, 4 * step)
+    while high - low > 2 * _PRECISION * high:
+        # Close in, the bottleneck found is likely the smallest there is: ask just below it.
+        near = high - low < _NEAR * high
+        middle = high * (1 - _PRECISION) if near else (low + high) / 2
+        found = search.fewest(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(middle, bottleneck_s(problem, found))
+    return best
+
+
+class _Search:
+    """Answers one question again and again: is there a plan with a bottleneck of at most T?"""
+
+    def __init__(self, problem: FlatProblem) -> None:
+        self.problem = problem
+        states = problem.work.states
+        self.num_states = len(states)
+        rows = max(1, _BLOCK_ELEMENTS // self.num_states)
+        bounds = [0, *range(1, self.num_states - 1, rows), self.num_states - 1]  # the first stage is a block of its own
+        self._blocks = [np.arange(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+        self._outside = None if states.is_chain else ~states.inside
+
+    def fewest(self, limit_s: float) -> tuple[Stage, ...] | None:
+        """Return the plan with the fewest workers whose bottleneck is at most so much, or None."""
+        problem, last = self.problem, self.num_states - 1
+        workers = np.full(self.num_states, np.inf)
+        workers[last] = 0
+        following = np.zeros(self.num_states, dtype=int)
+        replicas = np.zeros(self.num_states)
+        for starts in reversed(self._blocks):
+            stop_from = int(starts[0]) + 1
+            least = None if problem.memory else self._least(Block(problem.work, starts, stop_from), limit_s)
+            for position in reversed(range(len(starts))):
+                start = int(starts[position])
+                own = self._fitting(start, limit_s, workers) if least is None else least[position, position:]
+                total = own + workers[start + 1 :]
+                offset = int(total.argmin())
+                workers[start], following[start], replicas[start] = total[offset], start + 1 + offset, own[offset]
+        if not workers[0] <= problem.num_workers:
+            return None
+        stages, start = [], 0
+        while start < last:
+            stop = int(following[start])
+            stages.append(Stage(start, stop, int(replicas[start])))
+            start = stop
+        return tuple(stages)
+
+    def guesses(self) -> list[tuple[Stage, ...]]:
+        """Return good plans for a quick start: the best over coarser choices of cuts."""
+        states = self.problem.work.states
+        step = self.num_states // 64
+        if step < 2:
+            return []
+        kept = sorted({0, self.num_states - 1, *range(0, self.num_states, step)})
+        work = Work(states.select(kept), *_rest(self.problem.work))
+        coarse = plan_flat(FlatProblem(**{**self.problem.__dict__, "work": work}))
+        return [] if coarse is None else [tuple(Stage(kept[a], kept[b], m) for a, b, m in coarse)]
+
+    def _least(self, block: Block, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
+        """Return the fewest replicas of the stages of a block, `at_least` or more."""
+        problem = self.problem
+        terms = problem.model.terms(block, problem.level, first=bool(block.starts[0] == 0))
+        if problem.width is None:
+            least = terms.least(limit_s, at_least)
+        else:
+            fits = (at_least <= problem.width) & (terms.seconds(float(problem.width)) <= limit_s)
+            least = np.where(fits, float(problem.width), np.inf)
+        if self._outside is not None:
+            least = np.where(self._outside[block.starts, block.stop_from :], np.inf, least)
+        return least
+
+    def _fitting(self, start: int, limit_s: float, workers: Floats) -> Floats:
+        """Return the fewest replicas of the stages from one state, in time and in memory."""
+        assert self.problem.memory is not None
+        block = Block(self.problem.work, np.array([start]), start + 1)
+        at_least = self.problem.memory.least(block, workers[start + 1 :])
+        least = self._least(block, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
+        return np.where(np.isfinite(at_least), least, np.inf)
+
+
+def _rest(work: Work) -> tuple[float, float, float]:
+    return work.update_s_per_byte, work.update_floor_s, work.load_s

@@ -1,0 +1,68 @@
+"""What a replica of a stage keeps in memory, and the fewest replicas with which it fits.
+
+Paper: PipeDream (SOSP'19) section 3.3. A replica with d minibatches in flight keeps d weight versions if the mode
+stashes them (one otherwise), one gradient, the optimizer's state, what d forwards keep for their backward, and room
+for two transfers each way. Its d is 1 + ceil(R / m): m replicas, R workers in the stages after it (1F1B-RR at NOAM).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipebench.planner.cost_models import Block, Work
+from pipebench.planner.states import Floats, States
+
+
+@dataclass(frozen=True)
+class MemoryRule:
+    """How a mode fills memory.
+
+    Attributes:
+        limit_bytes: memory of a device.
+        stashes: whether every minibatch in flight keeps the weights it ran forward with.
+        recompute: whether forwards keep their inputs only, and one minibatch at a time is computed again.
+        state_bytes_per_byte: optimizer state per byte of parameters.
+        in_flight: minibatches (or microbatches) in flight in every stage; None for 1F1B's 1 + ceil(R / m).
+    """
+
+    limit_bytes: float
+    stashes: bool = True
+    recompute: bool = False
+    state_bytes_per_byte: float = 0.0
+    in_flight: int | None = None
+
+    def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
+        """Return the bytes that a replica of the stage between two states keeps at most."""
+        constant, each = self._parts(Block(Work(states), np.array([start]), stop))
+        return float(constant[0, 0] + in_flight * each[0, 0])
+
+    def depth(self, m: int, after: int) -> int:
+        """Return the minibatches in flight of a stage with m replicas and `after` workers behind it."""
+        return self.in_flight or 1 + -(-after // m)
+
+    def least(self, block: Block, after: Floats) -> Floats:
+        """Return the fewest replicas with which the stages of a block of one start fit, or infinity [stop].
+
+        Args:
+            block: the stages.
+            after: workers behind each of them [stop].
+        """
+        constant, each = (part[0] for part in self._parts(block))
+        with np.errstate(all="ignore"):
+            room = np.floor((self.limit_bytes - constant) / each)
+            room = np.where(each > 0, room, np.where(constant <= self.limit_bytes, np.inf, 0.0))
+            if self.in_flight is not None:
+                return np.where(room >= self.in_flight, 1.0, np.inf)
+            needed = np.maximum(np.ceil(after / (room - 1)), 1.0)
+        return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
+
+    def _parts(self, block: Block) -> tuple[Floats, Floats]:
+        """Return the bytes kept however many minibatches are in flight, and those of each, [start, stop]."""
+        states = block.work.states
+        weights, saved = block.sums(states.parameter_bytes), block.sums(states.saved_bytes)
+        before, after = block.cuts(states.sent_bytes)
+        versions = weights if self.stashes else 0.0 * weights
+        constant = weights * (1 + self.state_bytes_per_byte) + (weights - versions) + 2 * (before + after)
+        if self.recompute:
+            return constant + saved, versions + before
+        return constant, versions + saved

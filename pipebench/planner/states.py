@@ -1,0 +1,245 @@
+"""States: the places where a model can be cut, as downward-closed sets of layers, and what each cut carries.
+
+A state is a set of layers that contains every layer its members read. A stage is the difference of two states, one
+inside the other. Paper: PipeDream (SOSP'19) section 3.1 works on a chain; its artifact on the antichains of the graph.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipebench.errors import PlanError
+from pipebench.profile.model import LayerProfile
+
+Floats = NDArray[np.float64]
+MAX_STATES = 2000  # a graph with more antichains is cut along its order of execution only
+
+
+@dataclass(frozen=True)
+class States:
+    """All states of a model, smallest first; the first is empty and the last holds every layer.
+
+    Sums run over the layers of a state, so that a stage's is the difference of two of them.
+
+    Attributes:
+        rows: the layers; the last is the loss, which belongs to the last stage.
+        members: a bit per layer for every state.
+        forward_s: seconds of forwards.
+        backward_s: seconds of backwards.
+        parameter_bytes: bytes of trainable parameters, a tied one counted once.
+        saved_bytes: bytes kept for the backward.
+        num_loading: layers that read fields of the data set.
+        sent_bytes: bytes that cross the cut forward: every value with a reader beyond it.
+        returned_bytes: bytes that come back: the gradients of those values.
+        antichain_bytes: bytes of the outputs of the state's last layers only, as the artifact counts.
+        next_bytes: parameter bytes of the first layer with parameters beyond the cut, in order of execution.
+    """
+
+    rows: tuple[LayerProfile, ...]
+    members: tuple[int, ...]
+    forward_s: Floats
+    backward_s: Floats
+    parameter_bytes: Floats
+    saved_bytes: Floats
+    num_loading: Floats
+    sent_bytes: Floats
+    returned_bytes: Floats
+    antichain_bytes: Floats
+    next_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every state contains the one before it."""
+        return all(a & ~b == 0 for a, b in zip(self.members, self.members[1:], strict=False))
+
+    @cached_property
+    def inside(self) -> NDArray[np.bool_]:
+        """[state, state] bool: whether the first is a proper part of the second."""
+        if self.is_chain:
+            return np.triu(np.ones((len(self), len(self)), dtype=bool), 1)
+        bits = _bits(self.members, len(self.rows)).astype(np.float32)
+        missing = bits @ (1 - bits).T  # members of the first that the second lacks
+        return np.triu(missing == 0, 1)
+
+    def thinned(self, step: int) -> "States":
+        """Return every `step`-th state, the first and the last: a coarser choice of cuts."""
+        kept = sorted({0, len(self) - 1, *range(0, len(self), step)})
+        return self.select(kept)
+
+    def select(self, kept: Sequence[int]) -> "States":
+        """Return some of the states."""
+        arrays = [np.asarray(getattr(self, name))[list(kept)] for name in _ARRAYS]
+        return States(self.rows, tuple(self.members[i] for i in kept), *arrays)
+
+    def layers(self, start: int, stop: int) -> list[int]:
+        """Return the layers of the stage between two states, in order of execution; the loss is not one."""
+        bits = self.members[stop] & ~self.members[start]
+        return [index for index in range(len(self.rows) - 1) if bits >> index & 1]
+
+
+_ARRAYS = (
+    "forward_s",
+    "backward_s",
+    "parameter_bytes",
+    "saved_bytes",
+    "num_loading",
+    "sent_bytes",
+    "returned_bytes",
+    "antichain_bytes",
+    "next_bytes",
+)
+
+
+def prefixes(rows: Sequence[LayerProfile]) -> States:
+    """Return the cuts between layers that follow each other in order of execution: what an engine can run as it is.
+
+    Raises:
+        PlanError: there is no layer.
+    """
+    graph = _Graph(rows)
+    members, whole = [0], 0
+    for index in graph.working:
+        whole |= 1 << index
+        members.append(whole)
+    return graph.states(members)
+
+
+def antichains(rows: Sequence[LayerProfile]) -> States:
+    """Return the states of the PipeDream artifact's optimizer, or the prefixes if there are more than MAX_STATES.
+
+    States grow from the first source along edges; another source joins together with the first layer that reads it.
+    Model inputs and `__getitem__`s that nobody reads are left out, as the artifact does.
+
+    Raises:
+        PlanError: there is no layer.
+    """
+    graph = _Graph(rows)
+    anchor = graph.working[0]
+    first = graph.closures[anchor]
+    beyond = {first: graph.readers_of[anchor] & ~first}  # per state, the layers outside that read one inside
+    queue = [first]
+    while queue:
+        state = queue.pop()
+        for index in _positions(beyond[state]):
+            added = graph.closures[index] & ~state
+            larger = state | added
+            if larger in beyond or added & beyond[state] != 1 << index:  # another reader is to join before this one
+                continue
+            readers = beyond[state]
+            for joined in _positions(added):
+                readers |= graph.readers_of[joined]
+            beyond[larger] = readers & ~larger
+            queue.append(larger)
+        if len(beyond) >= MAX_STATES:
+            return prefixes(rows)
+    found = {0, *beyond} - {graph.everything}
+    return graph.states([*sorted(found, key=lambda state: (state.bit_count(), state)), graph.everything])
+
+
+def _bits(members: Sequence[int], num_rows: int) -> NDArray[np.bool_]:
+    """Return [state, layer] bool."""
+    num_bytes = (num_rows + 7) // 8
+    packed = np.frombuffer(b"".join(m.to_bytes(num_bytes, "little") for m in members), dtype=np.uint8)
+    unpacked = np.unpackbits(packed.reshape(len(members), num_bytes), axis=1, bitorder="little")
+    return unpacked[:, :num_rows].astype(bool)
+
+
+def _positions(bits: int) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+class _Graph:
+    """The layers that work, and who reads whom."""
+
+    def __init__(self, rows: Sequence[LayerProfile]) -> None:
+        self.rows = tuple(rows)
+        readers: list[list[int]] = [[] for _ in rows]
+        for index, row in enumerate(rows):
+            for read in row.reads:
+                readers[read].append(index)
+        self.readers = readers
+        self.working = [
+            index
+            for index, row in enumerate(rows[:-1])
+            if not row.is_input and (readers[index] or not row.kind.startswith("__getitem__"))
+        ]
+        if not self.working:
+            raise PlanError("the profile has no layer to plan")
+        self.everything = sum(1 << index for index in self.working)
+
+    @cached_property
+    def closures(self) -> list[int]:
+        """Every layer together with all it depends on, as bits."""
+        found: list[int] = []
+        for index, row in enumerate(self.rows):
+            bits = 1 << index & self.everything
+            for read in row.reads:
+                bits |= found[read]
+            found.append(bits)
+        return found
+
+    @cached_property
+    def readers_of(self) -> list[int]:
+        """The readers of every layer, as bits; the loss is not one."""
+        return [sum(1 << reader for reader in readers) & self.everything for readers in self.readers]
+
+    def states(self, members: Sequence[int]) -> States:
+        """Sum the layers' costs over every state, leaving out states that separate tied parameters."""
+        tied = self._tied()
+        kept = [state for state in members if all(state & group in (0, group) for group in tied)]
+        if kept[-1] != self.everything or len(kept) < 2:
+            raise PlanError("the profile has no layer to plan")
+        bits = _bits(kept, len(self.rows))
+        crosses = np.zeros_like(bits)
+        has_reader = np.zeros_like(bits)
+        for index in self.working:
+            for reader in self.readers[index]:
+                if self.everything >> reader & 1 or reader == len(self.rows) - 1:
+                    crosses[:, index] |= bits[:, index] & ~bits[:, reader]
+                    has_reader[:, index] |= bits[:, reader]
+        crosses[-1] = False
+        own = self._own_parameter_bytes()
+        beyond = ~bits & (own > 0)
+        next_bytes = np.where(beyond.any(1), own[beyond.argmax(1)], 0.0)
+        loss, last = self.rows[-1], np.arange(len(kept)) == len(kept) - 1
+        return States(
+            self.rows,
+            tuple(kept),
+            forward_s=bits @ self._column(lambda row: row.forward_s) + last * loss.forward_s,
+            backward_s=bits @ self._column(lambda row: row.backward_s) + last * loss.backward_s,
+            parameter_bytes=bits @ own,
+            saved_bytes=bits @ self._column(lambda row: row.saved_bytes) + last * loss.saved_bytes,
+            num_loading=bits @ self._column(lambda row: bool(row.inputs)),
+            sent_bytes=crosses @ self._column(lambda row: row.output_bytes),
+            returned_bytes=crosses @ self._column(lambda row: row.gradient_bytes),
+            antichain_bytes=(bits & ~has_reader) @ self._column(lambda row: row.output_bytes),
+            next_bytes=next_bytes,
+        )
+
+    def _column(self, value: Callable[[LayerProfile], float]) -> Floats:
+        return np.array([value(row) for row in self.rows], dtype=float)
+
+    def _own_parameter_bytes(self) -> Floats:
+        """Return each layer's parameter bytes; a tied parameter counts at its first user."""
+        seen: set[str] = set()
+        own = np.zeros(len(self.rows))
+        for index in self.working:
+            own[index] = sum(size for name, size in self.rows[index].parameter_sizes.items() if name not in seen)
+            seen.update(self.rows[index].parameters)
+        return own
+
+    def _tied(self) -> list[int]:
+        users: dict[str, int] = {}
+        for index in self.working:
+            for name in self.rows[index].parameters:
+                users[name] = users.get(name, 0) | 1 << index
+        return [group for group in users.values() if group.bit_count() > 1]
