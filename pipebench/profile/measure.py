@@ -72,14 +72,11 @@ def measured_profile(
                 graph, root, dataset, _Minibatches(dataset, size, device), clock, repeats, report
             )
         update_s_per_byte, update_floor_s = _update_s(root, optimizer, clock)
-    return Profile(
+    profile = Profile(
         model=model_text,
         device=local_device_name(device),
         source="measured",
-        note=(
-            f"median of {repeats} passes after {_WARM_UPS} of warm-up, torch {torch.__version__}; "
-            f"{_ratios(layers, whole_step_s)}"
-        ),
+        note=f"median of {repeats} passes after {_WARM_UPS} of warm-up, torch {torch.__version__}",
         layers=layers,
         update_s_per_byte=update_s_per_byte,
         update_floor_s=update_floor_s,
@@ -87,6 +84,8 @@ def measured_profile(
         whole_step_s=whole_step_s,
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
+    ratios = ", ".join(f"{ratio:.3f} at {size} samples" for size, ratio in profile.sum_over_whole.items())
+    return replace(profile, note=f"{profile.note}; sum over layers / whole step: {ratios}")
 
 
 class _Minibatches:
@@ -189,15 +188,6 @@ def _step_s(parameters: Sequence[torch.Tensor], recipe: OptimizerRecipe, clock: 
         parameter.grad = torch.full_like(parameter, 1e-3)
     readings = [clock(optimizer.step)[1] for _ in range(_WARM_UPS + _OPTIMIZER_STEPS)]
     return statistics.median(reading() for reading in readings[_WARM_UPS:])
-
-
-def _ratios(layers: Mapping[int, Sequence[LayerProfile]], whole_step_s: Mapping[int, float]) -> str:
-    """Say how the sum over the layers compares with whole steps."""
-    ratios = (
-        f"{sum(row.forward_s + row.backward_s for row in rows) / whole_step_s[size]:.3f} at {size} samples"
-        for size, rows in layers.items()
-    )
-    return f"sum over layers / whole step: {', '.join(ratios)}"
 
 
 def _cpu_clock(work: Callable[[], Any]) -> tuple[Any, Reading]:

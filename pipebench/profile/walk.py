@@ -1,15 +1,19 @@
 """One pass through the layer graph, node by node: every forward alone, then every backward alone, last layer first.
 
-Both profiles make this pass, on tensors with data or without; they differ in the clock they hold beside it.
+Both profiles make this pass, on tensors with data or without; they differ in the clock they hold beside it. It keeps
+alive what training keeps alive and no more: with more memory in use the same additions take up to eight times as long.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
@@ -34,8 +38,9 @@ class _Step:
         buffers: its floating-point buffers, by qualified name.
         reads: indices of the layers it reads.
         inputs: names of the model inputs it reads.
-        wanted: tensors its backward computes gradients of: parameters, and inputs that have one.
-        values: every tensor of its output.
+        wanted: what its backward computes gradients of: inputs that have one, then parameters.
+        origins: for every wanted input, the step and the index of the tensor it came from.
+        outputs: for every tensor of its output that has a gradient, its edge, its shape, and how many readers sent one.
         forward_s: reads the seconds of its forward.
         backward_s: reads the seconds of its backward.
         gradient_bytes: bytes of the part of it that has a gradient.
@@ -49,13 +54,41 @@ class _Step:
     buffers: Mapping[str, torch.Tensor]
     reads: tuple[int, ...]
     inputs: tuple[str, ...]
-    wanted: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    wanted: list[Any] = field(default_factory=list)
+    origins: list[tuple["_Step", int]] = field(default_factory=list)
+    outputs: dict[int, "_Output"] = field(default_factory=dict)
     forward_s: Reading = float
     backward_s: Reading = float
     output_parts: tuple[int, ...] = ()
     gradient_bytes: int = 0
     saved_bytes: int = 0
+
+
+@dataclass
+class _Output:
+    """A tensor that has a gradient: where backwards enter, its shape as a meta tensor, and gradients that arrived."""
+
+    edge: GradientEdge
+    like: torch.Tensor
+    device: torch.device
+    num_arrived: int = 0
+
+    def gradient(self) -> torch.Tensor:
+        return torch.ones_like(self.like, device=self.device)
+
+
+class _Cut(torch.autograd.Function):
+    """A value without its past: where gradients are wanted, and unlike a leaf it doesn't keep the value alive."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the value; `anchor` gives it a gradient."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Backwards end before this."""
+        raise AssertionError("a backward went past the layer it is of")
 
 
 def walk(
@@ -84,8 +117,13 @@ def walk(
         ProfileError: a layer fails; names it.
     """
     steps = _forwards(graph, root, dataset, samples, clock, count_saved)
+    for output in steps[-1].outputs.values():
+        output.num_arrived = 1
+    uses = Counter(name for step in steps for name in step.parameters)
+    sums = {name: torch.zeros_like(p) for step in steps for name, p in step.parameters.items() if uses[name] > 1}
+    met: set[str] = set()
     for step in reversed(steps):
-        _backward(step, clock)
+        _backward(step, clock, sums, met)
     return tuple(_profile(step) for step in steps)
 
 
@@ -101,15 +139,23 @@ def _forwards(
     env: dict[fx.Node, Any] = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
     parameters = dict(root.named_parameters())
     kept = {parameter.untyped_storage()._cdata for parameter in parameters.values()} if count_saved else None
+    unread = {node: len(node.users) for node in graph.graph.nodes}
+    owners: dict[fx.Node, _Step] = {}
     steps = []
     for layer in graph.layers:
         own = {name: parameters[name] for name in layer.parameters}
         step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
-        env[layer.node] = _forward(step, _call_of(layer, root, env, step), clock, kept)
+        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, kept)
+        owners[layer.node] = step
         steps.append(step)
+        for node in layer.node.all_input_nodes:
+            unread[node] -= 1
+            if not unread[node]:
+                env.pop(node, None)
     (output,) = graph.graph.find_nodes(op="output")
     loss = _Step(LOSS, LOSS, {}, {}, graph.outputs, ())
-    prediction = _leaves(run_node(root, output, env), loss)
+    prediction = run_node(root, output, {node: _cut(value, loss, owners.get(node)) for node, value in env.items()})
+    env.clear()
     targets = {name: samples[name] for name in dataset.targets}
     _forward(loss, lambda: dataset.loss(prediction, targets), clock, kept)
     return [*steps, loss]
@@ -124,26 +170,38 @@ def _buffers(layer: Layer, root: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in named if buffer.is_floating_point()}
 
 
-def _call_of(layer: Layer, root: nn.Module, env: Mapping[fx.Node, Any], step: _Step) -> Callable[[], Any]:
+def _call_of(
+    layer: Layer, root: nn.Module, env: Mapping[fx.Node, Any], owners: Mapping[fx.Node, _Step], step: _Step
+) -> Callable[[], Any]:
     """Return the layer's forward on inputs of its own."""
-    own = {node: _leaves(env[node], step) for node in layer.node.all_input_nodes if node in env}
+    own = {node: _cut(env[node], step, owners.get(node)) for node in layer.node.all_input_nodes if node in env}
     first = layer.node.args[0] if layer.node.args else None
     if is_inplace(root, layer.node) and isinstance(first, fx.Node) and first in own:
-        # autograd refuses to overwrite a leaf; a clone isn't one, and is made outside the clock.
+        # autograd refuses to overwrite a view like this; a clone isn't one, and is made outside the clock.
         own[first] = tree_map_only(torch.Tensor, torch.clone, own[first])
     return lambda: run_node(root, layer.node, own)
 
 
-def _leaves(value: Any, step: _Step) -> Any:
-    """Return a value cut off from what computed it; its tensors that have a gradient become wanted by the step."""
+def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
+    """Return a value cut off from what computed it; its tensors that have a gradient become wanted by the step.
 
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        cut = tensor.detach().requires_grad_(tensor.requires_grad)
-        if cut.requires_grad:
-            step.wanted.append(cut)
-        return cut
+    Args:
+        value: what the step reads.
+        step: the reader.
+        owner: the step that computed it; None for a model input.
+    """
+    position = itertools.count()
 
-    return tree_map_only(torch.Tensor, leaf, value)
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        index = next(position)
+        if not tensor.requires_grad or owner is None:
+            return tensor.detach()
+        made: torch.Tensor = _Cut.apply(torch.empty(0, requires_grad=True), tensor.detach())
+        step.wanted.append(get_gradient_edge(made))
+        step.origins.append((owner, index))
+        return made
+
+    return tree_map_only(torch.Tensor, cut, value)
 
 
 def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: set[int] | None) -> Any:
@@ -154,9 +212,14 @@ def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: set[int] 
     except Exception as error:  # any module of the user's may raise anything
         raise ProfileError(_failed(step, "forward", error)) from error
     step.wanted += step.parameters.values()
-    step.values = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    step.output_parts = tuple(tensor.nbytes for tensor in step.values)
-    step.gradient_bytes = sum(tensor.nbytes for tensor in step.values if tensor.requires_grad)
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    step.output_parts = tuple(tensor.nbytes for tensor in tensors)
+    step.gradient_bytes = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
+    step.outputs = {
+        index: _Output(get_gradient_edge(tensor), torch.empty_like(tensor, device="meta"), tensor.device)
+        for index, tensor in enumerate(tensors)
+        if tensor.requires_grad
+    }
     return value
 
 
@@ -171,20 +234,39 @@ def _count_saved(step: _Step, kept: set[int]) -> torch.autograd.graph.saved_tens
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _backward(step: _Step, clock: Clock) -> None:
-    """Run the step's backward, then let go of its tensors."""
-    outputs = [tensor for tensor in step.values if tensor.requires_grad]
-    gradients = [torch.ones_like(tensor) for tensor in outputs]
+def _backward(step: _Step, clock: Clock, sums: Mapping[str, torch.Tensor], met: set[str]) -> None:
+    """Run the step's backward, then let go of what it kept.
 
-    def call() -> None:
-        torch.autograd.grad(outputs, step.wanted, gradients, allow_unused=True)
+    Gradients that meet are added, as in training: those of a value by the layer that made it, those of a parameter that
+    several layers use (in `sums`) by all of them but the last, which is the first to add to `met`.
+    """
+    outputs = [output for output in step.outputs.values() if output.num_arrived]
+    gradients = [output.gradient() for output in outputs]
+    others = [output.gradient() if output.num_arrived > 1 else None for output in outputs]
+    tied = [name if name in sums else None for name in step.parameters]
+
+    def call() -> Sequence[torch.Tensor | None]:
+        for output, gradient, other in zip(outputs, gradients, others, strict=True):
+            for _ in range(output.num_arrived - 1):
+                assert other is not None
+                gradient.add_(other)
+        edges = [output.edge for output in outputs]
+        found = torch.autograd.grad(edges, step.wanted, gradients, allow_unused=True)
+        for name, gradient in zip(tied, found[len(step.origins) :], strict=True):
+            if name in met and gradient is not None:
+                sums[name].add_(gradient)
+        return found
 
     if outputs and step.wanted:
         try:
-            _, step.backward_s = clock(call)
+            found, step.backward_s = clock(call)
         except Exception as error:
             raise ProfileError(_failed(step, "backward", error)) from error
-    step.wanted, step.values = [], []
+        for (owner, index), gradient in zip(step.origins, found, strict=False):
+            if gradient is not None:
+                owner.outputs[index].num_arrived += 1
+        met.update(name for name in tied if name is not None)
+    step.wanted, step.origins, step.outputs = [], [], {}
 
 
 def _profile(step: _Step) -> LayerProfile:

@@ -1,5 +1,8 @@
 """The measured profile: what it leaves alone, and bounds so loose that only nonsense fails them."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -36,10 +39,76 @@ def test_every_layer_and_size_is_there(profile: Profile) -> None:
 
 
 def test_sum_over_layers_is_about_a_whole_step(profile: Profile) -> None:
-    total = sum(row.forward_s + row.backward_s for row in profile.layers[16])
-    assert 0.5 < total / profile.whole_step_s[16] < 2
-    assert "sum over layers / whole step: " in profile.note
+    assert set(profile.sum_over_whole) == {4, 16}
+    assert f"; sum over layers / whole step: {profile.sum_over_whole[4]:.3f} at 4 samples, " in profile.note
     assert ", torch " in profile.note
+
+
+class Language(nn.Module):
+    """Two LSTMs, the first one's states passed on, with an embedding that may be frozen or tied to the decoder."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, width)
+        self.first = nn.LSTM(width, width, batch_first=True)
+        self.second = nn.LSTM(width, width, batch_first=True)
+        self.decode = nn.Linear(width, 500)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map [samples, 20] int64 and bool to logits and to how sure they are, which has no gradient."""
+        hidden, states = self.first(self.embed(tokens))
+        again, _ = self.second(hidden, states)
+        hidden = torch.relu_(again + hidden)
+        hidden += 1.0
+        logits = self.decode(hidden.masked_fill(mask.unsqueeze(2), 0.0))
+        sure = (logits.detach().argmax(2) > 7).float()
+        return logits, sure
+
+
+class Words(Blobs):
+    """Two inputs, integers and booleans, and a loss that reads a tuple."""
+
+    inputs: Sequence[str] = ("tokens", "mask")
+
+    def fetch(self, split: str, indices: Sequence[int], fields: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return rows."""
+        tokens = torch.tensor([[(7 * index + position) % 500 for position in range(20)] for index in indices])
+        both = {"tokens": tokens, "mask": tokens == 3, "label": tokens}
+        return {field: both[field] for field in fields}
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return summed cross-entropy of the first output, plus what has no gradient."""
+        logits, sure = output
+        return (
+            nn.functional.cross_entropy(logits.flatten(0, 1), targets["label"].flatten(), reduction="sum") + sure.sum()
+        )
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])
+def test_a_language_model(kind: str) -> None:
+    model = Language()
+    if kind == "frozen":
+        model.embed.requires_grad_(False)
+    if kind == "tied":
+        model.decode.weight = model.embed.weight
+    profile = measured_profile(trace(model), Words(), [8], SGD, CPU, kind)
+    rows = {row.name: row for row in profile.layers[8]}
+    assert rows["embed"].inputs == ("tokens",)
+    assert rows["first"].output_parts == (8 * 20 * 64 * 4, 8 * 64 * 4, 8 * 64 * 4)
+    assert (rows["embed"].backward_s > 0) == (kind != "frozen")
+    assert [rows[name].backward_s for name in ("argmax", "gt", "detach")] == [0, 0, 0]
+    assert rows["argmax"].gradient_bytes == rows["gt"].gradient_bytes == 0
+    assert rows["loss"].reads == tuple(
+        i for i, row in enumerate(profile.layers[8]) if row.name in ("decode", "float_1")
+    )
+    assert all(rows[name].backward_s > 0 for name in ("first", "second", "add", "decode", "loss"))
+    assert 0.5 < profile.sum_over_whole[8] < 1.6
+
+
+def test_vgg_adds_up() -> None:
+    model = vgg16(width=0.25, num_classes=10, in_channels=1, image_size=32)
+    profile = measured_profile(trace(model), mnist5k(), [32], SGD, CPU, "vgg16", repeats=5)
+    assert 0.5 < profile.sum_over_whole[32] < 1.6
 
 
 def test_model_and_random_state_are_left_as_found() -> None:

@@ -1,5 +1,6 @@
 """The pass through the layers: names, bytes and gradients, whatever the layers are."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,56 @@ def test_a_frozen_beginning_has_no_backward() -> None:
     assert [rows[name].backward_s for name in ("first", "relu", "add")] == [0, 0, 0]
     assert (rows["first"].parameter_bytes, rows["first"].gradient_bytes) == (0, 0)
     assert rows["last"].backward_s > 0
+
+
+class Fork(nn.Module):
+    """A value that three layers read, one of them without a gradient, and a parameter that two layers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        self.second = nn.Linear(6, 6, dtype=torch.float64)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 6] to [samples, 4]."""
+        x = self.first(x)
+        y = self.second(x) + x
+        made: torch.Tensor = self.last(y + (x > 0))
+        return made
+
+
+def test_gradients_that_meet_are_added_by_the_layer_they_meet_at() -> None:
+    graph, dataset = trace(Fork()), Blobs()
+    added: list[list[str]] = []
+
+    def clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
+        with torch.profiler.profile() as profile:
+            value = work()
+        added.append([str(list(event.input_shapes)) for event in profile.events() if event.name == "aten::add_"])
+        return value, lambda: 0.0
+
+    walk(graph, graph.root, dataset, dataset.fetch("train", range(3), ["x", "label"]), clock)
+    names = [*(layer.name for layer in graph.layers), "loss"]
+    backward = dict(zip([name for name in reversed(names) if name != "gt"], added[len(names) :], strict=True))
+    assert {name: len(sums) for name, sums in backward.items() if sums} == {"first": 2}
+
+
+def test_values_are_let_go_of_as_in_training() -> None:
+    """A frozen layer keeps nothing for a backward, so what it read may go."""
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False, dtype=torch.float64).requires_grad_(False) for _ in range(4)))
+    graph, dataset = trace(model), Blobs(classes=6)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
+        value = work()
+        alive.append(weakref.ref(value))
+        return value, lambda: 0.0
+
+    samples = dataset.fetch("train", range(3), ["x", "label"])
+    walk(graph, graph.root, dataset, samples, clock)
+    assert [each() for each in alive] == [None] * 5
 
 
 def test_the_pass_leaves_no_gradients_and_reads_the_right_values() -> None:
