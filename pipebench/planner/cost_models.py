@@ -168,9 +168,7 @@ class CostModel(ABC):
     antichains: bool
 
     @abstractmethod
-    def terms(
-        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
-    ) -> StageTerms:
+    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
         """Return what bounds the stages of a block.
 
         Args:
@@ -191,9 +189,7 @@ class _Sosp19(CostModel):
     summary = "PipeDream (SOSP'19) section 3.1 as printed: 1/m max(compute, 2 (m-1) |w| / B), 2 a / B per cut"
     antichains = True
 
-    def terms(
-        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
-    ) -> StageTerms:
+    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
         states, rate = block.work.states, level.bandwidth_bytes_per_s
         if compute_s is None:
             compute_s = block.sums(states.forward_s + states.backward_s)
@@ -214,9 +210,7 @@ class _Artifact(CostModel):
     summary = "the published optimizer: (compute + 4 (m-1) |w| / (m B)) / m, 2 a_in / (B m), 2 a_out / (B m)"
     antichains = True
 
-    def terms(
-        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
-    ) -> StageTerms:
+    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
         states, rate = block.work.states, level.bandwidth_bytes_per_s
         if compute_s is None:
             compute_s = block.sums(states.forward_s + states.backward_s)
@@ -236,12 +230,12 @@ class _Artifact(CostModel):
 
 class _Overlap(CostModel):
     name = "overlap"
-    summary = "compute and communication side by side: ring all-reduce during the backward, ports, latencies, efficiency"
+    summary = (
+        "compute and communication side by side: ring all-reduce during the backward, ports, latencies, efficiency"
+    )
     antichains = False
 
-    def terms(
-        self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None
-    ) -> StageTerms:
+    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
         work, states, rate = block.work, block.work.states, level.goodput_bytes_per_s
         weights = block.sums(states.parameter_bytes)
         carried = np.maximum(*self._port_bytes(block)) / rate

@@ -21,7 +21,7 @@ from pipebench.planner.states import Floats
 
 _ANY_S = 1e30  # seconds: no bottleneck is larger
 _PRECISION, _NEAR = 1e-12, 1e-5  # relative; below it a float's own rounding decides
-_BLOCK_ELEMENTS = 1 << 15  # of float64: a few arrays of it stay in a core's own cache
+BLOCK_ELEMENTS = 1 << 16  # of float64: a few arrays of it stay in a core's own cache
 
 
 class Stage(NamedTuple):
@@ -99,7 +99,7 @@ class _Search:
         self.problem = problem
         states = problem.work.states
         self.num_states = len(states)
-        rows = max(1, _BLOCK_ELEMENTS // self.num_states)
+        rows = max(1, BLOCK_ELEMENTS // self.num_states)
         bounds = [0, *range(1, self.num_states - 1, rows), self.num_states - 1]  # the first stage is a block of its own
         self._blocks = [np.arange(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
         self._outside = None if states.is_chain else ~states.inside

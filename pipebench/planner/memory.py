@@ -8,6 +8,7 @@ for two transfers each way. Its d is 1 + ceil(R / m): m replicas, R workers in t
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipebench.planner.cost_models import Block, Work
 from pipebench.planner.states import Floats, States
@@ -55,6 +56,11 @@ class MemoryRule:
                 return np.where(room >= self.in_flight, 1.0, np.inf)
             needed = np.maximum(np.ceil(after / (room - 1)), 1.0)
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
+
+    def fits(self, block: Block, m: int, after: int) -> NDArray[np.bool_]:
+        """Return whether a block's stages on m replicas, with `after` workers behind them, fit [start, stop]."""
+        constant, each = self._parts(block)
+        return constant + self.depth(m, after) * each <= self.limit_bytes
 
     def _parts(self, block: Block) -> tuple[Floats, Floats]:
         """Return the bytes kept however many minibatches are in flight, and those of each, [start, stop]."""

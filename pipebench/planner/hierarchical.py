@@ -1,0 +1,232 @@
+"""The hierarchical planner: level by level, as in the paper, exact for its recurrence.
+
+Paper: PipeDream (SOSP'19) section 3.1. At level k a stage runs on m components of the level below, each of which runs
+the best plan of the level below for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k from A^(k-1). The table of
+one level is a product of matrices in which a sum is a minimum and a product a maximum; entries that no plan as good as
+one already known can use are left out.
+
+What a stage keeps in memory depends on the workers behind it, so tables are made for a number of workers behind. It
+counts idle ones too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pipebench.cluster import Level
+from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.flat import BLOCK_ELEMENTS, Stage
+from pipebench.planner.memory import MemoryRule
+from pipebench.planner.states import Floats
+
+_COARSE_STATES = 48
+
+
+@dataclass(frozen=True)
+class HierarchicalProblem:
+    """What to plan: as in `FlatProblem`, with levels of links, innermost first."""
+
+    work: Work
+    model: CostModel
+    levels: tuple[Level, ...]
+    memory: MemoryRule | None = None
+
+
+class PlacedStage(NamedTuple):
+    """A stage on devices: replica q runs on workers[q]."""
+
+    stage: Stage
+    workers: tuple[int, ...]
+
+
+class HierarchicalPlan(NamedTuple):
+    """A plan and the recurrence's seconds per minibatch for it."""
+
+    bottleneck_s: float
+    stages: tuple[PlacedStage, ...]
+
+
+def plan_hierarchical(problem: HierarchicalProblem) -> HierarchicalPlan | None:
+    """Return the plan with the smallest bottleneck, or None if none fits in memory."""
+    states = problem.work.states
+    step = len(states) // _COARSE_STATES
+    at_most_s = np.inf
+    if step >= 2:
+        coarse = plan_hierarchical(replace(problem, work=replace(problem.work, states=states.thinned(step))))
+        at_most_s = coarse.bottleneck_s if coarse else np.inf
+    return _Tables(problem, at_most_s).solve()
+
+
+class _Choice(NamedTuple):
+    """The best plan of a range of layers on the components of one level."""
+
+    seconds: float
+    stages: tuple[tuple[int, int, int, int], ...]  # start, stop, components, components behind
+
+
+class _Tables:
+    """Seconds per minibatch of every range of layers on one component of each level."""
+
+    def __init__(self, problem: HierarchicalProblem, at_most_s: float) -> None:
+        self.problem = problem
+        self.num_states = len(problem.work.states)
+        self._outside = ~problem.work.states.inside
+        self._sizes = [1]  # workers of a component of the level below each level
+        for level in problem.levels:
+            self._sizes.append(self._sizes[-1] * level.count)
+        self._at_most_s = at_most_s * (1 + 1e-9)
+        self._tables: dict[tuple[int, int], Floats] = {}
+
+    def solve(self) -> HierarchicalPlan | None:
+        """Return the best plan of the whole model on the whole cluster."""
+        top, last = len(self.problem.levels) - 1, self.num_states - 1
+        choice = self._range(top, 0, last, 0)
+        if choice is None:
+            return None
+        placed = self._placed(top, choice, 0)
+        return HierarchicalPlan(choice.seconds, tuple(placed))
+
+    def _stages_s(self, level: int, m: int, behind: int, after: int, block: Block, *, first: bool) -> Floats:
+        """Return the seconds of a block's stages on m components with `behind` components of the level after them.
+
+        `after` are the workers behind the component of the level above, counted per such component.
+        """
+        problem, links = self.problem, self.problem.levels[level]
+        compute_s = None
+        if level > 0:
+            workers = self._workers_behind(level, m, behind, after)
+            compute_s = self._table(level - 1, workers)[block.starts, block.stop_from :]
+        seconds = problem.model.terms(block, links, first=first, compute_s=compute_s).seconds(float(m))
+        seconds = np.broadcast_to(seconds, (len(block.starts), self.num_states - block.stop_from))
+        outside = self._outside[block.starts, block.stop_from :]
+        if level == 0 and problem.memory is not None:
+            outside = outside | ~problem.memory.fits(block, m, behind + after)
+        return np.where(outside, np.inf, seconds)
+
+    def _workers_behind(self, level: int, m: int, behind: int, after: int) -> int:
+        if self.problem.memory is None:
+            return 0
+        return -(-(behind * self._sizes[level] + after) // m)
+
+    def _table(self, level: int, after: int) -> Floats:
+        """Return [state, state]: the best seconds of the layers between, on one component of `level + 1`."""
+        if (level, after) not in self._tables:
+            self._tables[level, after] = self._made(level, after)
+        return self._tables[level, after]
+
+    def _made(self, level: int, after: int) -> Floats:
+        count, limited = self.problem.levels[level].count, self.problem.memory is not None
+        # A stage on all components of the level above is the whole model (and that one is made apart): any other has
+        # one component less, and a range slower than that many times the bottleneck is of no use.
+        above = self.problem.levels[level + 1].count
+        limit_s = self._at_most_s * self._sizes[-1] / self._sizes[level + 1] * max(1, above - 1) / above
+        made: dict[tuple[int, int, bool], Floats] = {}
+
+        def stages_s(m: int, behind: int, first: bool) -> Floats:
+            key = (m, behind if limited else 0, first)
+            if key not in made:
+                made[key] = self._all_stages_s(level, *key[:2], after, first=first)
+            return made[key]
+
+        best = np.full((self.num_states, self.num_states), np.inf)
+        rest: dict[int, Floats] = {}  # components to the best that so many, none of them first, can do
+        for w in range(1, count + 1):
+            np.minimum(best, stages_s(w, 0, True), out=best)
+            # Without a limit on memory workers behind a stage don't matter, so `rest` may leave some idle.
+            if limited or w == count:
+                for m in range(1, w):
+                    _product(stages_s(m, w - m, True), rest[w - m], best, limit_s)
+            if w < count:
+                rest[w] = stages_s(w, 0, False).copy()
+                if not limited and w > 1:
+                    np.minimum(rest[w], rest[w - 1], out=rest[w])
+                for m in range(1, w):
+                    _product(stages_s(m, w - m, False), rest[w - m], rest[w], limit_s)
+        whole = self._range(level, 0, self.num_states - 1, after)
+        best[0, -1] = whole.seconds if whole else np.inf
+        return best
+
+    def _all_stages_s(self, level: int, m: int, behind: int, after: int, *, first: bool) -> Floats:
+        """Return [state, state]: the seconds of all stages; made a few rows at a time, which stay in a core's cache."""
+        seconds = np.full((self.num_states, self.num_states), np.inf)
+        rows = max(1, BLOCK_ELEMENTS // self.num_states)
+        for start in range(0, self.num_states - 1, rows):
+            starts = np.arange(start, min(start + rows, self.num_states - 1))
+            block = Block(self.problem.work, starts, start + 1)
+            seconds[starts, start + 1 :] = self._stages_s(level, m, behind, after, block, first=first)
+        return seconds
+
+    def _range(self, level: int, start: int, stop: int, after: int) -> _Choice | None:
+        """Return the best plan of one range of layers on the components of a level, by the same recurrence."""
+        count, work = self.problem.levels[level].count, self.problem.work
+        starts = np.arange(start, stop)
+        rest: list[Floats] = [np.full(self.num_states, np.inf)]
+        rest[0][stop] = 0.0
+        taken: list[tuple[np.ndarray, np.ndarray]] = []  # type: ignore[type-arg]  # per w: m and next state of each start
+        best: tuple[float, int] = (np.inf, 0)
+        for w in range(1, count + 1):
+            found, m_taken, next_taken = (np.full(self.num_states, v) for v in (np.inf, 0, 0))
+            for m in range(1, w + 1):
+                first = self._stages_s(level, m, w - m, after, Block(work, starts[:1]), first=True)
+                later = self._stages_s(level, m, w - m, after, Block(work, starts[1:]), first=False)
+                seconds = np.concatenate([first, later])
+                path = np.maximum(seconds, rest[w - m][None, :])
+                nearest = path.argmin(1)
+                value = path[np.arange(len(starts)), nearest]
+                better = value < found[starts]
+                found[starts[better]] = value[better]
+                m_taken[starts[better]], next_taken[starts[better]] = m, nearest[better]
+            rest.append(found)
+            taken.append((m_taken, next_taken))
+            best = min(best, (float(found[start]), w))
+        if not np.isfinite(best[0]):
+            return None
+        stages, w, at = [], best[1], start
+        while at < stop:
+            m, following = int(taken[w - 1][0][at]), int(taken[w - 1][1][at])
+            stages.append((at, following, m, w - m))
+            at, w = following, w - m
+        return _Choice(best[0], tuple(stages))
+
+    def _placed(self, level: int, choice: _Choice, after: int) -> list[PlacedStage]:
+        """Return the stages on devices numbered from 0 within one component of the level above."""
+        placed, component = [], 0
+        size = self._sizes[level]
+        for start, stop, m, behind in choice.stages:
+            components = [(component + index) * size for index in range(m)]
+            component += m
+            if level == 0:
+                placed.append(PlacedStage(Stage(start, stop, m), tuple(components)))
+                continue
+            workers = self._workers_behind(level, m, behind, after)
+            inner = self._range(level - 1, start, stop, workers)
+            assert inner is not None
+            for stage, own in self._placed(level - 1, inner, workers):
+                # Replica q is in component q mod m: as every stage of the component is, so minibatches stay inside.
+                devices = tuple(offset + worker for worker in own for offset in components)
+                placed.append(PlacedStage(stage._replace(replicas=len(devices)), devices))
+        return placed
+
+
+def _product(first: Floats, rest: Floats, out: Floats, limit_s: float) -> None:
+    """Lower out[i, j] to min over k of max(first[i, k], rest[k, j]), where that is at most `limit_s`."""
+    size = len(rest)
+    usable, reach = first <= limit_s, rest <= limit_s
+    top = np.where(usable.any(0), usable.argmax(0), size)  # first i of every k
+    end = np.where(reach.any(1), size - reach[:, ::-1].argmax(1), 0)  # last j of every k
+    spare = np.empty(size * size)  # used again and again: fresh memory costs more than the arithmetic
+    for k in range(1, size - 1):
+        i, j = int(top[k]), int(end[k])
+        if i < k and j > k + 1:
+            target = out[i:k, k + 1 : j]
+            path = spare[: target.size].reshape(target.shape)
+            np.maximum(first[i:k, k, None], rest[k, None, k + 1 : j], out=path)
+            np.minimum(target, path, out=target)
+
+
+def depths(memory: MemoryRule, stages: Sequence[Stage]) -> list[int]:
+    """Return the minibatches in flight of every stage's replicas."""
+    replicas = [stage.replicas for stage in stages]
+    return [memory.depth(m, sum(replicas[index + 1 :])) for index, m in enumerate(replicas)]
