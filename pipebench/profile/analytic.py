@@ -11,7 +11,8 @@ from torch import nn
 
 from pipebench.graph import LayerGraph
 from pipebench.optimizer import state_bytes_per_byte
-from pipebench.profile.devices import GEMM_EFFICIENCY, LAUNCH_S, MEMORY_EFFICIENCY, DeviceSpec
+from pipebench.profile.devices import DeviceSpec
+from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.model import Profile
 from pipebench.profile.roofline import priced
 from pipebench.profile.walk import walk
@@ -54,14 +55,15 @@ def analytic_profile(
         device=device.name,
         source="analytic",
         note=(
-            f"roofline of {device.name}: {device.flops_per_s / 1e12:g} Tflop/s x {GEMM_EFFICIENCY:g}, "
-            f"{device.memory_bytes_per_s / 1e9:g} GB/s x {MEMORY_EFFICIENCY:g} ({device.source}), "
-            f"{LAUNCH_S * 1e6:g} us per kernel; loading is the copy from the host, without decoding"
+            f"roofline of {device.name}: {device.flops_per_s / 1e12:g} Tflop/s x {SHIPPED.product:g} "
+            f"({SHIPPED.convolution:g} in convolutions), {device.memory_bytes_per_s / 1e9:g} GB/s x "
+            f"{SHIPPED.memory:g} ({device.source}), {SHIPPED.launch_s * 1e6:g} us per kernel; "
+            "loading is the copy from the host, without decoding"
         ),
         layers=layers,
-        update_s_per_byte=_bytes_per_parameter_byte(optimizer) / (device.memory_bytes_per_s * MEMORY_EFFICIENCY),
-        update_floor_s=LAUNCH_S,
-        load_s={size: _input_bytes(dataset, size) / device.host_bytes_per_s + LAUNCH_S for size in sizes},
+        update_s_per_byte=_bytes_per_parameter_byte(optimizer) / (device.memory_bytes_per_s * SHIPPED.memory),
+        update_floor_s=SHIPPED.launch_s,
+        load_s={size: _input_bytes(dataset, size) / device.host_bytes_per_s + SHIPPED.launch_s for size in sizes},
         whole_step_s={},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )

@@ -1,9 +1,10 @@
 """A roofline over kernels: what every operation that reaches the device would cost there, without running it.
 
 Williams, Waterman and Patterson, "Roofline" (2009), applied to each ATen operation: arithmetic at the peak rate, bytes
-at the peak bandwidth, each times an efficiency of `devices.py`, and never less than the host needs to launch it.
+at the peak bandwidth, each times an efficiency of `efficiencies.py`, and never less than it takes to launch it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipebench.profile.devices import (
-    CHANNEL_BLOCK,
-    GEMM_EFFICIENCY,
-    LAUNCH_S,
-    MEMORY_EFFICIENCY,
+from pipebench.profile import recurrent
+from pipebench.profile.devices import DeviceSpec
+from pipebench.profile.efficiencies import (
+    SHIPPED,
+    SPLITS,
+    TILES,
     WINOGRAD_KERNEL,
     WINOGRAD_PATCH,
     WINOGRAD_TILE,
-    WORKSPACE_FRACTION,
-    DeviceSpec,
+    Efficiencies,
 )
 
 aten = torch.ops.aten
@@ -43,6 +44,10 @@ _READ_AGAIN = {
     "batch_norm_backward": 2,
     "cudnn_batch_norm_backward": 2,
 }
+# Kernels that read of their first tensor no more than they write.
+_GATHERS = frozenset(("embedding", "gather", "index", "index_select"))
+_PRODUCTS = frozenset((aten.mm, aten.addmm, aten.bmm, aten.baddbmm))
+_RECURRENT = {aten._cudnn_rnn: recurrent.forward, aten._cudnn_rnn_backward: recurrent.backward}
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,9 +60,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds: what they take.
     """
 
-    def __init__(self, device: DeviceSpec) -> None:
+    def __init__(self, device: DeviceSpec, efficiencies: Efficiencies = SHIPPED) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._efficiencies = efficiencies
         self.flops = 0
         self.moved_bytes = 0
         self.launches = 0
@@ -68,44 +74,72 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and add its cost."""
         kwargs = kwargs or {}
+        if func.overloadpacket in _RECURRENT:
+            out, kernels = _RECURRENT[func.overloadpacket](*args)
+            for kernel in kernels:
+                self._add_library_kernels(kernel)
+            return out
         out = func(*args, **kwargs)
         name = func._schema.name.split("::")[-1]
         if func.is_view or name in _FREE:
             return out
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        again = sum(tensor.nbytes for tensor in read[: _READ_AGAIN.get(name, 0)])
-        num_bytes = sum(tensor.nbytes for tensor in (*read, *written)) + again
+        num_bytes = _bytes_of(name, args, kwargs, out)
         count = flop_registry.get(func.overloadpacket)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
-        launches, seconds = 1, self._direct_s(flops, num_bytes)
+        launches, seconds = 1, self._product_s(flops / self._used_by(func.overloadpacket, args), num_bytes)
         if func.overloadpacket is aten.convolution:
             seconds = self._convolution_s(flops, num_bytes, out, args)
         elif func.overloadpacket is aten.convolution_backward:
             launches, seconds = self._convolution_backward_s(flops, num_bytes, args)
-        self.flops += flops
-        self.moved_bytes += num_bytes
-        self.launches += launches
-        self.seconds += max(seconds, launches * LAUNCH_S)
+        self._add(flops, num_bytes, launches, max(seconds, launches * self._efficiencies.launch_s))
         return out
 
-    def _direct_s(self, flops: float, num_bytes: float) -> float:
-        return max(self._arithmetic_s(flops), self._memory_s(num_bytes))
+    def _add(self, flops: float, num_bytes: float, launches: int, seconds: float) -> None:
+        self.flops += int(flops)
+        self.moved_bytes += int(num_bytes)
+        self.launches += launches
+        self.seconds += seconds
 
-    def _arithmetic_s(self, flops: float) -> float:
-        return flops / (self._device.flops_per_s * GEMM_EFFICIENCY)
+    def _add_library_kernels(self, kernels: recurrent.Kernels) -> None:
+        """Add kernels that a library launches one after the other, without Python between them."""
+        flops = 2 * math.prod(kernels.product) if kernels.product else 0
+        used = self._used(kernels.product[0], kernels.product[2]) if kernels.product else 1.0
+        each_s = max(self._product_s(flops / used, kernels.num_bytes), self._efficiencies.library_launch_s)
+        count = kernels.count
+        self._add(flops * count, kernels.num_bytes * count, count, each_s * count)
+
+    def _product_s(self, flops: float, num_bytes: float) -> float:
+        return max(self._arithmetic_s(flops, self._efficiencies.product), self._memory_s(num_bytes))
+
+    def _used_by(self, packet: Any, args: Sequence[Any]) -> float:
+        if packet not in _PRODUCTS:
+            return 1.0
+        first, second = args[-2:]
+        return self._used(first.shape[-2], second.shape[-1], math.prod(first.shape[:-2]))
+
+    def _used(self, rows: float, columns: float, num_products: int = 1) -> float:
+        """Return the fraction of the device that a matrix product keeps busy, cut into the tiles that suit it best."""
+        width = self._device.num_multiprocessors
+        best = 0.0
+        for (tile_rows, tile_columns), split in itertools.product(TILES, SPLITS):
+            num_tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns) * num_products * split
+            computed = tile_rows * tile_columns * width * math.ceil(num_tiles / width)
+            best = max(best, rows * columns * num_products * split / computed)
+        return best
+
+    def _arithmetic_s(self, flops: float, efficiency: float) -> float:
+        return flops / (self._device.flops_per_s * efficiency)
 
     def _memory_s(self, num_bytes: float) -> float:
-        return num_bytes / (self._device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        return num_bytes / (self._device.memory_bytes_per_s * self._efficiencies.memory)
 
     def _convolution_s(self, flops: float, num_bytes: float, out: torch.Tensor, args: Sequence[Any]) -> float:
         """Return the seconds of the faster algorithm; cuDNN finds it by trying. `args` are `aten.convolution`'s."""
         x, weight, _, stride, _, dilation, transposed, _, groups = args
-        channels = weight.shape[1]
-        blocks = math.ceil(channels / CHANNEL_BLOCK) if groups == 1 else channels / CHANNEL_BLOCK
-        direct = self._direct_s(flops * blocks * CHANNEL_BLOCK / channels, num_bytes)
+        arithmetic = self._arithmetic_s(flops, self._efficiencies.convolution)
+        direct = max(arithmetic, self._memory_s(num_bytes))
         square = tuple(weight.shape[2:]) == (WINOGRAD_KERNEL, WINOGRAD_KERNEL)
-        plain = {*stride, *dilation} == {1} and not transposed and groups == 1 and channels >= CHANNEL_BLOCK
+        plain = {*stride, *dilation} == {1} and not transposed and groups == 1
         return min(direct, self._winograd_s(flops, x, out)) if square and plain else direct
 
     def _convolution_backward_s(self, flops: int, num_bytes: int, args: Sequence[Any]) -> tuple[int, float]:
@@ -119,19 +153,39 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return num_products + bias, seconds + (self._memory_s(gradient.nbytes) if bias else 0.0)
 
     def _winograd_s(self, flops: float, x: torch.Tensor, out: torch.Tensor) -> float:
-        """Return the seconds of transforming the input, multiplying and transforming back, or infinity."""
+        """Return the seconds of transforming the input, multiplying and transforming back."""
         pixels = math.prod(out.shape[2:])
         tiles = math.prod(math.ceil(side / WINOGRAD_TILE) for side in out.shape[2:])
         grown = tiles * WINOGRAD_PATCH**2 / pixels  # transformed points per pixel: 2.25, more at ragged edges
         plain_bytes = x.nbytes + out.nbytes
-        if plain_bytes * grown > self._device.memory_bytes * WORKSPACE_FRACTION:
-            return math.inf
-        product = self._direct_s(flops * grown / WINOGRAD_KERNEL**2, plain_bytes * grown)
-        return self._memory_s(plain_bytes * (1 + grown)) + product
+        arithmetic = self._arithmetic_s(flops * grown / WINOGRAD_KERNEL**2, self._efficiencies.convolution)
+        return self._memory_s(plain_bytes * (1 + grown)) + max(arithmetic, self._memory_s(plain_bytes * grown))
 
 
-def priced(device: DeviceSpec, work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+def _bytes_of(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes an operation reads and writes."""
+    read = [_num_bytes(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    written = sum(_num_bytes(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+    if name in _GATHERS:
+        read[0] = min(read[0], written)
+    if name == "embedding_dense_backward":  # zeros everywhere, then adds the rows of its first tensor
+        written += 2 * read[0]
+    return sum(read) + written + sum(read[: _READ_AGAIN.get(name, 0)])
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes behind a tensor; what is expanded is there once and comes from the cache."""
+    if 0 in tensor.shape:
+        return 0
+    return (
+        math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.element_size()
+    )
+
+
+def priced(
+    device: DeviceSpec, work: Callable[[], Any], efficiencies: Efficiencies = SHIPPED
+) -> tuple[Any, Callable[[], float]]:
     """Do some work on meta tensors; return its result and its seconds on the device: a clock for `walk`."""
-    with Roofline(device) as roofline:
+    with recurrent.AsOnGpu(), Roofline(device, efficiencies) as roofline:
         value = work()
     return value, lambda: roofline.seconds

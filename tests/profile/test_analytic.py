@@ -1,5 +1,6 @@
 """The analytic profile against closed formulas."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -10,14 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipebench.errors import ProfileError
 from pipebench.graph import trace
 from pipebench.profile import analytic_profile, find_device
-from pipebench.profile.devices import (
-    DEVICES,
-    GEMM_EFFICIENCY,
-    LAUNCH_S,
-    MEMORY_EFFICIENCY,
-    DeviceSpec,
-)
+from pipebench.profile.devices import DEVICES, DeviceSpec
+from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.model import Profile
+from pipebench.profile.recurrent import AsOnGpu
 from pipebench.profile.roofline import Roofline
 from pipebench.recipe.schema import OptimizerRecipe
 from tests.support import Blobs
@@ -75,10 +72,11 @@ def test_a_layer_is_bound_by_arithmetic_memory_or_launch() -> None:
 
     meta = torch.device("meta")
     arithmetic = seconds(torch.empty(4096, 4096, device=meta), nn.Linear(4096, 4096, device=meta))
-    assert arithmetic == pytest.approx(2 * 4096**3 / (V100.flops_per_s * GEMM_EFFICIENCY))
+    waves = math.ceil(64 * 64 * 4 / 80) / (64 * 64 * 4 / 80)  # of tiles of 64 x 64 over 80 multiprocessors
+    assert arithmetic == pytest.approx(waves * 2 * 4096**3 / (V100.flops_per_s * SHIPPED.product), rel=0.02)
     memory = seconds(torch.empty(4096, 4096, device=meta), nn.ReLU())
-    assert memory == pytest.approx(2 * 4 * 4096**2 / (V100.memory_bytes_per_s * MEMORY_EFFICIENCY))
-    assert seconds(torch.empty(4, device=meta), nn.ReLU()) == LAUNCH_S
+    assert memory == pytest.approx(2 * 4 * 4096**2 / (V100.memory_bytes_per_s * SHIPPED.memory))
+    assert seconds(torch.empty(4, device=meta), nn.ReLU()) == SHIPPED.launch_s
     assert seconds(torch.empty(4, 4, device=meta), nn.Flatten(0)) == 0
 
 
@@ -89,11 +87,53 @@ def test_winograd_only_where_it_applies() -> None:
             nn.Conv2d(channels, 256, kernel, stride, kernel // 2, device="meta")(x)
         return float(roofline.seconds / roofline.flops)
 
-    direct = 1 / (V100.flops_per_s * GEMM_EFFICIENCY)
+    direct = 1 / (V100.flops_per_s * SHIPPED.convolution)
     assert seconds_per_flop(256, 3, 1) < 0.5 * direct
     assert seconds_per_flop(256, 3, 2) == pytest.approx(direct)
     assert seconds_per_flop(256, 5, 1) == pytest.approx(direct)
-    assert seconds_per_flop(16, 3, 1) == pytest.approx(2 * direct)
+
+
+def test_a_product_of_few_rows_leaves_most_of_a_tile_and_of_the_device_idle() -> None:
+    def seconds(rows: int, columns: int) -> float:
+        with Roofline(V100) as roofline:
+            torch.empty(rows, 4096, device="meta") @ torch.empty(4096, columns, device="meta")
+        return float(roofline.seconds)
+
+    rate = V100.flops_per_s * SHIPPED.product
+    # 32 of a tile's 64 rows are used; 64 tiles, each split in one or many, are at best as good as 64 of 80 at work.
+    assert seconds(32, 4096) >= 2 * 64 * 4096**2 / rate
+    assert seconds(32, 4096) == seconds(64, 4096)
+    assert seconds(1024, 4096) < 1.2 * 2 * 1024 * 4096**2 / rate
+
+
+def test_only_the_rows_looked_up_are_read() -> None:
+    embedding = nn.Embedding(1000, 16, device="meta")
+    words = torch.empty(7, dtype=torch.int64, device="meta")
+    with Roofline(V100) as roofline:
+        y = embedding(words)
+    assert roofline.moved_bytes == 7 * 8 + 2 * 7 * 16 * 4
+    with Roofline(V100) as roofline:
+        torch.autograd.grad([y], [embedding.weight], [torch.empty_like(y)])
+    assert roofline.moved_bytes == 7 * 8 + 3 * 7 * 16 * 4 + 1000 * 16 * 4
+
+
+def test_what_is_expanded_is_read_once() -> None:
+    with Roofline(V100) as roofline:
+        torch.empty(1, 8, device="meta").expand(100, 8) + torch.empty(100, 8, device="meta")
+    assert roofline.moved_bytes == (8 + 2 * 800) * 4
+
+
+def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
+    x = torch.empty(10, 8, device="meta", requires_grad=True)
+    with Roofline(V100) as roofline, AsOnGpu():
+        y = nn.Dropout(0.5)(x)
+    assert (roofline.launches, roofline.moved_bytes) == (1, 80 * (4 + 4 + 1))
+    with Roofline(V100) as roofline:
+        torch.autograd.grad([y], [x], [torch.empty_like(y)])
+    assert (roofline.launches, roofline.moved_bytes) == (1, 80 * (4 + 4 + 1))
+    with Roofline(V100) as roofline, AsOnGpu():
+        assert nn.Dropout(0.5).eval()(x) is x
+    assert roofline.launches == 0
 
 
 def test_full_vgg_is_profiled_without_weights() -> None:
@@ -106,12 +146,6 @@ def test_full_vgg_is_profiled_without_weights() -> None:
     assert (flatten.forward_s, flatten.backward_s) == (0, 0)
 
 
-def test_total_of_vgg_is_near_the_measured_one() -> None:
-    """672.5 ms: sum of the PipeDream artifact's VGG-16 profile, V100, 128 images, without its `Input` node."""
-    rows = full_vgg(128).layers[128]
-    assert sum(row.forward_s + row.backward_s for row in rows) == pytest.approx(0.6725, rel=0.15)
-
-
 def test_sizes_are_profiled_not_scaled() -> None:
     graph = trace(vgg16(width=0.125, batch_norm=True, num_classes=10, in_channels=1, image_size=32))
     profile = analytic_profile(graph, mnist5k(), [8, 512], V100, SGD, "narrow")
@@ -121,7 +155,7 @@ def test_sizes_are_profiled_not_scaled() -> None:
     assert all(b.output_bytes == 64 * a.output_bytes for a, b in zip(small[:-1], large[:-1], strict=True))
     assert profile.source == "analytic"
     assert profile.device == "V100"
-    assert profile.load_s[512] == pytest.approx(512 * 32 * 32 * 4 / V100.host_bytes_per_s + LAUNCH_S)
+    assert profile.load_s[512] == pytest.approx(512 * 32 * 32 * 4 / V100.host_bytes_per_s + SHIPPED.launch_s)
 
 
 def test_the_model_keeps_its_weights_and_buffers() -> None:
@@ -143,8 +177,8 @@ def test_the_model_keeps_its_weights_and_buffers() -> None:
 def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerRecipe, passes: int) -> None:
     linear = trace(nn.Linear(6, 4, dtype=torch.float64))
     profile = analytic_profile(linear, Blobs(), [2], V100, optimizer, "linear")
-    assert profile.update_s_per_byte == passes / (V100.memory_bytes_per_s * MEMORY_EFFICIENCY)
-    assert profile.update_floor_s == LAUNCH_S
+    assert profile.update_s_per_byte == passes / (V100.memory_bytes_per_s * SHIPPED.memory)
+    assert profile.update_floor_s == SHIPPED.launch_s
 
 
 def test_progress_counts_layers() -> None:
