@@ -2,7 +2,7 @@
 
 A transfer between two workers crosses one level, the innermost that joins them, and takes the sending component's
 outgoing port and the receiving component's incoming port of that level for bytes / bandwidth seconds, whole and in
-order of request. Its last byte arrives one latency later.
+order of request, at the level's goodput (bandwidth times efficiency). Its last byte arrives one latency later.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class Network:
         level_index, outgoing, incoming = self._path(sender, receiver)
         level = self.cluster.levels[level_index]
         start_s = max(now_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
-        sent_s = start_s + num_bytes / level.bandwidth_bytes_per_s
+        sent_s = start_s + num_bytes / level.goodput_bytes_per_s
         self._free_s[outgoing] = self._free_s[incoming] = sent_s
         end_s = sent_s + level.latency_s
         self.num_bytes[kind, level.name] += num_bytes
@@ -54,19 +54,19 @@ class Network:
 
         2 (r - 1) steps, each as slow as the ring's slowest link (bandwidth-optimal ring; PipeDream section 3.1).
         """
-        size = len(workers)
-        paths = [self._path(worker, workers[(i + 1) % size]) for i, worker in enumerate(workers)]
+        size, ring = len(workers), self.cluster.ring(workers)
+        paths = [self._path(worker, ring[(i + 1) % size]) for i, worker in enumerate(ring)]
         levels = [self.cluster.levels[index] for index, _, _ in paths]
         ports = {port for _, outgoing, incoming in paths for port in (outgoing, incoming)}
         start_s = max(now_s, *(self._free_s.get(port, 0.0) for port in ports))
-        step_s = max(num_bytes / size / level.bandwidth_bytes_per_s + level.latency_s for level in levels)
+        step_s = max(num_bytes / size / level.goodput_bytes_per_s + level.latency_s for level in levels)
         end_s = start_s + 2 * (size - 1) * step_s
         for port in ports:
             self._free_s[port] = end_s
         for level, sent in zip(levels, ring_bytes(num_bytes, size), strict=True):
             self.num_bytes[kind, level.name] += sent
         if self._observe is not None:
-            members, slowest = tuple(workers), min(levels, key=lambda level: level.bandwidth_bytes_per_s)
+            members, slowest = tuple(workers), min(levels, key=lambda level: level.goodput_bytes_per_s)
             total = 2 * (size - 1) * num_bytes
             self._observe(Transfer(kind, label, members, members, slowest.name, total, start_s, end_s))
         return end_s

@@ -232,8 +232,7 @@ class VirtualEngine:
         if key not in self._reduced:
             joined = self._joined.pop(key)
             nothing: list[torch.Tensor | None] = [None] * len(self.replicas[worker].gradients)  # an idle replica's
-            first = pipeline.worker(stage, 0)
-            workers = range(first, first + pipeline.replicas[stage])
+            workers = self._replicas_of(stage)
             self._reduced[key] = self._ring(stage, [joined.get(w, nothing) for w in workers]), set(workers)
         gradients, still_waiting = self._reduced[key]
         self.replicas[worker].gradients = list(gradients)
@@ -246,11 +245,12 @@ class VirtualEngine:
         if round_index in self._norms:
             return
         pipeline = self.setup.pipeline
-        squares = [torch.zeros(1, device=self.setup.device) for _ in range(pipeline.num_workers)]
+        workers = self.setup.cluster.ring(range(pipeline.num_workers))
+        squares = [torch.zeros(1, device=self.setup.device) for _ in workers]
         for stage in range(pipeline.num_stages):
             first = pipeline.worker(stage, 0)
-            squares[first] = _norm(self.replicas[first].gradients).square().float().reshape(1)
-        self._norms[round_index] = ring_all_reduce(squares, self._counter(CONTROL, 0)).sqrt()
+            squares[workers.index(first)] = _norm(self.replicas[first].gradients).square().float().reshape(1)
+        self._norms[round_index] = ring_all_reduce(squares, self._counter(CONTROL, workers)).sqrt()
 
     def _update(self, worker: int, round_index: int, _: Instruction) -> None:
         setup, replica = self.setup, self.replicas[worker]
@@ -286,7 +286,7 @@ class VirtualEngine:
                 torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members
             ]
-            total = ring_all_reduce(flats, self._counter(ALL_REDUCE, stage))
+            total = ring_all_reduce(flats, self._counter(ALL_REDUCE, self._replicas_of(stage)))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = piece.view(like[i].shape)
@@ -300,15 +300,15 @@ class VirtualEngine:
             num_bytes = self.setup.costs.stages[stage].buffer_bytes
             if r == 1 or num_bytes == 0:
                 continue
-            first = pipeline.worker(stage, 0)
-            members = [list(self.replicas[first + i].module.buffers()) for i in range(r)]
+            workers = self._replicas_of(stage)
+            members = [list(self.replicas[worker].module.buffers()) for worker in workers]
             for column in zip(*members, strict=True):
                 if column[0].is_floating_point():
                     flats = [buffer.reshape(-1) for buffer in column]
-                    mean = ring_all_reduce(flats, self._counter(BUFFERS, stage)) / r
+                    mean = ring_all_reduce(flats, self._counter(BUFFERS, workers)) / r
                     for buffer in column:
                         buffer.copy_(mean.view(buffer.shape))
-            ends.append(self.network.all_reduce(BUFFERS, "buffers", range(first, first + r), num_bytes, self.clock_s))
+            ends.append(self.network.all_reduce(BUFFERS, "buffers", workers, num_bytes, self.clock_s))
         self.clock_s = max(ends)
 
     def _post(self, op: Op, unit: int, worker: int, peer: int, kind: str) -> None:
@@ -326,12 +326,16 @@ class VirtualEngine:
         leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
         self.num_bytes[kind, level] += sum(leaf.nbytes for leaf in leaves)
 
-    def _counter(self, kind: str, stage: int) -> Callable[[int, int, int], None]:
+    def _replicas_of(self, stage: int) -> list[int]:
+        """Return a stage's workers in the order of their ring."""
         first = self.setup.pipeline.worker(stage, 0)
+        return self.setup.cluster.ring(range(first, first + self.setup.pipeline.replicas[stage]))
+
+    def _counter(self, kind: str, workers: Sequence[int]) -> Callable[[int, int, int], None]:
+        cluster = self.setup.cluster
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
-            cluster = self.setup.cluster
-            level = cluster.levels[cluster.level_between(first + sender, first + receiver)].name
+            level = cluster.levels[cluster.level_between(workers[sender], workers[receiver])].name
             self.num_bytes[kind, level] += num_bytes
 
         return count

@@ -147,7 +147,7 @@ class Block:
         return values[None, self.stop_from :] - values[self.starts, None]
 
     def cuts(self, values: Floats) -> tuple[Floats, Floats]:
-        """Return what the cuts carry before the stages [start, 1] and after them [1, stop]; none at the model's ends."""
+        """Return what cuts carry before the stages [start, 1] and after them [1, stop]; nothing at the model's ends."""
         before = values[self.starts, None] * (self.starts[:, None] > 0)
         after = values[None, self.stop_from :].copy()
         after[0, -1] = 0.0
@@ -230,16 +230,14 @@ class _Artifact(CostModel):
 
 class _Overlap(CostModel):
     name = "overlap"
-    summary = (
-        "compute and communication side by side: ring all-reduce during the backward, ports, latencies, efficiency"
-    )
+    summary = "compute and communication side by side: ring all-reduce during the backward, ports, latencies"
     antichains = False
 
     def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
         work, states, rate = block.work, block.work.states, level.goodput_bytes_per_s
         weights = block.sums(states.parameter_bytes)
         carried = np.maximum(*self._port_bytes(block)) / rate
-        ring, latency_s = weights * (2 / rate), (2 * level.latency_s) * (weights > 0)
+        ring, latency_s = weights * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0)
         if compute_s is not None:  # a component of the level below: its own rounds hide the sum as far as they last
             return StageTerms((Term(compute_s), Term(carried, ring, latency_s)))
         update_s = work.update_floor_s * (weights > 0) + work.update_s_per_byte * weights

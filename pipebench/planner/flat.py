@@ -8,6 +8,7 @@ Fewest is enough: the fewer workers the later stages take, the more are left, an
 memory. The path is searched from the end because what a stage keeps depends on the workers behind it.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -101,7 +102,7 @@ class _Search:
         self.num_states = len(states)
         rows = max(1, BLOCK_ELEMENTS // self.num_states)
         bounds = [0, *range(1, self.num_states - 1, rows), self.num_states - 1]  # the first stage is a block of its own
-        self._blocks = [np.arange(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+        self._blocks = [np.arange(a, b) for a, b in itertools.pairwise(bounds) if a < b]
         self._outside = None if states.is_chain else ~states.inside
 
     def fewest(self, limit_s: float) -> tuple[Stage, ...] | None:

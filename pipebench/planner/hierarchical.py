@@ -164,7 +164,7 @@ class _Tables:
         starts = np.arange(start, stop)
         rest: list[Floats] = [np.full(self.num_states, np.inf)]
         rest[0][stop] = 0.0
-        taken: list[tuple[np.ndarray, np.ndarray]] = []  # type: ignore[type-arg]  # per w: m and next state of each start
+        taken: list[tuple[np.ndarray, np.ndarray]] = []  # per w: m and next state of each start
         best: tuple[float, int] = (np.inf, 0)
         for w in range(1, count + 1):
             found, m_taken, next_taken = (np.full(self.num_states, v) for v in (np.inf, 0, 0))

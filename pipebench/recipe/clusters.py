@@ -1,7 +1,7 @@
 """Read a cluster's YAML file; each of its numbers says whether it is published or assumed, and where or why."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,7 +78,7 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
         raise RecipeError(reader.faults)
     _check_servers(servers, most, levels, display(path))
     outermost = levels[-1]
-    grown = Level(outermost.name, outermost.count * servers, outermost.bandwidth_bytes_per_s, outermost.latency_s)
+    grown = replace(outermost, count=outermost.count * servers)
     return Cluster(path.stem, device, memory, (*levels[:-1], grown))
 
 
@@ -91,16 +91,17 @@ def _levels(given: object, reader: _Reader) -> tuple[Level, ...]:
 
 
 def _level(data: Mapping[Any, Any], key: str, reader: _Reader) -> Level | None:
-    reader.keys(data, f"{key}.", ("name", "count", "bandwidth", "latency"))
+    reader.keys(data, f"{key}.", ("name", "count", "bandwidth", "latency", "efficiency"))
     name = data.get("name")
     if not isinstance(name, str) or not name:
         reader.fault(f"{key}.name", f"got {shown(name)}, allowed is a word such as server")
     count = reader.quantity(data, f"{key}.count", _count)
     bandwidth = reader.quantity(data, f"{key}.bandwidth", parse_bandwidth)
     latency = reader.quantity(data, f"{key}.latency", parse_duration)
-    if count is None or bandwidth is None or latency is None:
+    efficiency = reader.quantity(data, f"{key}.efficiency", _fraction) if "efficiency" in data else 1.0
+    if count is None or bandwidth is None or latency is None or efficiency is None:
         return None
-    return Level(str(name), count, bandwidth, latency)
+    return Level(str(name), count, bandwidth, latency, efficiency)
 
 
 def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], file: str) -> None:
@@ -120,3 +121,9 @@ def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_WORKERS:
         raise UnitError(f"got {shown(value)}, allowed is a whole number from 1 to {MAX_WORKERS}")
     return value
+
+
+def _fraction(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise UnitError(f"got {shown(value)}, allowed is a number above 0, at most 1")
+    return float(value)

@@ -31,7 +31,7 @@ def test_cluster_a_is_table_2() -> None:
         16 * 10**9,
         16,
     )
-    assert cluster.levels == (Level("server", 4, 10e9, 10e-6), Level("cluster", 4, 1.25e9, 50e-6))
+    assert cluster.levels == (Level("server", 4, 10e9, 10e-6), Level("cluster", 4, 1.25e9, 50e-6, 0.94))
 
 
 @pytest.mark.parametrize(
