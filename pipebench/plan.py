@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from pipebench.errors import PlanError, nearest
 from pipebench.graph import LayerGraph
-from pipebench.profile.model import Profile
+from pipebench.profile.model import LayerProfile
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,41 @@ class Plan:
         return "-".join(map(str, self.replicas))
 
 
-def make_plan(graph: LayerGraph, starts: Sequence[int], replicas: Sequence[int]) -> Plan:
+class _Layer(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def reads(self) -> tuple[int, ...]: ...
+    @property
+    def parameters(self) -> tuple[str, ...]: ...
+
+
+class Cuttable(Protocol):
+    """What can be cut: a traced model, or the layers of a profile."""
+
+    @property
+    def layers(self) -> Sequence[_Layer]:
+        """Layers in order of execution."""
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Indices of the layers that the loss reads."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The layers of a profile without the loss, as something that can be cut."""
+
+    layers: tuple[LayerProfile, ...]
+    outputs: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Sequence[LayerProfile]) -> "Rows":
+        """Return a profile's rows, the last of which is the loss."""
+        return Rows(tuple(rows[:-1]), rows[-1].reads)
+
+
+def make_plan(graph: Cuttable, starts: Sequence[int], replicas: Sequence[int]) -> Plan:
     """Cut a graph before the layers `starts` (ascending, without 0).
 
     Raises:
@@ -56,40 +90,14 @@ def make_plan(graph: LayerGraph, starts: Sequence[int], replicas: Sequence[int])
     stage_of = [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
     _refuse_split_ties(graph, stage_of)
     crossing: dict[tuple[int, int], set[int]] = {}
-    for layer in graph.layers:
+    for index, layer in enumerate(graph.layers):
         for read in layer.reads:
-            if stage_of[read] != stage_of[layer.index]:
-                crossing.setdefault((stage_of[read], stage_of[layer.index]), set()).add(read)
+            if stage_of[read] != stage_of[index]:
+                crossing.setdefault((stage_of[read], stage_of[index]), set()).add(read)
     for index in graph.outputs:  # the loss runs in the last stage
         if stage_of[index] != len(stages) - 1:
             crossing.setdefault((stage_of[index], len(stages) - 1), set()).add(index)
     return Plan(stages, {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())})
-
-
-def balanced_plan(graph: LayerGraph, profile: Profile, num_samples: int, replicas: Sequence[int]) -> Plan:
-    """Cut so that the slowest stage (forward plus backward, over its replicas) is as fast as compute alone allows.
-
-    Exact for that cost by dynamic programming over cut points; communication is not weighed (the planner's part).
-    Among equally fast cuts the one that sends the least wins.
-
-    Raises:
-        PlanError: more stages than layers, or tied parameters leave no place to cut.
-    """
-    rows = profile.layers[num_samples]
-    num_layers, num_stages = len(graph.layers), len(replicas)
-    cuts = [cut for cut in range(1, num_layers) if cut not in _cuts_between_ties(graph)]
-    if num_stages - 1 > len(cuts):
-        raise PlanError(f"{num_stages} stages were asked for, but the model can be cut in {len(cuts) + 1} at most")
-    prefix = [0.0]
-    for row in rows:
-        prefix.append(prefix[-1] + row.forward_s + row.backward_s)
-    crossing = {cut: _crossing_bytes(graph, rows, cut) for cut in cuts}
-    # best[cut] = (slowest stage so far, bytes over the cuts so far, cuts), with the stages before `cut` placed
-    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
-    for stage, r in enumerate(replicas):
-        ends = [num_layers] if stage == num_stages - 1 else cuts
-        best = _extend(best, ends, prefix, r, crossing)
-    return make_plan(graph, best[num_layers][2], replicas)
 
 
 def explicit_plan(graph: LayerGraph, cuts: Sequence[str], replicas: Sequence[int]) -> Plan:
@@ -109,52 +117,12 @@ def explicit_plan(graph: LayerGraph, cuts: Sequence[str], replicas: Sequence[int
     return make_plan(graph, starts, replicas)
 
 
-def _extend(
-    best: dict[int, tuple[float, int, tuple[int, ...]]],
-    ends: Sequence[int],
-    prefix: Sequence[float],
-    replicas: int,
-    crossing: dict[int, int],
-) -> dict[int, tuple[float, int, tuple[int, ...]]]:
-    extended: dict[int, Any] = {}
-    for end in ends:
-        stop = len(prefix) - 1 if end not in crossing else end  # the loss goes with the last layer
-        options = (
-            (
-                max(slowest, (prefix[stop] - prefix[start]) / replicas),
-                sent + crossing.get(end, 0),
-                (*chosen, end) if end in crossing else chosen,
-            )
-            for start, (slowest, sent, chosen) in best.items()
-            if start < end
-        )
-        found = min(options, default=None)
-        if found is not None:
-            extended[end] = found
-    return extended
-
-
-def _crossing_bytes(graph: LayerGraph, rows: Any, cut: int) -> int:
-    read_later = {read for layer in graph.layers[cut:] for read in layer.reads} | set(graph.outputs)
-    return sum(rows[i].output_bytes for i in read_later if i < cut)
-
-
-def _users_of_parameters(graph: LayerGraph) -> dict[str, list[int]]:
-    users: dict[str, list[int]] = {}
-    for layer in graph.layers:
+def _refuse_split_ties(graph: Cuttable, stage_of: Sequence[int]) -> None:
+    all_users: dict[str, list[int]] = {}
+    for index, layer in enumerate(graph.layers):
         for name in layer.parameters:
-            users.setdefault(name, []).append(layer.index)
-    return users
-
-
-def _cuts_between_ties(graph: LayerGraph) -> set[int]:
-    """Return the cut points that would separate two users of one parameter."""
-    spans = [(min(users), max(users)) for users in _users_of_parameters(graph).values()]
-    return {cut for first, last in spans for cut in range(first + 1, last + 1)}
-
-
-def _refuse_split_ties(graph: LayerGraph, stage_of: Sequence[int]) -> None:
-    for name, users in _users_of_parameters(graph).items():
+            all_users.setdefault(name, []).append(index)
+    for name, users in all_users.items():
         stages = sorted({stage_of[index] for index in users})
         if len(stages) > 1:
             layers = ", ".join(graph.layers[index].name for index in users)

@@ -8,18 +8,40 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from pipebench.engine.setup import Setup
+from pipebench.cluster import Cluster
+from pipebench.costs import Costs
 from pipebench.meter import Meter
 from pipebench.network import Network
-from pipebench.sampling import microbatch_sizes
+from pipebench.sampling import Sampler, microbatch_sizes
 from pipebench.schedule.instructions import Op
-from pipebench.schedule.pipeline import programs
+from pipebench.schedule.pipeline import Pipeline, programs
 from pipebench.simulate import Simulation
 
 _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
 _TOLERANCE = 1e-9  # relative; times are sums of floats
+
+
+class Course(Protocol):
+    """What is simulated: a `Setup` is one, and so is a plan without a model."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline's shape and order of work."""
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds and bytes of every instruction."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it runs."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """How many samples every minibatch has."""
 
 
 @dataclass(frozen=True)
@@ -51,40 +73,44 @@ class Totals:
         )
 
 
-def simulate_segment(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> Totals:
+def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
     """Return the totals of a segment that ends with an epoch's last, possibly short, minibatch.
 
     Args:
-        setup: what to simulate; nothing is trained.
+        course: what to simulate; nothing is trained.
         num_minibatches: length of the segment, up to one epoch.
         meter: records the timeline of the part that is really simulated.
     """
-    period = setup.pipeline.block * (setup.pipeline.accumulate if setup.pipeline.flushes else 1)
-    found = _steady_state(setup, num_minibatches, period)
+    period = course.pipeline.block * (course.pipeline.accumulate if course.pipeline.flushes else 1)
+    found = _steady_state(course, num_minibatches, period)
     if found is None:
-        return simulate_all(setup, num_minibatches, meter)
+        return simulate_all(course, num_minibatches, meter)
     steady, period = found
     short = steady + (num_minibatches - steady) % period
-    base, longer = simulate_all(setup, short, meter), simulate_all(setup, short + period)
+    base, longer = simulate_all(course, short, meter), simulate_all(course, short + period)
     return base.extended(longer, (num_minibatches - short) // period)
 
 
-def simulate_all(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> Totals:
+def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
     """Simulate every instruction of a segment."""
-    network = Network(setup.cluster, meter.transfer if meter else None)
-    adder = meter or Meter(setup.pipeline)
+    network = Network(course.cluster, meter.transfer if meter else None)
+    adder = meter or Meter(course.pipeline)
     busy_s, stall_s = adder.busy_s, adder.stall_s
     simulation = Simulation(
-        setup.pipeline, programs(setup.pipeline, num_minibatches), setup.costs, network, _sizes(setup, num_minibatches)
+        course.pipeline,
+        programs(course.pipeline, num_minibatches),
+        course.costs,
+        network,
+        _sizes(course, num_minibatches),
     )
     for event in simulation:
         adder.event(event)
     return Totals(simulation.end_s, adder.busy_s - busy_s, adder.stall_s - stall_s, network.num_bytes)
 
 
-def _sizes(setup: Setup, num_minibatches: int) -> Callable[[int], int]:
+def _sizes(course: Course, num_minibatches: int) -> Callable[[int], int]:
     """Return the size of a unit in a segment whose last minibatch is the epoch's last."""
-    pipeline, sampler = setup.pipeline, setup.sampler
+    pipeline, sampler = course.pipeline, course.sampler
     whole = microbatch_sizes(sampler.size(0), pipeline.microbatches)
     last = microbatch_sizes(sampler.size(sampler.minibatches_per_epoch - 1), pipeline.microbatches)
 
@@ -95,21 +121,21 @@ def _sizes(setup: Setup, num_minibatches: int) -> Callable[[int], int]:
     return size
 
 
-def _steady_state(setup: Setup, num_minibatches: int, block: int) -> tuple[int, int] | None:
+def _steady_state(course: Course, num_minibatches: int, block: int) -> tuple[int, int] | None:
     """Return (number of minibatches after which all workers' backwards repeat, period in minibatches).
 
     The period is a few blocks: links that two stages share can make blocks differ in turn. None if it never repeats.
     """
-    pipeline = setup.pipeline
+    pipeline = course.pipeline
     ends: list[list[float]] = [[] for _ in pipeline.places]
     own = [block * pipeline.microbatches // pipeline.replicas[stage] for stage, _ in pipeline.places]
     in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / block) * block
     simulation = Simulation(
         pipeline,
         programs(pipeline, num_minibatches),
-        setup.costs,
-        Network(setup.cluster),
-        _sizes(setup, num_minibatches),
+        course.costs,
+        Network(course.cluster),
+        _sizes(course, num_minibatches),
     )
     for event in simulation:
         if event.instruction.op is not Op.BACKWARD:

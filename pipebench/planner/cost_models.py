@@ -19,13 +19,14 @@ closed form, and planning for 16,384 workers costs what planning for 16 does.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.cluster import Level
-from pipebench.costs import BUCKET_BYTES
+from pipebench.cluster import Cluster, Level
+from pipebench.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
 from pipebench.errors import PlanError, choice
 from pipebench.planner.states import Floats, States
 
@@ -62,22 +63,19 @@ class Term:
         """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _NEVER.
 
         Times m^2 the condition is slope m^2 - b m + sync >= 0, slope = limit - tail and b = base + sync - tail: with a
-        positive slope it holds from the larger root on (and up to the smaller), else between the roots at most.
+        positive slope it holds from the larger root on (and up to the smaller), else up to a root at most. Whether it
+        holds already is asked of the term itself: in b a base is lost beside a sum that takes 1e9 times as long.
         """
-        if self.is_shared:
-            return np.maximum(np.ceil(self.base / limit_s), at_least)
-        slope = limit_s - self.tail
-        b = self.base + self.sync - self.tail
         with np.errstate(all="ignore"):
-            holds = (slope * at_least - b) * at_least + self.sync >= 0
-            spread = np.sqrt(b * b - 4 * slope * self.sync)
-            root = np.ceil((b + spread) / (2 * slope))
-            reached = np.maximum(root, at_least)
+            if self.is_shared:
+                return np.fmax(np.ceil(self.base / limit_s), at_least)  # nan: nothing in no time
+            holds = self.seconds(at_least) <= limit_s
+            slope = limit_s - self.tail
+            b = self.base + self.sync - self.tail
+            root = np.ceil((b + np.sqrt(b * b - 4 * slope * self.sync)) / (2 * slope))
             # Without a root (nan) the parabola has one sign, as tried.
-            never = ~(root < _NEVER)
-            if np.any(slope <= 0):
-                never |= (slope <= 0) & ~(reached <= (b - spread) / (2 * slope))
-        return np.where(holds, at_least, np.where(never, _NEVER, reached))
+            later = np.where((slope > 0) & (root < _NEVER), np.maximum(root, at_least), _NEVER)
+        return np.where(holds, at_least, later)
 
 
 @dataclass(frozen=True)
@@ -161,11 +159,13 @@ class CostModel(ABC):
         name: as on the command line.
         summary: one line for people.
         antichains: whether plans for a profile file may cut between any antichains, as the artifact's do.
+        has_ports: whether what workers of one component send has to share the component's port.
     """
 
     name: str
     summary: str
     antichains: bool
+    has_ports: bool = False
 
     @abstractmethod
     def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
@@ -182,6 +182,23 @@ class CostModel(ABC):
     @abstractmethod
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         """Return a stage's (compute, gradient sum, transfers) in seconds per minibatch, each on its own."""
+
+    def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
+        """Return what instructions cost in a simulation under this model."""
+        del replicas
+        return costs
+
+    def links(self, cluster: Cluster) -> Cluster:
+        """Return the cluster as this model sees it: without latencies, at its full bandwidth."""
+        return replace(cluster, levels=tuple(replace(level, latency_s=0.0, efficiency=1.0) for level in cluster.levels))
+
+
+def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
+    """Return a stage whose gradients are summed as one, from a point of its backward on; nothing else costs time."""
+    names = tuple(name for bucket in stage.buckets for name in bucket.parameters)
+    num_bytes = round(factor * sum(bucket.num_bytes for bucket in stage.buckets))
+    buckets = (Bucket(num_bytes, ready, names),) if num_bytes else ()
+    return replace(stage, buckets=buckets, update_s=0.0, load_s=dict.fromkeys(stage.load_s, 0.0), buffer_bytes=0)
 
 
 class _Sosp19(CostModel):
@@ -203,6 +220,11 @@ class _Sosp19(CostModel):
         sync = 2 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
         cuts = [states.sent_bytes[cut] for cut in (start, stop) if 0 < cut < len(states) - 1]
         return (compute[stop] - compute[start]) / m, sync, 2 * max(cuts, default=0.0) / rate
+
+    def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
+        # A round's sum costs 2 (m-1) |w| / B, m times what a ring needs, and may start with the backward.
+        stages = (_summed(stage, m, 0.0) for stage, m in zip(costs.stages, replicas, strict=True))
+        return replace(costs, stages=tuple(stages))
 
 
 class _Artifact(CostModel):
@@ -227,11 +249,16 @@ class _Artifact(CostModel):
         cuts = [states.antichain_bytes[cut] for cut in (start, stop) if start > 0 and cut < len(states) - 1]
         return (compute[stop] - compute[start]) / m, sync / m, 2 * max(cuts, default=0.0) / rate / m
 
+    def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
+        # A round's sum costs 4 (m-1)/m |w| / B, twice what a ring needs, after the backward.
+        return replace(costs, stages=tuple(_summed(stage, 2.0, 1.0) for stage in costs.stages))
+
 
 class _Overlap(CostModel):
     name = "overlap"
     summary = "compute and communication side by side: ring all-reduce during the backward, ports, latencies"
     antichains = False
+    has_ports = True
 
     def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
         work, states, rate = block.work, block.work.states, level.goodput_bytes_per_s
@@ -246,8 +273,9 @@ class _Overlap(CostModel):
         load_s = work.load_s * (block.sums(states.num_loading) > 0)
         return StageTerms(
             (
+                *([Term(load_s)] if load_s.any() else []),
                 Term(forward_s + block.sums(states.backward_s), late * (2 / rate), latency_s),
-                Term(np.maximum(np.maximum(forward_s, carried), load_s), ring, latency_s),
+                Term(np.maximum(forward_s, carried), ring, latency_s),
             )
         )
 
@@ -259,6 +287,9 @@ class _Overlap(CostModel):
         sync_s = 2 * (m - 1) / m * weights / rate + 2 * (m - 1) * level.latency_s * (weights > 0)
         sent, received = self._port_bytes(Block(work, np.array([start]), stop))
         return compute_s / m, sync_s / m, max(sent[0, 0], received[0, 0]) / rate / m
+
+    def links(self, cluster: Cluster) -> Cluster:
+        return cluster
 
     def _port_bytes(self, block: Block) -> tuple[Floats, Floats]:
         """Return what one minibatch makes a stage send and receive, in bytes."""

@@ -10,7 +10,7 @@ memory. The path is searched from the end because what a stage keeps depends on 
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -72,25 +72,32 @@ def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
     best = search.fewest(_ANY_S)
     if best is None:
         return None
+    free = search.fewest(0.0)
+    if free is not None:  # no bound below a bottleneck of nothing: the search would never end
+        return free
     best = min([best, *search.guesses()], key=lambda stages: bottleneck_s(problem, stages))
-    high, step = bottleneck_s(problem, best), 1e-3
-    low = 0.0
-    while low == 0.0:  # downwards in growing steps, to where no plan is
-        found = search.fewest(high * (1 - step))
-        if found is None:
-            low = high * (1 - step)
-        else:
-            best, high, step = found, min(high * (1 - step), bottleneck_s(problem, found)), min(0.5, 4 * step)
-    while high - low > 2 * _PRECISION * high:
-        # Close in, the bottleneck found is likely the smallest there is: ask just below it.
-        near = high - low < _NEAR * high
-        middle = high * (1 - _PRECISION) if near else (low + high) / 2
+    high, low, step = bottleneck_s(problem, best), None, 1e-3
+    while low is None:  # downwards in growing steps, to where no plan is
+        middle = high * (1 - step)
         found = search.fewest(middle)
         if found is None:
             low = middle
         else:
-            best, high = found, min(middle, bottleneck_s(problem, found))
-    return best
+            high, step = min(middle, bottleneck_s(problem, found)), min(0.5, 4 * step)
+    just_below = False
+    while high - low > 2 * _PRECISION * high:
+        # Close in, the bottleneck found is likely the smallest there is: ask just below it, every other time.
+        just_below = not just_below and high - low < _NEAR * high
+        middle = high * (1 - _PRECISION) if just_below else (low + high) / 2
+        if not low < middle < high:  # times so small that floats are far apart
+            break
+        found = search.fewest(middle)
+        if found is None:
+            low = middle
+        else:
+            high = min(middle, bottleneck_s(problem, found))
+    # The best found may be a guess, or lose a tie to a rounding error: fewer workers may do.
+    return search.fewest(high * (1 + _PRECISION)) or best
 
 
 class _Search:

@@ -9,7 +9,6 @@ What a stage keeps in memory depends on the workers behind it, so tables are mad
 counts idle ones too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -48,14 +47,18 @@ class HierarchicalPlan(NamedTuple):
     stages: tuple[PlacedStage, ...]
 
 
-def plan_hierarchical(problem: HierarchicalProblem) -> HierarchicalPlan | None:
-    """Return the plan with the smallest bottleneck, or None if none fits in memory."""
+def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -> HierarchicalPlan | None:
+    """Return the plan with the smallest bottleneck, or None if none fits in memory.
+
+    Args:
+        problem: what to plan.
+        at_most_s: a slower plan is of no use: it need not be the best, or found.
+    """
     states = problem.work.states
     step = len(states) // _COARSE_STATES
-    at_most_s = np.inf
     if step >= 2:
         coarse = plan_hierarchical(replace(problem, work=replace(problem.work, states=states.thinned(step))))
-        at_most_s = coarse.bottleneck_s if coarse else np.inf
+        at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
 
 
@@ -224,9 +227,3 @@ def _product(first: Floats, rest: Floats, out: Floats, limit_s: float) -> None:
             path = spare[: target.size].reshape(target.shape)
             np.maximum(first[i:k, k, None], rest[k, None, k + 1 : j], out=path)
             np.minimum(target, path, out=target)
-
-
-def depths(memory: MemoryRule, stages: Sequence[Stage]) -> list[int]:
-    """Return the minibatches in flight of every stage's replicas."""
-    replicas = [stage.replicas for stage in stages]
-    return [memory.depth(m, sum(replicas[index + 1 :])) for index, m in enumerate(replicas)]

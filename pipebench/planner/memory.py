@@ -24,6 +24,7 @@ class MemoryRule:
         recompute: whether forwards keep their inputs only, and one minibatch at a time is computed again.
         state_bytes_per_byte: optimizer state per byte of parameters.
         in_flight: minibatches (or microbatches) in flight in every stage; None for 1F1B's 1 + ceil(R / m).
+        depth_at_most: a limit on what 1F1B has in flight, for straight plans with a depth below NOAM.
     """
 
     limit_bytes: float
@@ -31,6 +32,7 @@ class MemoryRule:
     recompute: bool = False
     state_bytes_per_byte: float = 0.0
     in_flight: int | None = None
+    depth_at_most: int | None = None
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
         """Return the bytes that a replica of the stage between two states keeps at most."""
@@ -39,7 +41,8 @@ class MemoryRule:
 
     def depth(self, m: int, after: int) -> int:
         """Return the minibatches in flight of a stage with m replicas and `after` workers behind it."""
-        return self.in_flight or 1 + -(-after // m)
+        depth = 1 + -(-after // m)
+        return self.in_flight or min(depth, self.depth_at_most or depth)
 
     def least(self, block: Block, after: Floats) -> Floats:
         """Return the fewest replicas with which the stages of a block of one start fit, or infinity [stop].
@@ -54,6 +57,8 @@ class MemoryRule:
             room = np.where(each > 0, room, np.where(constant <= self.limit_bytes, np.inf, 0.0))
             if self.in_flight is not None:
                 return np.where(room >= self.in_flight, 1.0, np.inf)
+            if self.depth_at_most is not None:
+                room = np.where(room >= self.depth_at_most, np.inf, room)
             needed = np.maximum(np.ceil(after / (room - 1)), 1.0)
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
 

@@ -1,0 +1,88 @@
+"""What a plan costs on a cluster of several levels, its workers on given devices.
+
+The flat planner knows one level. Its plans are placed stage by stage along the devices, which can do what the paper's
+recurrence can't: 15-1 on 4 servers of 4 (PipeDream, SOSP'19, Table 1). Here a stage sums its gradients at the slowest
+level its replicas span, and under a cost model that shares links every component's port carries what its workers send.
+"""
+
+import math
+from collections.abc import Sequence
+
+from pipebench.cluster import Cluster, Level
+from pipebench.planner.cost_models import CostModel, Work
+from pipebench.planner.flat import FlatProblem, Stage, stage_s
+
+_LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
+
+
+def spanned(cluster: Cluster, devices: Sequence[int]) -> int:
+    """Return the index of the innermost level whose components hold all these devices; 0 for one device."""
+    size = 1
+    for index, level in enumerate(cluster.levels):
+        size *= level.count
+        if len({device // size for device in devices}) == 1:
+            return index
+    return len(cluster.levels) - 1
+
+
+def stage_level(cluster: Cluster, model: CostModel, devices: Sequence[Sequence[int]], index: int) -> Level:
+    """Return the level that a stage's costs are those of.
+
+    That of its own replicas where the model has ports, else the one that its neighbours are reached by, too.
+    """
+    around = devices[index : index + 1] if model.has_ports else devices[max(0, index - 1) : index + 2]
+    return cluster.levels[spanned(cluster, [device for group in around for device in group])]
+
+
+def placed_s(
+    work: Work, model: CostModel, cluster: Cluster, stages: Sequence[Stage], devices: Sequence[Sequence[int]]
+) -> tuple[list[float], float]:
+    """Return the seconds per minibatch of every stage, and of the busiest port between components.
+
+    Args:
+        work: the model.
+        model: the cost model.
+        cluster: its levels; the placement is `devices`.
+        stages: the plan.
+        devices: of every stage's replicas.
+    """
+    seconds = []
+    for index, stage in enumerate(stages):
+        level = stage_level(cluster, model, devices, index)
+        seconds.append(stage_s(FlatProblem(work, model, level, stage.replicas), stage))
+    ports = [0.0]
+    if model.has_ports:
+        size = 1
+        for below, level in zip(cluster.levels, cluster.levels[1:], strict=False):
+            size *= below.count
+            ports.append(
+                max(_port_bytes(work, stages, devices, size).values(), default=0.0) / level.goodput_bytes_per_s
+            )
+    return seconds, max(ports)
+
+
+def _port_bytes(
+    work: Work, stages: Sequence[Stage], devices: Sequence[Sequence[int]], size: int
+) -> dict[tuple[int, bool], float]:
+    """Return the payload per minibatch by (component of `size` devices, whether it leaves)."""
+    states = work.states
+    load: dict[tuple[int, bool], float] = {}
+
+    def add(sender: int, receiver: int, num_bytes: float) -> None:
+        if sender != receiver:
+            for key in ((sender, True), (receiver, False)):
+                load[key] = load.get(key, 0.0) + num_bytes
+
+    for stage, own in zip(stages, devices, strict=True):
+        components = sorted({device // size for device in own})
+        weights = states.parameter_bytes[stage.stop] - states.parameter_bytes[stage.start]
+        around = 2 * (stage.replicas - 1) / stage.replicas * weights / stage.replicas
+        for sender, receiver in zip(components, [*components[1:], components[0]], strict=True):
+            add(sender, receiver, around)
+    for stage, own, others in zip(stages, devices, devices[1:], strict=False):
+        cycle = min(math.lcm(len(own), len(others)), _LONGEST_CYCLE)
+        for k in range(cycle):
+            before, after = own[k % len(own)] // size, others[k % len(others)] // size
+            add(before, after, states.sent_bytes[stage.stop] / cycle)
+            add(after, before, states.returned_bytes[stage.stop] / cycle)
+    return load

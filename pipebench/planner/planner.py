@@ -1,0 +1,461 @@
+"""The planner: the best plan of a mode on a cluster, the best mode, and why.
+
+A plan is chosen by the cost model, for which it is exact (flat on one level; on several levels the best of the paper's
+hierarchical plans and of flat plans placed along the devices). Modes are compared by what the simulator predicts for
+each one's plan, since a bottleneck says nothing about flushes.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
+from pipebench.formats import num_bytes
+from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC, Mode
+from pipebench.planner.cost_models import CostModel, Work
+from pipebench.planner.flat import FlatProblem, Stage, plan_chunks, plan_equal_width, plan_flat
+from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
+from pipebench.planner.memory import MemoryRule
+from pipebench.planner.placement import placed_s, stage_level
+from pipebench.planner.predict import Prediction, arrange, arranged, predict
+from pipebench.planner.states import antichains, prefixes
+from pipebench.profile.model import Profile
+from pipebench.schedule.pipeline import noam
+
+_MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
+_LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        profile: the model, as a graph of layers.
+        cluster: the devices and their links.
+        model: the cost model.
+        minibatch_size: samples that travel where a mode doesn't cut minibatches; the profile has that size.
+        runnable: whether cuts must follow the order of execution, so that an engine can run the plan as it is.
+        microbatches: units per minibatch, for modes that cut minibatches.
+        accumulate: blocks of minibatches per flush, for modes that flush; None for as many as keep the pipeline full.
+        depth: minibatches in flight per input-stage replica; None for NOAM, lowered when memory demands.
+        row: the mode's row of the table if the recipe changes it.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    model: CostModel
+    minibatch_size: int
+    runnable: bool = True
+    microbatches: int = 1
+    accumulate: int | None = None
+    depth: int | None = None
+    row: Mode | None = None
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a plan; seconds are per minibatch.
+
+    Attributes:
+        layers: indices into the profile's layers.
+        first_layer, last_layer: their names.
+        replicas: workers that run it.
+        compute_s, sync_s, transfer_s: computing, summing gradients, and sending and receiving, each on its own.
+        stage_s: what the cost model makes of them together.
+        memory_bytes: what one replica keeps at most.
+        in_flight: minibatches (or microbatches) in flight on one replica.
+        devices: of its replicas.
+    """
+
+    layers: tuple[int, ...]
+    first_layer: str
+    last_layer: str
+    replicas: int
+    compute_s: float
+    sync_s: float
+    transfer_s: float
+    stage_s: float
+    memory_bytes: float
+    in_flight: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it comes to.
+
+    Attributes:
+        mode: the mode it is for.
+        found_by: the algorithm that found it.
+        stages: in order.
+        starts: positions of the later stages' first layers in `order`.
+        order: layers in the order of the stages.
+        depth: minibatches in flight per input-stage replica.
+        microbatches, accumulate: as in `Request`.
+        bottleneck_s: seconds per minibatch of the slowest stage or port, by the cost model.
+        port_s: those of the busiest port between components.
+        minibatch_s: predicted seconds per minibatch: simulated, or the bottleneck of a cluster too large to simulate.
+        num_bytes: predicted payload per minibatch by kind; empty if not simulated.
+    """
+
+    mode: str
+    found_by: str
+    stages: tuple[PlannedStage, ...]
+    starts: tuple[int, ...]
+    order: tuple[int, ...]
+    depth: int
+    microbatches: int
+    accumulate: int
+    bottleneck_s: float
+    port_s: float
+    minibatch_s: float
+    num_bytes: dict[str, float]
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of every worker, workers numbered stage by stage."""
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+    @property
+    def config(self) -> str:
+        """The papers' notation: `15-1`, `straight`, `16`."""
+        if len(self.stages) > 1 and set(self.replicas) == {1}:
+            return "straight"
+        return "-".join(map(str, self.replicas))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The best plan of every mode.
+
+    Attributes:
+        best: the one asked for: the mode's, or the fastest mode's.
+        others: the best of every other mode, fastest first.
+        dp: pure data parallelism on all workers, even if it doesn't fit in memory.
+        shapes: the best bottlenecks of plans of a given shape, for schedules that aren't modes here: equal stages of
+            one width (PipeDream-2BW), and several chunks per worker (interleaved).
+        refused: modes without a plan, and why.
+        solve_s: seconds that choosing the best took; simulating the others isn't in it.
+    """
+
+    best: Planned
+    others: tuple[Planned, ...]
+    dp: Planned
+    shapes: tuple[Planned, ...]
+    refused: dict[str, str]
+    solve_s: float
+
+
+def compare(request: Request, mode: str | None = "pipedream") -> Comparison:
+    """Plan every mode.
+
+    Args:
+        request: what to plan.
+        mode: whose plan is asked for; None for that of the mode predicted to be fastest.
+
+    Raises:
+        PlanError: no plan of the mode (or of any mode) fits in memory; says by how much, and what would make it fit.
+    """
+    planned: dict[str, Planned] = {}
+    refused: dict[str, str] = {}
+    solve_s = 0.0
+    for name in MODES:
+        planner = Planner(request if name == mode or request.row is None else replace(request, row=None), name)
+        try:
+            planned[name] = planner.best()
+        except PlanError as error:
+            refused[name] = str(error)
+        solve_s += planner.solve_s if mode in (None, name) else 0.0
+    if mode in refused or not planned:
+        raise PlanError(refused[mode or "pipedream"])
+    fastest = sorted(planned.values(), key=lambda each: (each.minibatch_s, list(MODES).index(each.mode)))
+    best = planned[mode] if mode else fastest[0]
+    dp = (
+        planned.get("dp") or Planner(replace(request, cluster=replace(request.cluster, memory_bytes=None)), "dp").best()
+    )
+    return Comparison(best, tuple(each for each in fastest if each is not best), dp, _shapes(request), refused, solve_s)
+
+
+def _shapes(request: Request) -> tuple[Planned, ...]:
+    """Return plans of given shapes at the innermost level's links, memory not weighed."""
+    planner = Planner(replace(request, row=None, depth=None), "pipedream")
+    level, count = request.cluster.levels[0], request.cluster.num_workers
+    problem = FlatProblem(planner.work, request.model, level, count)
+    found = []
+    equal = plan_equal_width(problem)
+    if equal is not None:
+        found.append(planner.placed("equal stages of one width (2BW)", equal))
+    chunks = plan_chunks(problem, 2)
+    if chunks is not None:
+        found.append(
+            planner.placed("2 chunks per worker (interleaved)", chunks, [(i % count,) for i in range(len(chunks))])
+        )
+    return tuple(found)
+
+
+class Planner:
+    """Plans one mode."""
+
+    def __init__(self, request: Request, mode: str) -> None:
+        self.request = request
+        self.name = mode
+        self.mode = request.row or MODES[mode]
+        self.solve_s = 0.0
+
+    def best(self) -> Planned:
+        """Return the best plan.
+
+        Raises:
+            PlanError: none fits in memory.
+        """
+        started = time.perf_counter()
+        found = list(self._found(self._rule))
+        if not found and self.mode.weights in (STASH, VERTICAL_SYNC) and self.request.depth is None:
+            found = list(self._shallower())
+        self.solve_s = time.perf_counter() - started
+        if not found:
+            raise PlanError(self._why_nothing_fits())
+        if self._by_bottleneck:
+            return self._predicted(min(found, key=lambda plan: plan.bottleneck_s))
+        return min(map(self._predicted, found), key=lambda plan: plan.minibatch_s)
+
+    @property
+    def _by_bottleneck(self) -> bool:
+        """Whether the cost model's steady state is the mode's: without a flush it is."""
+        return not self.mode.flushes
+
+    @cached_property
+    def unit_size(self) -> int:
+        """Samples of what travels: the largest microbatch the profile has."""
+        parts = self.request.microbatches if self.mode.microbatches else 1
+        size = -(-self.request.minibatch_size // parts)
+        if size not in self.request.profile.layers:
+            raise PlanError(
+                f"mode {self.name} sends {size} samples at a time, and the profile has no times for so many, only for "
+                f"{', '.join(map(str, sorted(self.request.profile.layers)))}"
+            )
+        return size
+
+    @cached_property
+    def work(self) -> Work:
+        """The model at the size that travels."""
+        profile = self.request.profile
+        rows = profile.layers[self.unit_size]
+        by_antichains = self.request.model.antichains and not self.request.runnable
+        states = antichains(rows) if by_antichains else prefixes(rows)
+        if self.mode.recompute:
+            states = replace(states, backward_s=states.backward_s + states.forward_s)
+        load_s = profile.load_s.get(self.unit_size, 0.0)
+        return Work(states, profile.update_s_per_byte, profile.update_floor_s, load_s)
+
+    @cached_property
+    def _rule(self) -> MemoryRule | None:
+        limit = self.request.cluster.memory_bytes
+        if limit is None:
+            return None
+        return self._memory(limit)
+
+    def _memory(self, limit_bytes: float) -> MemoryRule:
+        in_flight = None
+        if self.mode.order == ALL_FORWARDS:
+            in_flight = self._units_per_flush
+        elif self.mode.depth is not None:
+            in_flight = self.mode.depth
+        return MemoryRule(
+            limit_bytes,
+            stashes=self.mode.weights in (STASH, VERTICAL_SYNC),
+            recompute=self.mode.recompute,
+            state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
+            in_flight=in_flight,
+            depth_at_most=self.request.depth,
+        )
+
+    @property
+    def _units_per_flush(self) -> int:
+        """Units that a straight pipeline runs between two flushes."""
+        if not self.mode.flushes or self.mode.shape != "any":
+            return 1
+        parts = self.request.microbatches if self.mode.microbatches else 1
+        return parts * (self.request.accumulate or (1 if parts > 1 else self.request.cluster.num_workers))
+
+    def _found(self, rule: MemoryRule | None) -> Iterator[Planned]:
+        """Yield the plans to choose from."""
+        cluster, work, model = self.request.cluster, self.work, self.request.model
+        last, count = len(work.states) - 1, cluster.num_workers
+        if self.mode.shape in ("one", "one-stage"):
+            whole = Stage(0, last, 1 if self.mode.shape == "one" else count)
+            plan = self.placed("one stage", (whole,))
+            if rule is None or plan.stages[0].memory_bytes <= rule.limit_bytes:
+                yield plan
+            return
+        straight_only = self.mode.shape == "straight" or not self._by_bottleneck
+        best_s = math.inf
+        for level in cluster.levels:
+            problem = FlatProblem(work, model, level, count, rule, 1 if straight_only else None)
+            stages = plan_flat(problem)
+            if stages is not None:
+                plan = self.placed(f"flat, links of level {level.name}" if len(cluster.levels) > 1 else "flat", stages)
+                best_s = min(best_s, plan.bottleneck_s)
+                yield plan
+        if len(cluster.levels) > 1 and not straight_only:
+            nested = plan_hierarchical(HierarchicalProblem(work, model, cluster.levels, rule), best_s)
+            if nested is not None:
+                stages = tuple(each.stage for each in nested.stages)
+                devices = tuple(each.workers for each in nested.stages)
+                bottleneck_s = None if model.has_ports else nested.bottleneck_s
+                yield self.placed("hierarchical", stages, devices, bottleneck_s=bottleneck_s)
+
+    def _shallower(self) -> Iterator[Planned]:
+        """Yield straight plans with the largest depth that fits in memory."""
+        rule, cluster = self._rule, self.request.cluster
+        assert rule is not None
+        for depth in range(cluster.num_workers - 1, 0, -1):
+            lowered = replace(rule, depth_at_most=depth)
+            plans = []
+            for level in cluster.levels:
+                stages = plan_flat(FlatProblem(self.work, self.request.model, level, cluster.num_workers, lowered, 1))
+                if stages is not None:
+                    plans.append(self.placed("flat, straight, at a depth that fits", stages, depth=depth))
+            if plans:
+                yield from plans
+                return
+
+    def placed(
+        self,
+        found_by: str,
+        stages: Sequence[Stage],
+        devices: Sequence[Sequence[int]] | None = None,
+        *,
+        depth: int | None = None,
+        bottleneck_s: float | None = None,
+    ) -> Planned:
+        """Return a plan with its costs, not yet predicted; workers stand along the devices unless told."""
+        work, model, cluster = self.work, self.request.model, self.request.cluster
+        if devices is None:
+            bounds = [sum(stage.replicas for stage in stages[:index]) for index in range(len(stages) + 1)]
+            devices = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        seconds, port_s = placed_s(work, model, cluster, stages, devices)
+        replicas = [stage.replicas for stage in stages]
+        depth = self.mode.depth or depth or self.request.depth or noam(replicas)
+        rule = replace(self._memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
+        order, starts = arrange(work.states, stages)
+        reported = []
+        for index, stage in enumerate(stages):
+            level = stage_level(cluster, model, devices, index)
+            parts = model.parts(work, level, stage.start, stage.stop, stage.replicas)
+            layers = work.states.layers(stage.start, stage.stop)
+            in_flight = rule.depth(stage.replicas, sum(replicas[index + 1 :]))
+            reported.append(
+                PlannedStage(
+                    tuple(layers),
+                    work.states.rows[layers[0]].name,
+                    work.states.rows[layers[-1]].name,
+                    stage.replicas,
+                    float(parts[0]),
+                    float(parts[1]),
+                    float(parts[2]),
+                    seconds[index],
+                    rule.num_bytes(work.states, stage.start, stage.stop, in_flight),
+                    in_flight,
+                    tuple(devices[index]),
+                )
+            )
+        units = self.request.microbatches if self.mode.microbatches else 1
+        return Planned(
+            mode=self.name,
+            found_by=found_by,
+            stages=tuple(reported),
+            starts=tuple(starts),
+            order=order,
+            depth=depth,
+            microbatches=units,
+            accumulate=self._units_per_flush // units if self.mode.flushes else 1,
+            bottleneck_s=(bottleneck_s or max(*seconds, port_s)) * units,
+            port_s=port_s * units,
+            minibatch_s=math.inf,
+            num_bytes={},
+        )
+
+    def _predicted(self, plan: Planned) -> Planned:
+        """Return a plan with the simulator's prediction."""
+        if sum(plan.replicas) > _MOST_SIMULATED or math.lcm(*plan.replicas) > _LONGEST_BLOCK:
+            return replace(plan, minibatch_s=plan.bottleneck_s)
+        profile = self.request.profile
+        sizes = {
+            size: profile.layers[size] for size in {self.unit_size, self.request.minibatch_size} & {*profile.layers}
+        }
+        prediction: Prediction = predict(
+            arranged(replace(profile, layers=sizes), plan.order),
+            self.request.cluster.placed(plan.devices),
+            self.request.model,
+            plan.starts,
+            plan.replicas,
+            self.mode,
+            self.request.minibatch_size,
+            depth=plan.depth,
+            microbatches=plan.microbatches,
+            accumulate=plan.accumulate,
+        )
+        return replace(plan, minibatch_s=prediction.minibatch_s, num_bytes=prediction.num_bytes)
+
+    def _why_nothing_fits(self) -> str:
+        """Say by how much nothing fits, and what would."""
+        limit = float(self.request.cluster.memory_bytes or 0)
+        needed = self._least_memory(self)
+        ways = []
+        if not self.mode.recompute and self.mode.shape == "any":
+            other = Planner(replace(self.request, row=replace(self.mode, recompute=True)), self.name)
+            if self._least_memory(other) <= limit:
+                ways.append("parallelism.recompute: true")
+        if self.mode.shape != "any":
+            ways += [f"mode {name}" for name in ("pipedream-flush", "gpipe") if self._fits(Planner(self.request, name))]
+        levels = self.request.cluster.levels
+        wider = replace(levels[-1], count=2 * levels[-1].count)
+        doubled = replace(self.request, cluster=replace(self.request.cluster, levels=(*levels[:-1], wider)))
+        if self.mode.shape in ("any", "straight") and self._fits(Planner(doubled, self.name)):
+            ways.append(f"twice as many workers, {2 * self.request.cluster.num_workers}, for more stages")
+        ways.append(f"a minibatch smaller than {self.request.minibatch_size}")
+        return (
+            f"no plan of mode {self.name} fits: the leanest needs {num_bytes(needed)} on a worker, "
+            f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {self.request.cluster.device}; "
+            f"what would help: {', or '.join(ways)}"
+        )
+
+    @staticmethod
+    def _fits(planner: "Planner") -> bool:
+        limit = planner.request.cluster.memory_bytes
+        return limit is None or Planner._least_memory(planner) <= limit
+
+    @staticmethod
+    def _least_memory(planner: "Planner") -> float:
+        """Return the bytes on a worker that the leanest plan needs, within one part in a thousand."""
+        whole = planner.placed("", (Stage(0, len(planner.work.states) - 1, 1),)).stages[0].memory_bytes
+        if planner.mode.shape in ("one", "one-stage"):
+            return whole
+        low, high = 0.0, 64 * whole + 1
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            rule = planner._memory(middle)
+            if planner.mode.weights in (STASH, VERTICAL_SYNC):
+                rule = replace(rule, depth_at_most=1)
+            if _any_straight(planner, rule):
+                high = middle
+            else:
+                low = middle
+        return high
+
+
+def _any_straight(planner: Planner, rule: MemoryRule) -> bool:
+    cluster = planner.request.cluster
+    problem = FlatProblem(planner.work, planner.request.model, cluster.levels[0], cluster.num_workers, rule, 1)
+    return plan_flat(problem) is not None

@@ -1,0 +1,143 @@
+"""What a plan comes to: its steady state in the simulator, under the cost model it was made for."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipebench.cluster import Cluster
+from pipebench.costs import Costs, stage_costs
+from pipebench.modes import Mode
+from pipebench.plan import Plan, Rows, make_plan
+from pipebench.planner.cost_models import CostModel
+from pipebench.planner.flat import Stage
+from pipebench.planner.states import States
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.sampling import Sampler
+from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from pipebench.steady import simulate_segment
+from pipebench.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
+
+_FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
+
+
+@dataclass(frozen=True)
+class Course:
+    """What the simulator needs to know of a run."""
+
+    pipeline: Pipeline
+    costs: Costs
+    cluster: Cluster
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan in its steady state.
+
+    Attributes:
+        minibatch_s: seconds per minibatch.
+        num_bytes: payload per minibatch by kind: activation, gradient, all-reduce.
+    """
+
+    minibatch_s: float
+    num_bytes: dict[str, float]
+
+
+def arrange(states: States, stages: Sequence[Stage]) -> tuple[tuple[int, ...], list[int]]:
+    """Return the layers in the order that a plan's stages hold them, and where its later stages begin in that order.
+
+    Layers that the states leave out (model inputs, results nobody reads) are left out.
+    """
+    order: list[int] = []
+    starts = []
+    for stage in stages:
+        starts.append(len(order))
+        order += states.layers(stage.start, stage.stop)
+    return tuple(order), starts[1:]
+
+
+def arranged(profile: Profile, order: Sequence[int]) -> Profile:
+    """Return a profile whose layers stand in another order, the loss last."""
+    place = {old: new for new, old in enumerate(order)}
+
+    def row(old: LayerProfile) -> LayerProfile:
+        return replace(old, reads=tuple(sorted(place[read] for read in old.reads if read in place)))
+
+    layers = {n: (*(row(rows[i]) for i in order), row(rows[-1])) for n, rows in profile.layers.items()}
+    return replace(profile, layers=layers)
+
+
+def make_pipeline(
+    plan: Plan,
+    rows: Sequence[LayerProfile],
+    mode: Mode,
+    *,
+    depth: int | None = None,
+    microbatches: int = 1,
+    accumulate: int = 1,
+    shares_norm: bool = False,
+) -> Pipeline:
+    """Return the pipeline's shape: the plan's stages under the mode's order of work.
+
+    Args:
+        plan: stages and what crosses between them.
+        rows: the layers the plan is of, at any size.
+        mode: the mode.
+        depth: minibatches in flight per input-stage replica; None for the mode's, or NOAM.
+        microbatches: units per minibatch.
+        accumulate: blocks of minibatches per flush.
+        shares_norm: whether all stages agree on the gradient's norm before an update.
+    """
+    edges = tuple(
+        Edge(source, target, any(rows[value].gradient_bytes for value in values))
+        for (source, target), values in plan.crossings.items()
+    )
+    loads = tuple(
+        index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
+    )
+    depth = mode.depth or depth or noam(plan.replicas)
+    return Pipeline(plan.replicas, edges, mode.order, mode.flushes, depth, microbatches, accumulate, loads, shares_norm)
+
+
+def predict(
+    profile: Profile,
+    cluster: Cluster,
+    model: CostModel,
+    starts: Sequence[int],
+    replicas: Sequence[int],
+    mode: Mode,
+    minibatch_size: int,
+    *,
+    depth: int | None = None,
+    microbatches: int = 1,
+    accumulate: int = 1,
+) -> Prediction:
+    """Simulate a plan until nothing changes any more; return what one more minibatch takes and sends.
+
+    Args:
+        profile: the model, its layers in the order of the plan.
+        cluster: where the plan runs, its workers placed.
+        model: how times add up.
+        starts: first layers of the stages after the first.
+        replicas: replicas per stage.
+        mode: order of work and weight policy.
+        minibatch_size: samples; the profile has it, or its microbatches.
+        depth: see `make_pipeline`, like the rest.
+        microbatches: units per minibatch.
+        accumulate: blocks of minibatches per flush.
+    """
+    rows = next(iter(profile.layers.values()))
+    plan = make_plan(Rows.of(rows), starts, replicas)
+    pipeline = make_pipeline(plan, rows, mode, depth=depth, microbatches=microbatches, accumulate=accumulate)
+    costs = model.simulated(stage_costs(profile, plan, recompute=mode.recompute), replicas)
+    period = pipeline.block * (accumulate if pipeline.flushes else 1)
+    count = period * _FILL_ROUNDS * max(2, max(pipeline.warmups))
+    course = Course(pipeline, costs, model.links(cluster), Sampler(16 * count * minibatch_size, minibatch_size, 0))
+    shorter, longer = (simulate_segment(course, n) for n in (count, 2 * count))
+    sent: Counter[str] = Counter()
+    for (kind, _), num_bytes in longer.num_bytes.items():
+        sent[kind] += num_bytes
+    for (kind, _), num_bytes in shorter.num_bytes.items():
+        sent[kind] -= num_bytes
+    each = {kind: sent[kind] / count for kind in (ACTIVATION, GRADIENT, ALL_REDUCE)}
+    return Prediction((longer.end_s - shorter.end_s) / count, each)
