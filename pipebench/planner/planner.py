@@ -17,7 +17,7 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC, Mode
 from pipebench.planner.cost_models import CostModel, Work
-from pipebench.planner.flat import FlatProblem, Stage, plan_chunks, plan_equal_width, plan_flat
+from pipebench.planner.flat import FlatProblem, Stage, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placement import placed_s, stage_level
