@@ -271,10 +271,12 @@ class _Overlap(CostModel):
         forward_s = block.sums(states.forward_s) + update_s
         late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
         load_s = work.load_s * (block.sums(states.num_loading) > 0)
+        there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / rate
+        there_and_back = there_and_back + 2 * level.latency_s * (there_and_back > 0)
         return StageTerms(
             (
                 *([Term(load_s)] if load_s.any() else []),
-                Term(forward_s + block.sums(states.backward_s), late * (2 / rate), latency_s),
+                Term(forward_s + block.sums(states.backward_s) + there_and_back, late * (2 / rate), latency_s),
                 Term(np.maximum(forward_s, carried), ring, latency_s),
             )
         )

@@ -22,6 +22,7 @@ from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchica
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placement import placed_s, stage_level
 from pipebench.planner.predict import Prediction, arrange, arranged, predict
+from pipebench.planner.shapes import plan_chunks, plan_equal_width
 from pipebench.planner.states import antichains, prefixes
 from pipebench.profile.model import Profile
 from pipebench.schedule.pipeline import noam
