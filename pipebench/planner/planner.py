@@ -1,8 +1,9 @@
 """The planner: the best plan of a mode on a cluster, the best mode, and why.
 
-A plan is chosen by the cost model, for which it is exact (flat on one level; on several levels the best of the paper's
-hierarchical plans and of flat plans placed along the devices). Modes are compared by what the simulator predicts for
-each one's plan, since a bottleneck says nothing about flushes.
+Candidates are exact for the cost model: the flat plan at every level's links, placed along the devices; the paper's
+hierarchical plan; the best straight plan; pure data parallelism. Under `sosp19` and `artifact` the smallest bottleneck
+is chosen, as published. Under `overlap`, and between modes, what the simulator predicts decides: a bottleneck says
+nothing about flushes, and little about minibatches that wait for a transfer with no other in flight to take their turn.
 """
 
 import itertools
@@ -226,14 +227,9 @@ class Planner:
         self.solve_s = time.perf_counter() - started
         if not found:
             raise PlanError(self._why_nothing_fits())
-        if self._by_bottleneck:
-            return self._predicted(min(found, key=lambda plan: plan.bottleneck_s))
-        return min(map(self._predicted, found), key=lambda plan: plan.minibatch_s)
-
-    @property
-    def _by_bottleneck(self) -> bool:
-        """Whether the cost model's steady state is the mode's: without a flush it is."""
-        return not self.mode.flushes
+        if self.mode.flushes or self.request.model.has_ports:
+            return min(map(self._predicted, found), key=lambda plan: plan.minibatch_s)
+        return self._predicted(min(found, key=lambda plan: plan.bottleneck_s))
 
     @cached_property
     def unit_size(self) -> int:
@@ -299,16 +295,20 @@ class Planner:
             if rule is None or plan.stages[0].memory_bytes <= rule.limit_bytes:
                 yield plan
             return
-        straight_only = self.mode.shape == "straight" or not self._by_bottleneck
+        any_width = self.mode.shape == "any" and not self.mode.flushes
+        whole = self.placed("one stage", (Stage(0, last, count),))
+        if any_width and (rule is None or whole.stages[0].memory_bytes <= rule.limit_bytes):
+            yield whole
         best_s = math.inf
         for level in cluster.levels:
-            problem = FlatProblem(work, model, level, count, rule, 1 if straight_only else None)
-            stages = plan_flat(problem)
-            if stages is not None:
-                plan = self.placed(f"flat, links of level {level.name}" if len(cluster.levels) > 1 else "flat", stages)
-                best_s = min(best_s, plan.bottleneck_s)
-                yield plan
-        if len(cluster.levels) > 1 and not straight_only:
+            where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
+            for width in (None, 1) if any_width else (1,):
+                stages = plan_flat(FlatProblem(work, model, level, count, rule, width))
+                if stages is not None:
+                    plan = self.placed(f"flat{', straight' if width else ''}{where}", stages)
+                    best_s = min(best_s, plan.bottleneck_s)
+                    yield plan
+        if len(cluster.levels) > 1 and any_width:
             nested = plan_hierarchical(HierarchicalProblem(work, model, cluster.levels, rule), best_s)
             if nested is not None:
                 stages = tuple(each.stage for each in nested.stages)
