@@ -7,8 +7,9 @@ layer has a name of its own.
 
 import copy
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -138,6 +139,11 @@ def run_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         node: any node but a placeholder.
         env: values by node.
     """
+    return bind_node(root, node, env)()
+
+
+def bind_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Callable[[], Any]:
+    """Return what executes one node, everything it names looked up already; arguments as for `run_node`."""
 
     def value(argument: fx.Node) -> Any:
         return attribute(root, str(argument.target)) if argument.op == "get_attr" else env[argument]
@@ -145,15 +151,15 @@ def run_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     args = fx.node.map_arg(node.args, value)
     kwargs = fx.node.map_arg(node.kwargs, value)
     if node.op == "call_module":
-        return root.get_submodule(str(node.target))(*args, **kwargs)
+        return partial(root.get_submodule(str(node.target)), *args, **kwargs)
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return partial(getattr(args[0], str(node.target)), *args[1:], **kwargs)
     if node.op == "call_function":
         assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return partial(node.target, *args, **kwargs)
     if node.op == "output":
-        return args[0]
-    return attribute(root, str(node.target))
+        return lambda: args[0]
+    return lambda: attribute(root, str(node.target))
 
 
 def attribute(root: nn.Module, path: str) -> Any:

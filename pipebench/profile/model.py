@@ -90,7 +90,8 @@ class Profile:
     def sum_over_whole(self) -> dict[int, float]:
         """Number of samples to the layers' seconds over those of a whole measured step: near 1 if it adds up."""
         return {
-            n: sum(row.forward_s + row.backward_s for row in self.layers[n]) / s for n, s in self.whole_step_s.items()
+            n: sum(row.forward_s + row.backward_s for row in self.layers[n] if not row.is_input) / s
+            for n, s in self.whole_step_s.items()
         }
 
     def to_json(self) -> str:

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
-from pipebench.graph import Layer, LayerGraph, is_inplace, run_node
+from pipebench.graph import Layer, LayerGraph, bind_node, is_inplace, run_node
 from pipebench.profile.model import LayerProfile
 from zoo.registry import Dataset
 
@@ -127,6 +127,18 @@ def walk(
     return tuple(_profile(step) for step in steps)
 
 
+def idle_backward_s(device: torch.device, clock: Clock) -> Reading:
+    """Run the backward of a layer that does nothing: entering and leaving autograd, which training does once."""
+    value = torch.ones(1, device=device, requires_grad=True)
+    owner, step = (_Step("idle", "idle", {}, {}, (), ()) for _ in range(2))
+    read = _cut(value, step, owner)
+    like = torch.empty_like(value, device="meta")
+    owner.outputs = {0: _Output(get_gradient_edge(value), like, device)}
+    step.outputs = {0: _Output(get_gradient_edge(read), like, device, num_arrived=1)}
+    _backward(step, clock, {}, set())
+    return step.backward_s
+
+
 def _forwards(
     graph: LayerGraph,
     root: nn.Module,
@@ -179,7 +191,7 @@ def _call_of(
     if is_inplace(root, layer.node) and isinstance(first, fx.Node) and first in own:
         # autograd refuses to overwrite a view like this; a clone isn't one, and is made outside the clock.
         own[first] = tree_map_only(torch.Tensor, torch.clone, own[first])
-    return lambda: run_node(root, layer.node, own)
+    return bind_node(root, layer.node, own)
 
 
 def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
