@@ -81,6 +81,7 @@ def cli() -> None:
       pipebench run quickstart             PipeDream on 4 workers, real data, no download
       pipebench run recipes/quickstart     the same training in four modes, side by side
       pipebench show quickstart            every setting of a recipe
+      pipebench profile quickstart         what every layer costs, as a table and a picture
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
 
@@ -148,6 +149,62 @@ def draw(words: tuple[str, ...]) -> None:
     from pipebench import runner
 
     click.echo(runner.draw(loaded))
+
+
+@cli.command(name="profile", short_help="Show what every layer of a model costs.")
+@click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True)
+@click.option("--json", "json_file", metavar="OUT.json", help="Write the profile here; pipebench reads it back.")
+@click.option("--graph-txt", metavar="OUT.txt", help="Write it in the PipeDream artifact's format.")
+@click.option("--picture", metavar="OUT.png", help="Write the picture here.")
+@click.option(
+    "--samples", type=click.IntRange(1), help="Which size to show, by default the largest; of a graph.txt, its."
+)
+@click.option("--all", "show_all", is_flag=True, help="Show every layer, however many there are.")
+def profile_(
+    words: tuple[str, ...],
+    json_file: str | None,
+    graph_txt: str | None,
+    picture: str | None,
+    samples: int | None,
+    show_all: bool,
+) -> None:
+    """Show what every layer of a model costs: time forward and backward, activations, parameters.
+
+    RECIPE is profiled as it says (engine.timing): measured on this machine, computed for its cluster's device, or read
+    from a file. NAME.profile.json and NAME.profile.png are written to the current folder, NAME being the recipe's.
+    FILE is a profile (.json) or the PipeDream artifact's graph.txt (.txt); it is shown, and NAME.profile.png written.
+
+    \b
+    Examples:
+      pipebench profile quickstart
+      pipebench profile quickstart cluster.name=local --samples 32
+      pipebench profile quickstart cluster.name=cluster-b --json v100.json --picture v100.png
+      pipebench profile quickstart.profile.json --graph-txt quickstart.graph.txt
+      pipebench profile gnmt8.graph.txt --samples 64 --all
+      pipebench run quickstart engine.timing=v100.json
+    """
+    references, overrides = _split(words)
+    file = Path(references[0]) if len(references) == 1 and references[0].endswith((".json", ".txt")) else None
+    if file is not None and overrides:
+        raise click.UsageError(f"{overrides[0]} changes a recipe, and {file} is a profile")
+    loaded = _load_one(words) if file is None else None
+    if loaded is not None:
+        _preflight_profile(loaded)
+    from pipebench import profiling
+
+    name = profiling.plain_name(file) if file is not None else loaded.recipe.name if loaded is not None else ""
+    json_path = json_file or (None if file is not None else f"{name}.profile.json")
+    wanted = profiling.Wanted(
+        json_path=Path(json_path) if json_path else None,
+        graph_path=Path(graph_txt) if graph_txt else None,
+        picture_path=Path(picture or f"{name}.profile.png"),
+        num_samples=samples,
+        show_all=show_all,
+    )
+    if file is not None:
+        profiling.profile_of_file(file, wanted)
+    elif loaded is not None:
+        profiling.profile_of_recipe(loaded, wanted)
 
 
 @cli.command(name="ls", short_help="List models, data sets, clusters, modes and recipes.")
@@ -265,6 +322,20 @@ def _preflight_all(loaded: Sequence["LoadedRecipe"]) -> None:
             faults += error.faults
     if faults:
         raise RecipeError(dict.fromkeys(faults))
+
+
+def _preflight_profile(loaded: "LoadedRecipe") -> None:
+    """Check what profiling needs: the data only where it is measured."""
+    from pipebench.recipe.preflight import preflight
+
+    timing, local = loaded.recipe.engine.timing, loaded.recipe.cluster.name == "local"
+    try:
+        preflight(loaded)
+    except RecipeError as error:
+        measured = timing == "measured" or (timing == "auto" and local)
+        faults = [fault for fault in error.faults if measured or fault.key != "dataset"]
+        if faults:
+            raise RecipeError(faults) from error
 
 
 def _suite(loaded: Sequence["LoadedRecipe"], references: Sequence[str]) -> str:

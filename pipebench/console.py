@@ -20,10 +20,14 @@ __all__ = [
     "comparison_markdown",
     "comparison_table",
     "is_terminal",
+    "new_table",
     "preparing",
     "print_comparison",
+    "print_plain",
     "print_seeds",
     "print_summary",
+    "print_written",
+    "standard_output",
 ]
 
 _PLAIN_WIDTH = 110  # where there is no terminal to ask
@@ -60,17 +64,17 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
         link: how to open its record.
         console: where to write; standard output by default.
     """
-    console = console or _standard_output()
-    _print(console, "")
-    _print(console, Text.assemble(result.name, ": ", (result.sentence, _STYLES.get(result.outcome, "bold"))))
+    console = console or standard_output()
+    print_plain(console, "")
+    print_plain(console, Text.assemble(result.name, ": ", (result.sentence, _STYLES.get(result.outcome, "bold"))))
     facts = Table.grid(padding=(0, 2))
     for name, text in _facts(result):
         facts.add_row(Text(name, style="dim"), Text(text))
-    _print(console, Padding(facts, (0, 0, 0, 2)))
+    print_plain(console, Padding(facts, (0, 0, 0, 2)))
     if any(result.stages):
-        _print(console, Padding(_stage_table(result.stages), (0, 0, 0, 2)))
+        print_plain(console, Padding(_stage_table(result.stages), (0, 0, 0, 2)))
     if picture:
-        _print(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
+        print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
     _print_link(console, link)
 
 
@@ -82,9 +86,9 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console |
         link: how to open their record.
         console: where to write; standard output by default.
     """
-    console = console or _standard_output()
-    _print(console, "")
-    _print(console, comparison_table(results, narrow=console.width < _ROOMY_WIDTH))
+    console = console or standard_output()
+    print_plain(console, "")
+    print_plain(console, comparison_table(results, narrow=console.width < _ROOMY_WIDTH))
     _print_link(console, link)
 
 
@@ -99,8 +103,8 @@ def print_seeds(
         spread: as `pipebench.tracking.summarise_seeds` returns.
         console: where to write; standard output by default.
     """
-    console = console or _standard_output()
-    table = _table("", "median", "mean", "spread (std)", "smallest", "largest")
+    console = console or standard_output()
+    table = new_table("", "median", "mean", "spread (std)", "smallest", "largest")
     finals = sorted({metric for result in results for metric in result.metrics if metric.startswith("best_")})
     for metric in (*_SEED_METRICS, *finals):
         if f"{metric}_median" in spread:
@@ -109,10 +113,10 @@ def print_seeds(
     reached = sum(result.outcome == REACHED for result in results)
     targeted = sum(result.outcome != COMPLETED for result in results)
     ending = f", {reached} of {targeted} reached the target" if targeted else ""
-    _print(console, "")
-    _print(console, Text(f"{name}: {len(results)} seeds{ending}", style="bold"))
+    print_plain(console, "")
+    print_plain(console, Text(f"{name}: {len(results)} seeds{ending}", style="bold"))
     if table.row_count:
-        _print(console, table)
+        print_plain(console, table)
 
 
 def comparison_table(results: Sequence[RunResult], *, narrow: bool = False) -> Table:
@@ -122,19 +126,20 @@ def comparison_table(results: Sequence[RunResult], *, narrow: bool = False) -> T
         results: at least one.
         narrow: leave as little room between columns as can be read.
     """
-    table = _table(*HEADINGS, narrow=narrow)
+    table = new_table(*HEADINGS, narrow=narrow)
     for result, (name, *cells) in zip(results, comparison_rows(results), strict=True):
         style = "" if result.outcome in (REACHED, COMPLETED) else "yellow"
         table.add_row(Text(name, style="bold"), *(Text(cell, style=style) for cell in cells))
     return table
 
 
-def _standard_output() -> Console:
+def standard_output() -> Console:
+    """Return where to print: as wide as the terminal, or as a page where there is none."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
-def _print(console: Console, content: RenderableType) -> None:
+def print_plain(console: Console, content: RenderableType) -> None:
     """Print, without the blanks that pad lines to the console's width where the output goes to a file."""
     if console.is_terminal:
         console.print(content)
@@ -145,23 +150,29 @@ def _print(console: Console, content: RenderableType) -> None:
         console.print(Text(line.rstrip()), soft_wrap=True)
 
 
+def print_written(path: str, console: Console | None = None) -> None:
+    """Say that a file was written."""
+    (console or standard_output()).print(Text.assemble(("  written  ", "dim"), path), soft_wrap=True)
+
+
 def _print_link(console: Console, link: str) -> None:
     if link:
         console.print(Text.assemble(("  MLflow  ", "dim"), link), soft_wrap=True)
 
 
-def _table(*headings: str, narrow: bool = False) -> Table:
+def new_table(*headings: str, narrow: bool = False, left: int = 1) -> Table:
+    """Return an empty table; numbers stand to the right, the first `left` columns and plans to the left."""
     padding = (0, 0) if narrow else (0, 1)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, collapse_padding=True, show_edge=not narrow)
     for index, heading in enumerate(headings):
-        justify: JustifyMethod = "left" if index == 0 or heading == "plan" else "right"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=index == 0)
+        justify: JustifyMethod = "left" if index < left or heading == "plan" else "right"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=index < left)
     return table
 
 
 def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
     columns = [column for column in _STAGE_COLUMNS if any(stage.get(column[1]) is not None for stage in stages)]
-    table = _table(*(heading for heading, _, _ in columns))
+    table = new_table(*(heading for heading, _, _ in columns))
     for stage in stages:
         table.add_row(*(UNKNOWN if stage.get(key) is None else write(stage[key]) for _, key, write in columns))
     return table
