@@ -10,7 +10,7 @@ memory. The path is searched from the end because what a stage keeps depends on 
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
         if found is None:
             low = middle
         else:
-            high, step = min(middle, bottleneck_s(problem, found)), min(0.5, 4 * step)
+            best, high, step = found, min(middle, bottleneck_s(problem, found)), min(0.5, 4 * step)
     just_below = False
     while high - low > 2 * _PRECISION * high:
         # Close in, the bottleneck found is likely the smallest there is: ask just below it, every other time.
@@ -95,7 +95,7 @@ def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
         if found is None:
             low = middle
         else:
-            high = min(middle, bottleneck_s(problem, found))
+            best, high = found, min(middle, bottleneck_s(problem, found))
     # The best found may be a guess, or lose a tie to a rounding error: fewer workers may do.
     return search.fewest(high * (1 + _PRECISION)) or best
 

@@ -121,9 +121,9 @@ class _Tables:
 
     def _made(self, level: int, after: int) -> Floats:
         count, limited = self.problem.levels[level].count, self.problem.memory is not None
-        # A stage on all components of the level above is the whole model (and that one is made apart): any other has
-        # one component less, and a range slower than that many times the bottleneck is of no use.
-        above = self.problem.levels[level + 1].count
+        # A stage on all components of every level above is the whole model (and that one is made apart): any other has
+        # one component less at one of them, and a range slower than that many times the bottleneck is of no use.
+        above = max(each.count for each in self.problem.levels[level + 1 :])
         limit_s = self._at_most_s * self._sizes[-1] / self._sizes[level + 1] * max(1, above - 1) / above
         made: dict[tuple[int, int, bool], Floats] = {}
 
