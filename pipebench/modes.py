@@ -9,6 +9,7 @@ from pipebench.recipe.schema import ParallelismRecipe
 
 ALL_FORWARDS, ONE_F_ONE_B = "all-forwards", "1f1b"
 ONE, STASH, VERTICAL_SYNC, NONE = "one", "stash", "stash-vertical-sync", "none"
+AUTO = "auto"  # leaves the choice of a mode, or of a plan, to the planner
 ORDERS = (ALL_FORWARDS, ONE_F_ONE_B)
 WEIGHT_POLICIES = (ONE, STASH, VERTICAL_SYNC, NONE)
 

@@ -3,12 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, choice
-from pipebench.modes import MODES, Mode
-from pipebench.recipe.schema import Recipe
+from pipebench.modes import AUTO, Mode
 
-AUTO, STRAIGHT = "auto", "straight"
+STRAIGHT = "straight"
 SHAPES = {
     "one": "a single worker: `auto` or `1`",
     "one-stage": "one stage on all its workers: `auto` or a number such as `4`",
@@ -19,10 +17,11 @@ _NOTATION = re.compile(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", re.ASCII)
 
 
 def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
-    """Return the replicas of every stage.
+    """Return the replicas of every stage. `auto` is the planner's to resolve where a mode takes more than one plan.
 
     Args:
-        given: `auto`, `straight`, a number of workers, or replicas per stage joined by `-`.
+        given: `auto` (single workers and single stages only), `straight`, a number of workers, or replicas per stage
+            joined by `-`.
         mode: decides what `auto` is and which plans are taken.
         num_workers: workers of the cluster.
 
@@ -46,24 +45,14 @@ def format_plan(replicas: Sequence[int]) -> str:
     return "-".join(str(count) for count in replicas)
 
 
-def resolve_replicas(recipe: Recipe, cluster: Cluster) -> tuple[int, ...]:
-    """Return the replicas of every stage of a recipe's plan on a cluster.
-
-    Raises:
-        PlanError: see `parse_plan`.
-    """
-    parallelism = recipe.parallelism
-    return parse_plan(parallelism.plan, MODES[parallelism.mode], cluster.num_workers)
-
-
 def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     text = str(given).strip()
-    if text == AUTO:
-        return {"one": (1,), "one-stage": (num_workers,)}.get(mode.shape, (1,) * num_workers)
+    if text == AUTO and mode.shape in ("one", "one-stage"):
+        return (1,) if mode.shape == "one" else (num_workers,)
     if text == STRAIGHT:
         return (1,) * num_workers
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
-        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or replicas per stage such as 15-1, 2-1-1 or 16")
+        raise PlanError(f"{choice(text[:60], (STRAIGHT,))}, or replicas per stage such as 15-1, 2-1-1 or 16")
     return tuple(int(part) for part in text.split("-"))
 
 

@@ -5,7 +5,7 @@ Every step is a function of what the steps before it gave, so that each can be c
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,14 +17,19 @@ from pipebench.costs import stage_costs
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.graph import LayerGraph, trace
-from pipebench.modes import Mode, resolve
+from pipebench.modes import AUTO, resolve
 from pipebench.optimizer import make_optimizer
-from pipebench.plan import Plan, balanced_plan, explicit_plan
+from pipebench.plan import Plan, explicit_plan, make_plan
+from pipebench.plan_text import parse_plan
+from pipebench.planner.cost_models import find_cost_model
+from pipebench.planner.fixed import plan_fixed
+from pipebench.planner.planner import Comparison, Planner, Request, compare
+from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe import options
 from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.sampling import Sampler, microbatch_sizes, mix, name_hash, seed_default_generator
-from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from pipebench.schedule.pipeline import Pipeline
 from zoo.registry import Dataset
 
 
@@ -37,26 +42,22 @@ class Prepared:
         cluster: the cluster, with as many servers as the recipe asks for.
         profile: layer costs at every size that travels.
         setup: what the engine takes.
+        comparison: the modes that were compared, if the recipe left the mode to the planner.
     """
 
     recipe: Recipe
     cluster: Cluster
     profile: Profile
     setup: Setup
+    comparison: Comparison | None = None
 
 
-def prepare(
-    recipe: Recipe,
-    cluster: Cluster,
-    replicas: Sequence[int],
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Prepared:
+def prepare(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None] | None = None) -> Prepared:
     """Make a recipe ready to run.
 
     Args:
         recipe: a validated recipe.
         cluster: the cluster it names.
-        replicas: replicas per stage that its plan stands for.
         on_progress: told of (layers profiled, layers to profile).
 
     Raises:
@@ -64,26 +65,31 @@ def prepare(
     """
     device = choose_device(recipe.engine.device)
     dataset: Dataset = options.make_dataset(recipe.dataset)
-    model = initial_model(recipe)
-    graph = trace(model, list(recipe.model.get("leaves") or ()))
-    if len(graph.inputs) != len(dataset.inputs):
-        raise PlanError(
-            f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "
-            f"but dataset {recipe.dataset.get('name')} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
-        )
+    graph = traced(recipe, dataset)
     sampler = Sampler(dataset.num_train, recipe.train.minibatch_size, recipe.train.seed)
-    mode = resolve(recipe.parallelism)
     sizes = travelling_sizes(recipe, dataset)
     profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-    plan = make_plan_for(recipe, graph, profile, replicas)
-    pipeline = make_pipeline(recipe, mode, graph, plan, profile)
-    costs = stage_costs(profile, plan, recompute=mode.recompute)
+    comparison = None
+    if recipe.parallelism.mode == AUTO:
+        comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
+        recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=comparison.best.mode))
+    mode = resolve(recipe.parallelism)
+    plan, devices, depth = choose_plan(recipe, cluster, graph, profile, dataset)
+    pipeline = make_pipeline(
+        plan,
+        next(iter(profile.layers.values())),
+        mode,
+        depth=depth,
+        microbatches=recipe.parallelism.microbatches if mode.microbatches else 1,
+        accumulate=recipe.parallelism.accumulate,
+        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flushes and len(plan.stages) > 1,
+    )
     setup = Setup(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
-        costs=costs,
-        cluster=cluster,
+        costs=stage_costs(profile, plan, recompute=mode.recompute),
+        cluster=cluster.placed(devices),
         dataset=dataset,
         sampler=sampler,
         make_optimizer=partial(make_optimizer, recipe.train.optimizer),
@@ -94,7 +100,7 @@ def prepare(
         seed=recipe.train.seed,
         device=device,
     )
-    return Prepared(recipe, cluster, profile, setup)
+    return Prepared(recipe, cluster, profile, setup, comparison)
 
 
 def choose_device(name: str) -> torch.device:
@@ -120,44 +126,58 @@ def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
     return tuple(sorted((units | evaluation) - {0}))
 
 
-def make_plan_for(recipe: Recipe, graph: LayerGraph, profile: Profile, replicas: Sequence[int]) -> Plan:
-    """Return the recipe's plan: cut where it says, else balanced for the size that travels.
+def traced(recipe: Recipe, dataset: Dataset) -> LayerGraph:
+    """Return the layer graph of the recipe's model, with its initial weights.
 
     Raises:
-        PlanError: the model doesn't allow it.
+        GraphError, PlanError: the model can't be traced, or the data set doesn't feed its inputs.
     """
-    parallelism = recipe.parallelism
-    if parallelism.cuts is not None:
-        return explicit_plan(graph, parallelism.cuts, replicas)
-    travels = max(microbatch_sizes(recipe.train.minibatch_size, parallelism.microbatches))
-    return balanced_plan(graph, profile, min(travels, max(profile.layers)), replicas)
+    graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
+    if len(graph.inputs) != len(dataset.inputs):
+        raise PlanError(
+            f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "
+            f"but dataset {recipe.dataset.get('name')} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
+        )
+    return graph
 
 
-def make_pipeline(recipe: Recipe, mode: Mode, graph: LayerGraph, plan: Plan, profile: Profile) -> Pipeline:
-    """Return the pipeline's shape: the plan's stages under the mode's order of work."""
-    rows = next(iter(profile.layers.values()))
-    edges = tuple(
-        Edge(source, target, any(rows[value].gradient_bytes for value in values))
-        for (source, target), values in plan.crossings.items()
-    )
+def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
+    """Return what a recipe asks of the planner."""
     parallelism = recipe.parallelism
-    depth = mode.depth or (noam(plan.replicas) if parallelism.depth == "auto" else int(parallelism.depth))
-    loads = tuple(
-        index
-        for index, stage in enumerate(plan.stages)
-        if any(layer.inputs for layer in graph.layers[stage.start : stage.stop])
-    )
-    return Pipeline(
-        replicas=plan.replicas,
-        edges=edges,
-        order=mode.order,
-        flushes=mode.flushes,
-        depth=depth,
+    return Request(
+        profile=profile,
+        cluster=cluster,
+        model=find_cost_model(parallelism.cost_model),
+        minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
         microbatches=parallelism.microbatches,
         accumulate=parallelism.accumulate,
-        loads=loads,
-        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flushes and len(plan.stages) > 1,
+        depth=None if parallelism.depth == AUTO else int(parallelism.depth),
+        row=None if parallelism.mode == AUTO else resolve(parallelism),
     )
+
+
+def choose_plan(
+    recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset
+) -> tuple[Plan, Sequence[int], int | None]:
+    """Return the recipe's plan, the device of every worker, and the depth if it isn't NOAM.
+
+    Raises:
+        PlanError: the model, the cluster or its memory doesn't allow it.
+    """
+    parallelism = recipe.parallelism
+    planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
+    mode = planner.mode
+    if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
+        found = planner.best()
+        return make_plan(graph, found.starts, found.replicas), found.devices, found.depth
+    replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
+    depth = planner.request.depth
+    if parallelism.cuts is not None:
+        plan = explicit_plan(graph, parallelism.cuts, replicas)
+    else:
+        stages = plan_fixed(planner.work, planner.request.model, cluster, replicas)
+        plan = make_plan(graph, [stage.start for stage in stages[1:]], replicas)
+    return plan, range(sum(replicas)), depth
 
 
 def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Callable[[int, int, int], float]:

@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from pipebench import console, pictures
 from pipebench.device import commit_diff, environment, torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError
-from pipebench.plan_text import resolve_replicas
 from pipebench.prepare import Prepared, prepare
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
@@ -145,7 +144,7 @@ def _prepare(loaded: LoadedRecipe, seed: int) -> Prepared:
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
         with console.preparing(recipe.name) as on_progress:
-            return prepare(recipe, cluster, resolve_replicas(recipe, cluster), on_progress)
+            return prepare(recipe, cluster, on_progress)
     except (PlanError, GraphError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 

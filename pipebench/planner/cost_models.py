@@ -272,7 +272,7 @@ class _Overlap(CostModel):
         late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
         load_s = work.load_s * (block.sums(states.num_loading) > 0)
         there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / rate
-        there_and_back = there_and_back + 2 * level.latency_s * (there_and_back > 0)
+        there_and_back += np.where(there_and_back > 0, 2 * level.latency_s, 0.0)
         return StageTerms(
             (
                 *([Term(load_s)] if load_s.any() else []),

@@ -296,9 +296,9 @@ class Planner:
                 yield plan
             return
         any_width = self.mode.shape == "any" and not self.mode.flushes
-        whole = self.placed("one stage", (Stage(0, last, count),))
-        if any_width and (rule is None or whole.stages[0].memory_bytes <= rule.limit_bytes):
-            yield whole
+        replicated = self.placed("one stage", (Stage(0, last, count),))
+        if any_width and (rule is None or replicated.stages[0].memory_bytes <= rule.limit_bytes):
+            yield replicated
         best_s = math.inf
         for level in cluster.levels:
             where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""

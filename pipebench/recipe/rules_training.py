@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
-from pipebench.modes import ALL_FORWARDS, MODES, ONE, ORDERS, WEIGHT_POLICIES
+from pipebench.modes import ALL_FORWARDS, AUTO, MODES, ONE, ORDERS, WEIGHT_POLICIES
 from pipebench.plan_text import parse_plan
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.typecheck import shown
@@ -58,8 +58,33 @@ def _evaluate_every(epochs: int | None, minibatches: int | None) -> Problems:
         yield "train.evaluate_every", f"got {given} of epochs and minibatches, allowed is exactly one"
 
 
+@rule("parallelism.mode", "parallelism.plan", "parallelism.order", "parallelism.weights", "parallelism.recompute")
+def _mode_auto(mode: str, plan: Any, order: str | None, weights: str | None, recompute: bool | None) -> Problems:
+    if mode != AUTO:
+        return
+    if plan != AUTO:
+        yield "parallelism.plan", f"got {shown(plan)} with mode auto, which plans every mode: allowed is auto"
+    for name, value in (("order", order), ("weights", weights), ("recompute", recompute)):
+        if value is not None:
+            yield (
+                f"parallelism.{name}",
+                f"got {shown(value)} with mode auto, which takes rows as they are: allowed is null",
+            )
+
+
+@rule("parallelism.depth", "parallelism.mode")
+def _depth_of_auto(depth: Any, mode: str) -> Problems:
+    if mode == AUTO and depth != AUTO:
+        yield "parallelism.depth", f"got {shown(depth)} with mode auto: allowed is auto"
+
+
 @rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts")
 def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problems:
+    if mode == AUTO or (plan == AUTO and MODES[mode].shape not in ("one", "one-stage")):
+        if cuts is not None:
+            given = f"got {shown(cuts)} with plan auto, which cuts by itself"
+            yield "parallelism.cuts", f"{given}: allowed is null, or a plan such as straight or 2-1-1"
+        return
     try:
         replicas = parse_plan(plan, MODES[mode], cluster.num_workers)
     except PlanError as error:
@@ -80,6 +105,8 @@ def _depth(depth: Any) -> Problems:
 
 @rule("parallelism.mode", "parallelism.weights", "parallelism.order")
 def _order(mode: str, weights: str | None, order: str | None) -> Problems:
+    if mode == AUTO:
+        return
     weights, order = weights or MODES[mode].weights, order or MODES[mode].order
     if order == ALL_FORWARDS and weights != ONE:
         key = "parallelism.weights" if MODES[mode].order == ALL_FORWARDS else "parallelism.order"
@@ -89,6 +116,8 @@ def _order(mode: str, weights: str | None, order: str | None) -> Problems:
 
 @rule("parallelism.mode", "parallelism.weights", "parallelism.microbatches", "parallelism.accumulate")
 def _microbatches(mode: str, weights: str | None, microbatches: int, accumulate: int) -> Problems:
+    if mode == AUTO:
+        return
     flushes = (weights or MODES[mode].weights) == ONE
     takers = [name for name, row in MODES.items() if row.microbatches]
     if microbatches > 1 and not (flushes and MODES[mode].microbatches):

@@ -102,10 +102,11 @@ class ParallelismRecipe:
     """The parallelism mode, and the columns of the table of modes where they differ from the mode's own.
 
     Attributes:
-        mode: a row of `pipebench/modes.py`.
-        plan: `auto`, `straight`, or replicas per stage the papers' way: `15-1`, `2-1-1`, `16`.
-        cuts: first layer of every stage but the first; null balances compute time.
-        depth: minibatches in flight per input-stage replica; `auto` is NOAM.
+        mode: a row of `pipebench/modes.py`, or `auto`: the one that the planner predicts to be fastest.
+        plan: `auto` (the planner's), `straight`, or replicas per stage the papers' way: `15-1`, `2-1-1`, `16`.
+        cuts: first layer of every stage but the first; null cuts where the cost model says.
+        cost_model: what the planner minimises: `overlap`, `sosp19` or `artifact`.
+        depth: minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit.
         microbatches: microbatches per minibatch (flushing modes).
         accumulate: whole minibatches per input-stage round and update (flushing modes).
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
@@ -116,6 +117,7 @@ class ParallelismRecipe:
     mode: str = MISSING
     plan: Any = "auto"
     cuts: list[str] | None = None
+    cost_model: str = "overlap"
     depth: Any = "auto"
     microbatches: int = 1
     accumulate: int = 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipebench.errors import choice
-from pipebench.modes import MODES, ORDERS, WEIGHT_POLICIES
+from pipebench.modes import AUTO, MODES, ORDERS, WEIGHT_POLICIES
 from pipebench.recipe.leaves import Key, Leaves
 from pipebench.recipe.typecheck import shown
 
@@ -112,7 +112,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.optimizer.name": ("sgd", "adam"),
     "train.optimizer.lr_scaling": ("replicas", "none"),
     "train.schedule.name": ("constant", "step", "cosine"),
-    "parallelism.mode": tuple(MODES),
+    "parallelism.mode": (*MODES, AUTO),
+    "parallelism.cost_model": ("overlap", "sosp19", "artifact"),  # as in planner.cost_models, which takes NumPy to load
     "parallelism.order": ORDERS,
     "parallelism.weights": WEIGHT_POLICIES,
     "engine.kind": ("virtual", "simulated"),

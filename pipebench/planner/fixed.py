@@ -1,0 +1,51 @@
+"""Cuts for given replicas: the user says how many workers every stage has, the planner where the model is cut."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
+from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.flat import Stage
+from pipebench.planner.placement import stage_level
+
+
+def plan_fixed(work: Work, model: CostModel, cluster: Cluster, replicas: Sequence[int]) -> tuple[Stage, ...]:
+    """Return the cuts with the smallest bottleneck for given replicas, workers placed along the devices.
+
+    Exact for the cost model at the level of links that each stage's workers span, by dynamic programming over stages
+    and cuts. Memory is not weighed: whoever names the replicas decides.
+
+    Raises:
+        PlanError: more stages than places to cut.
+    """
+    states, last = work.states, len(work.states) - 1
+    if len(replicas) > last:
+        raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
+    bounds = [0, *itertools.accumulate(replicas)]
+    devices = [range(a, b) for a, b in itertools.pairwise(bounds)]
+    outside = ~states.inside
+    best = np.full(last + 1, np.inf)
+    best[0] = 0.0
+    before: list[np.ndarray] = []  # per stage: the best start for every stop
+    for index, m in enumerate(replicas):
+        starts = np.arange(1) if index == 0 else np.arange(index, last)
+        level = stage_level(cluster, model, devices, index)
+        terms = model.terms(Block(work, starts), level, first=index == 0)
+        seconds = np.where(outside[starts], np.inf, np.broadcast_to(terms.seconds(float(m)), (len(starts), last + 1)))
+        path = np.maximum(best[starts, None], seconds)
+        if index < len(replicas) - 1:
+            path[:, -1] = np.inf  # the stages after it need layers too
+        nearest = path.argmin(0)
+        best = path[nearest, np.arange(last + 1)]
+        before.append(starts[nearest])
+    if not np.isfinite(best[last]):
+        raise PlanError(f"the model can't be cut in {len(replicas)} stages: too few places to cut follow each other")
+    stages, stop = [], last
+    for index in reversed(range(len(replicas))):
+        start = int(before[index][stop])
+        stages.append(Stage(start, stop, replicas[index]))
+        stop = start
+    return tuple(reversed(stages))
