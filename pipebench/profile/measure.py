@@ -115,26 +115,21 @@ def _layers_and_step(
     repeats: int,
     report: Callable[[float], None],
 ) -> tuple[tuple[LayerProfile, ...], float]:
-    """Return the median of every layer, and of whole steps.
+    """Return the median of every layer, and of whole steps made in turn with the passes.
 
-    All passes come first, then all steps. Made in turn, each would leave the allocator in a state that the other never
-    meets in training: a model with skip connections took up to half as long again, in page faults.
+    In turn, because the speed of a shared machine drifts by more than passes and steps differ.
     """
     passes, steps = [], []
-    rounds = _WARM_UPS + repeats
-    for k in range(rounds):
+    for k in range(_WARM_UPS + repeats):
         samples = minibatches[k]
         timed = walk(graph, root, dataset, samples, clock, count_saved=k == 0)  # counting takes time
         if k == 0:
             saved = [row.saved_bytes for row in timed]
+        step_s = _whole_step(root, dataset, samples, clock)()
         if k >= _WARM_UPS:
             passes.append(timed)
-        report((k + 1) / (2 * rounds))
-    for k in range(rounds):
-        step_s = _whole_step(root, dataset, minibatches[k], clock)()
-        if k >= _WARM_UPS:
             steps.append(step_s)
-        report((rounds + k + 1) / (2 * rounds))
+        report((k + 1) / (_WARM_UPS + repeats))
     entry_s = _autograd_entry_s(next(iter(samples.values())).device, clock)
     layers = (_median(rows, entry_s) for rows in zip(*passes, strict=True))
     counted = tuple(replace(row, saved_bytes=num_bytes) for row, num_bytes in zip(layers, saved, strict=True))
