@@ -52,7 +52,7 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     if text == STRAIGHT:
         return (1,) * num_workers
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
-        raise PlanError(f"{choice(text[:60], (STRAIGHT,))}, or replicas per stage such as 15-1, 2-1-1 or 16")
+        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or replicas per stage such as 15-1, 2-1-1 or 16")
     return tuple(int(part) for part in text.split("-"))
 
 
