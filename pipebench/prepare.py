@@ -63,12 +63,9 @@ def prepare(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], 
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
-    device = choose_device(recipe.engine.device)
-    dataset: Dataset = options.make_dataset(recipe.dataset)
-    graph = traced(recipe, dataset)
+    known = profiled(recipe, cluster, on_progress)
+    dataset, graph, profile = known.dataset, known.graph, known.profile
     sampler = Sampler(dataset.num_train, recipe.train.minibatch_size, recipe.train.seed)
-    sizes = travelling_sizes(recipe, dataset)
-    profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     comparison = None
     if recipe.parallelism.mode == AUTO:
         comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
@@ -98,7 +95,7 @@ def prepare(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], 
         recompute=mode.recompute,
         clip_norm=recipe.train.optimizer.clip_norm,
         seed=recipe.train.seed,
-        device=device,
+        device=known.device,
     )
     return Prepared(recipe, cluster, profile, setup, comparison)
 
@@ -126,19 +123,40 @@ def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
     return tuple(sorted((units | evaluation) - {0}))
 
 
-def traced(recipe: Recipe, dataset: Dataset) -> LayerGraph:
-    """Return the layer graph of the recipe's model, with its initial weights.
+@dataclass(frozen=True)
+class Profiled:
+    """A recipe's model, data and costs.
+
+    Attributes:
+        dataset: the data.
+        graph: the layer graph, with its initial weights.
+        device: where arithmetic happens.
+        profile: layer costs at every size that travels.
+    """
+
+    dataset: Dataset
+    graph: LayerGraph
+    device: torch.device
+    profile: Profile
+
+
+def profiled(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None] | None = None) -> Profiled:
+    """Trace and profile a recipe's model.
 
     Raises:
-        GraphError, PlanError: the model can't be traced, or the data set doesn't feed its inputs.
+        GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
     """
+    device = choose_device(recipe.engine.device)
+    dataset: Dataset = options.make_dataset(recipe.dataset)
     graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
             f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "
             f"but dataset {recipe.dataset.get('name')} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
         )
-    return graph
+    sizes = travelling_sizes(recipe, dataset)
+    profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+    return Profiled(dataset, graph, device, profile)
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:

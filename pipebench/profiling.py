@@ -12,13 +12,11 @@ from pathlib import Path
 from pipebench import console
 from pipebench import profile as profiles
 from pipebench.device import torch_settings
-from pipebench.errors import Fault, GraphError, ProfileError, RecipeError, UserError
-from pipebench.graph import trace
-from pipebench.prepare import choose_device, initial_model, travelling_sizes
+from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.prepare import profiled
 from pipebench.profile.model import Profile
 from pipebench.profile_picture import draw_profile, is_our_picture
 from pipebench.profile_report import print_profile
-from pipebench.recipe import options
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
 
@@ -97,16 +95,8 @@ def _profiled(loaded: LoadedRecipe) -> Profile:
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
         with torch_settings(recipe.engine), console.preparing(recipe.name) as on_progress:
-            dataset = options.make_dataset(recipe.dataset)
-            graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
-            if len(graph.inputs) != len(dataset.inputs):
-                raise GraphError(
-                    f"the model reads {', '.join(graph.inputs)}, "
-                    f"but dataset {recipe.dataset.get('name')} feeds {', '.join(dataset.inputs)}"
-                )
-            sizes, device = travelling_sizes(recipe, dataset), choose_device(recipe.engine.device)
-            return profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-    except (GraphError, ProfileError) as error:
+            return profiled(recipe, cluster, on_progress).profile
+    except (GraphError, PlanError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 

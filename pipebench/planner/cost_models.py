@@ -9,10 +9,11 @@ Three, by name:
   for every stage but the first also 2 a_in / (B m) and, unless it is the last, 2 a_out / (B m). A cut carries the
   outputs of the state's last layers only; model inputs cost nothing.
 - `overlap`, the default, what this package's simulator does in the large: a replica's round (one minibatch for each of
-  the m replicas) takes forward, backward and update; gradients are summed in a ring while the backward goes on, the
+  the m replicas) takes forward, backward, update, and a minibatch's way to the stage and back, since NOAM has no
+  minibatch to spare that could be computed meanwhile; gradients are summed in a ring while the backward goes on, the
   last bucket after it; or the port that activations, gradients and the ring share is the bottleneck, or loading is.
   Latencies and every level's efficiency count. Differs from the simulator: gradients from the middle of a stage are in
-  time, and no stage waits for a transfer as such.
+  time, and transfers do not queue behind each other.
 
 Every time is the largest of a few terms (base + sync (m-1)/m) / m + tail (m-1)/m. So the least m for a given time has a
 closed form, and planning for 16,384 workers costs what planning for 16 does.
@@ -272,7 +273,7 @@ class _Overlap(CostModel):
         late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
         load_s = work.load_s * (block.sums(states.num_loading) > 0)
         there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / rate
-        there_and_back += np.where(there_and_back > 0, 2 * level.latency_s, 0.0)
+        there_and_back = np.where(there_and_back > 0, there_and_back + 2 * level.latency_s, 0.0)
         return StageTerms(
             (
                 *([Term(load_s)] if load_s.any() else []),
