@@ -273,11 +273,12 @@ class _Overlap(CostModel):
         late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
         load_s = work.load_s * (block.sums(states.num_loading) > 0)
         there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / rate
-        there_and_back = np.where(there_and_back > 0, there_and_back + 2 * level.latency_s, 0.0)
+        there_and_back = there_and_back + 2 * level.latency_s * (there_and_back > 0)
+        round_s = np.asarray(forward_s + block.sums(states.backward_s) + there_and_back, dtype=np.float64)
         return StageTerms(
             (
                 *([Term(load_s)] if load_s.any() else []),
-                Term(forward_s + block.sums(states.backward_s) + there_and_back, late * (2 / rate), latency_s),
+                Term(round_s, late * (2 / rate), latency_s),
                 Term(np.maximum(forward_s, carried), ring, latency_s),
             )
         )
