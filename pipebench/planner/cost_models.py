@@ -271,10 +271,10 @@ class _Overlap(CostModel):
         update_s = work.update_floor_s * (weights > 0) + work.update_s_per_byte * weights
         forward_s = block.sums(states.forward_s) + update_s
         late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
-        load_s = work.load_s * (block.sums(states.num_loading) > 0)
+        load_s = work.load_s * np.sign(block.sums(states.num_loading))
         there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / rate
         there_and_back = there_and_back + 2 * level.latency_s * (there_and_back > 0)
-        round_s = np.asarray(forward_s + block.sums(states.backward_s) + there_and_back, dtype=np.float64)
+        round_s = forward_s + block.sums(states.backward_s) + there_and_back
         return StageTerms(
             (
                 *([Term(load_s)] if load_s.any() else []),
