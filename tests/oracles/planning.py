@@ -1,0 +1,348 @@
+"""Planning by brute force, written from the papers' formulas over sets of layers; shares no code with the planner.
+
+A state is a frozenset of layers, a stage lies between two states, and every plan there is gets its time and its bytes
+one layer at a time in plain Python numbers. Only small models can be planned like this.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from pipebench.profile.model import LayerProfile
+
+Rows = Sequence[LayerProfile]
+State = frozenset[int]
+EMPTY: State = frozenset()
+
+
+class Link(NamedTuple):
+    """Links that join `size` components: bytes per second of payload, of the wire, and seconds per message."""
+
+    size: int
+    goodput: float
+    bandwidth: float
+    latency_s: float
+
+
+class Memory(NamedTuple):
+    """What fits, and how a mode fills it; `in_flight` None is 1F1B's 1 + ceil(R / m)."""
+
+    limit_bytes: float
+    stashes: bool
+    recompute: bool
+    state_bytes_per_byte: int
+    in_flight: int | None
+    depth_at_most: int | None = None
+
+
+# What can be cut.
+
+
+def working(rows: Rows) -> list[int]:
+    """Return the layers: not the loss, not model inputs, no `__getitem__` that nobody reads."""
+    read = {index for row in rows for index in row.reads}
+    return [
+        index
+        for index, row in enumerate(rows[:-1])
+        if not row.is_input and (index in read or not row.kind.startswith("__getitem__"))
+    ]
+
+
+def in_order(rows: Rows) -> set[State]:
+    """Return the prefixes of the order of execution that keep tied parameters together."""
+    order = working(rows)
+    return _together(rows, {frozenset(order[:count]) for count in range(len(order) + 1)})
+
+
+def grown(rows: Rows) -> set[State]:
+    """Return the artifact's states: from the first source on, by the closure of whatever reads a member."""
+    order = working(rows)
+    found: set[State] = set()
+    new = {_closure(rows, order[0])}
+    while new:
+        found |= new
+        new = {
+            state | _closure(rows, reader)
+            for state in new
+            for reader in order
+            if reader not in state and state & set(rows[reader].reads)
+        } - found
+    return _together(rows, {EMPTY, *found, frozenset(order)})
+
+
+def _closure(rows: Rows, index: int) -> State:
+    members, queue = set(), [index]
+    while queue:
+        members.add(queue.pop())
+        queue += [read for member in members for read in rows[member].reads if read not in members]
+    return frozenset(members) & frozenset(working(rows))
+
+
+def _together(rows: Rows, states: set[State]) -> set[State]:
+    order = working(rows)
+    users = [
+        {index for index in order if name in rows[index].parameters}
+        for index in order
+        for name in rows[index].parameters
+    ]
+    return {state for state in states if all(not group & state or group <= state for group in users)}
+
+
+def crossing(rows: Rows, state: State) -> list[int]:
+    """Return the layers of a state whose value somebody outside reads, the loss included; none where nothing is cut."""
+    whole = frozenset(working(rows))
+    if state in (EMPTY, whole):
+        return []
+    outside = (whole - state) | {len(rows) - 1}
+    return [index for index in state if any(index in rows[reader].reads for reader in outside)]
+
+
+def ends(rows: Rows, state: State) -> list[int]:
+    """Return the layers of a state that no other layer of it reads; none where nothing is cut."""
+    if state in (EMPTY, frozenset(working(rows))):
+        return []
+    return [index for index in state if not any(index in rows[reader].reads for reader in state)]
+
+
+# What a stage costs.
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model to plan under a cost model; seconds of updates and of loading as in the planner's Work."""
+
+    rows: tuple[LayerProfile, ...]
+    model: str
+    update_s_per_byte: float = 0.0
+    update_floor_s: float = 0.0
+    load_s: float = 0.0
+
+    @cached_property
+    def whole(self) -> State:
+        """Every layer."""
+        return frozenset(working(self.rows))
+
+    def layers(self, before: State, after: State) -> list[LayerProfile]:
+        """Return the rows of a stage in order of execution; the loss belongs to the last one."""
+        rows = [self.rows[index] for index in sorted(after - before)]
+        return [*rows, self.rows[-1]] if after == self.whole else rows
+
+    def weight_bytes(self, before: State, after: State) -> int:
+        """Return the bytes of a stage's parameters, tied ones once."""
+        sizes: dict[str, int] = {}
+        for index in after - before:
+            sizes |= self.rows[index].parameter_sizes
+        return sum(sizes.values())
+
+    def sent_bytes(self, state: State) -> int:
+        """Return what crosses a cut forward."""
+        return sum(self.rows[index].output_bytes for index in crossing(self.rows, state))
+
+    def returned_bytes(self, state: State) -> int:
+        """Return what crosses a cut backward."""
+        return sum(self.rows[index].gradient_bytes for index in crossing(self.rows, state))
+
+    def stage_s(self, before: State, after: State, m: int, link: Link, *, first: bool, inner_s: float | None) -> float:
+        """Return a stage's seconds per minibatch.
+
+        Args:
+            before: the state before it.
+            after: the state after it.
+            m: replicas, or components that each hold the stage.
+            link: joins the replicas, and the stages.
+            first: whether it is the first stage of its (inner) pipeline.
+            inner_s: seconds per minibatch of a component that holds the stage; None if that is one worker.
+        """
+        layers = self.layers(before, after)
+        compute_s = sum(row.forward_s + row.backward_s for row in layers) if inner_s is None else inner_s
+        w = self.weight_bytes(before, after)
+        if self.model == "sosp19":
+            own_s = max(compute_s, 2 * (m - 1) * w / link.bandwidth) / m
+            return own_s if first else max(own_s, 2 * self.sent_bytes(before) / link.bandwidth)
+        if self.model == "artifact":
+            own_s = (compute_s + 4 * (m - 1) * w / (m * link.bandwidth)) / m
+            if first:
+                return own_s
+            carried = [sum(self.rows[index].output_bytes for index in ends(self.rows, cut)) for cut in (before, after)]
+            return max(own_s, *(2 * num_bytes / (link.bandwidth * m) for num_bytes in carried))
+        assert self.model == "overlap"
+        return self._overlap_s(before, after, m, link, inner_s)
+
+    def _overlap_s(self, before: State, after: State, m: int, link: Link, inner_s: float | None) -> float:
+        layers, w, b = self.layers(before, after), self.weight_bytes(before, after), link.goodput
+        sent, received = self.sent_bytes(after), self.sent_bytes(before)
+        port_s = max(sent + self.returned_bytes(before), received + self.returned_bytes(after)) / b
+        ring_s = 2 * (m - 1) / m * w / b  # of a round
+        hops_s = 2 * (m - 1) * link.latency_s if w else 0.0
+        if inner_s is not None:
+            return max(inner_s, port_s + ring_s + hops_s) / m
+        forward_s = sum(row.forward_s for row in layers)
+        if w:
+            forward_s += self.update_floor_s + self.update_s_per_byte * w
+        backward_s = sum(row.backward_s for row in layers)
+        there_and_back_s = (received + self.returned_bytes(before)) / b
+        if there_and_back_s:
+            there_and_back_s += 2 * link.latency_s
+        late = min(w, max(self._next_bytes(before), 25 * 2**20 / 2))
+        late_s = 2 * (m - 1) / m * late / b
+        loads = self.load_s if any(row.inputs for row in layers) else 0.0
+        round_s = forward_s + backward_s + there_and_back_s + late_s + hops_s
+        return max(round_s, max(forward_s, port_s) + ring_s + hops_s, loads) / m
+
+    def _next_bytes(self, before: State) -> int:
+        """Return the parameter bytes of the first layer beyond a cut that has any: the last to have its gradient."""
+        own = [self.rows[index].parameter_bytes for index in sorted(self.whole - before)]
+        return next((num_bytes for num_bytes in own if num_bytes), 0)
+
+    def num_bytes(self, before: State, after: State, in_flight: int, memory: Memory) -> int:
+        """Return what a replica keeps: versions, a gradient, optimizer state, minibatches in flight, transfers."""
+        w, saved = self.weight_bytes(before, after), sum(row.saved_bytes for row in self.layers(before, after))
+        received, sent = self.sent_bytes(before), self.sent_bytes(after)
+        versions = in_flight if memory.stashes else 1
+        kept = saved + in_flight * received if memory.recompute else in_flight * saved
+        return versions * w + w + memory.state_bytes_per_byte * w + kept + 2 * received + 2 * sent
+
+    def fits(self, before: State, after: State, m: int, waiting: Fraction, memory: Memory | None) -> bool:
+        """Return whether a replica of m fits, with so many workers behind the stage."""
+        if memory is None:
+            return True
+        in_flight = 1 + math.ceil(waiting / m)
+        if memory.depth_at_most is not None:
+            in_flight = min(in_flight, memory.depth_at_most)
+        if memory.in_flight is not None:
+            in_flight = memory.in_flight
+        return self.num_bytes(before, after, in_flight, memory) <= memory.limit_bytes
+
+
+# Every plan.
+
+
+@dataclass(frozen=True)
+class Search:
+    """Tries every plan of a model over the given states."""
+
+    given: Given
+    states: frozenset[State]
+    memory: Memory | None = None
+
+    def flat(self, link: Link, width: int | None = None) -> list[float]:
+        """Return the smallest bottleneck with exactly so many workers, from 0 to all; infinite where nothing fits."""
+        best = [math.inf] * (link.size + 1)
+        for bottleneck_s, workers in self._plans(link, EMPTY, self.given.whole, width):
+            best[workers] = min(best[workers], bottleneck_s)
+        return best
+
+    def _plans(self, link: Link, before: State, after: State, width: int | None) -> Iterator[tuple[float, int]]:
+        @cache
+        def stage_s(start: State, stop: State, m: int) -> float:
+            return self.given.stage_s(start, stop, m, link, first=start == before, inner_s=None)
+
+        @cache
+        def fits(start: State, stop: State, m: int, behind: int) -> bool:
+            return self.given.fits(start, stop, m, Fraction(behind), self.memory)
+
+        def extended(stop: State, bottleneck_s: float, behind: int) -> Iterator[tuple[float, int]]:
+            if stop == before:
+                yield bottleneck_s, behind
+                return
+            for start in self._inside(before, stop):
+                for m in [width] if width else range(1, link.size - behind + 1):
+                    if m <= link.size - behind and fits(start, stop, m, behind):
+                        yield from extended(start, max(bottleneck_s, stage_s(start, stop, m)), behind + m)
+
+        return extended(after, 0.0, 0)
+
+    def hierarchical(self, links: Sequence[Link]) -> float:
+        """Return the smallest bottleneck of the paper's recurrence, innermost link first; infinite if nothing fits."""
+        sizes = [math.prod(link.size for link in links[:level]) for level in range(len(links))]
+
+        @cache
+        def pipeline_s(level: int, before: State, after: State, waiting: Fraction) -> float:
+            """Try every pipeline on one component, `waiting` workers behind it per component that shares its work."""
+
+            def extended(stop: State, behind: int) -> float:
+                if stop == before:
+                    return 0.0
+                best_s = math.inf
+                for start in self._inside(before, stop):
+                    for m in range(1, links[level].size - behind + 1):
+                        own_s = stage_s(level, start, stop, m, behind * sizes[level] + waiting, start == before)
+                        if own_s < math.inf:
+                            best_s = min(best_s, max(own_s, extended(start, behind + m)))
+                return best_s
+
+            return extended(after, 0)
+
+        @cache
+        def stage_s(level: int, start: State, stop: State, m: int, waiting: Fraction, first: bool) -> float:
+            if level == 0:
+                if not self.given.fits(start, stop, m, waiting, self.memory):
+                    return math.inf
+                return self.given.stage_s(start, stop, m, links[0], first=first, inner_s=None)
+            inner_s = pipeline_s(level - 1, start, stop, waiting / m)
+            return self.given.stage_s(start, stop, m, links[level], first=first, inner_s=inner_s)
+
+        return pipeline_s(len(links) - 1, EMPTY, self.given.whole, Fraction(0))
+
+    @cached_property
+    def _parts(self) -> dict[State, list[State]]:
+        return {upper: [state for state in self.states if state < upper] for upper in self.states}
+
+    def _inside(self, lower: State, upper: State) -> list[State]:
+        """Return the states a last stage up to `upper` may start from, not below `lower`."""
+        return [state for state in self._parts[upper] if lower <= state]
+
+
+class Placed(NamedTuple):
+    """A stage on workers, replica by replica."""
+
+    before: State
+    after: State
+    workers: tuple[int, ...]
+
+
+def placed_s(search: Search, links: Sequence[Link], stages: Sequence[Placed], waiting: Fraction = Fraction(0)) -> float:
+    """Return the bottleneck of a placed plan by the recurrence, infinite if it doesn't fit.
+
+    Minibatch k runs on replica k mod r: it has to stay in one component as long as its stages share components.
+    """
+    *inner_links, link = links
+    size = math.prod(each.size for each in inner_links)
+    groups: dict[frozenset[int], list[Placed]] = {}  # stages that share components are one stage of this level
+    for stage in stages:
+        groups.setdefault(frozenset(worker // size for worker in stage.workers), []).append(stage)
+    taken = [component for components in groups for component in components]
+    assert len(taken) == len(set(taken)), "components shared by stages that share not all of them"
+    assert all(0 <= component < link.size for component in taken)
+    bottleneck_s, behind = 0.0, 0
+    for components, group in reversed(groups.items()):
+        m, first = len(components), group[0] is stages[0]
+        before, after = group[0].before, group[-1].after
+        left = (behind * size + waiting) / m
+        behind += m
+        if inner_links:
+            inner_s: float | None = placed_s(search, inner_links, _within(group, m, size), left)
+        else:
+            inner_s = None
+            assert len(group) == 1
+            assert len(group[0].workers) == m
+            if not search.given.fits(before, after, m, left * m, search.memory):
+                return math.inf
+        own_s = search.given.stage_s(before, after, m, link, first=first, inner_s=inner_s)
+        bottleneck_s = max(bottleneck_s, own_s)
+    return bottleneck_s
+
+
+def _within(group: Sequence[Placed], m: int, size: int) -> list[Placed]:
+    """Return the stages inside one component; all components look alike, and replica q is in component q mod m."""
+    order = [worker // size for worker in group[0].workers[:m]]
+    inner = []
+    for stage in group:
+        assert [worker // size for worker in stage.workers] == [order[q % m] for q in range(len(stage.workers))]
+        per_component = {tuple(worker % size for worker in stage.workers[c::m]) for c in range(m)}
+        assert len(per_component) == 1, "components differ"
+        inner.append(stage._replace(workers=per_component.pop()))
+    return inner
