@@ -41,7 +41,7 @@ def test_quickstart_recipes_differ_in_declared_keys_only() -> None:
         "quickstart/pipedream": set(),
         "quickstart/model": {"name", "parallelism.mode"},
         "quickstart/gpipe": {"name", "parallelism.mode", "parallelism.microbatches"},
-        "quickstart/dp": {"name", "parallelism.mode", "parallelism.plan", "train.optimizer.lr"},
+        "quickstart/dp": {"name", "parallelism.mode", "train.optimizer.lr"},
     }
     assert float(flat["quickstart/dp"]["train.optimizer.lr"]) == 4 * float(reference["train.optimizer.lr"])
     quickstart = load("quickstart").flat
