@@ -1,17 +1,22 @@
 """The cluster's links in time: who may send when, and when the last byte arrives.
 
 A transfer between two workers crosses one level, the innermost that joins them, and takes the sending component's
-outgoing port and the receiving component's incoming port of that level for bytes / bandwidth seconds, whole and in
-order of request, at the level's goodput (bandwidth times efficiency). Its last byte arrives one latency later.
+outgoing port and the receiving component's incoming port of that level for bytes / bandwidth seconds, whole, at the
+level's goodput (bandwidth times efficiency). Its last byte arrives one latency later.
+
+Who asks first goes first, but nobody waits for nothing: a transfer that waits for the port at its other end leaves its
+own port to whoever can be done before it starts.
 """
 
+import bisect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pipebench.cluster import Cluster
 from pipebench.timeline import Transfer
 
 _Port = tuple[int, int, bool]  # level, component of the level below, outgoing?
+_ROUNDING = 1e-9  # of a transfer's duration: a gap shorter by so much is long enough
 
 
 def ring_bytes(num_bytes: int, size: int) -> list[int]:
@@ -32,7 +37,7 @@ class Network:
     def __init__(self, cluster: Cluster, observe: Callable[[Transfer], None] | None = None) -> None:
         self.cluster = cluster
         self.num_bytes: Counter[tuple[str, str]] = Counter()
-        self._free_s: dict[_Port, float] = {}
+        self._taken: dict[_Port, list[tuple[float, float]]] = {}  # from, to; in order, what is over left out
         self._paths: dict[tuple[int, int], tuple[int, _Port, _Port]] = {}
         self._observe = observe
 
@@ -40,10 +45,9 @@ class Network:
         """Start a transfer; return when its last byte arrives [s]."""
         level_index, outgoing, incoming = self._path(sender, receiver)
         level = self.cluster.levels[level_index]
-        start_s = max(now_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
-        sent_s = start_s + num_bytes / level.goodput_bytes_per_s
-        self._free_s[outgoing] = self._free_s[incoming] = sent_s
-        end_s = sent_s + level.latency_s
+        duration_s = num_bytes / level.goodput_bytes_per_s
+        start_s = self._take((outgoing, incoming), now_s, duration_s)
+        end_s = start_s + duration_s + level.latency_s
         self.num_bytes[kind, level.name] += num_bytes
         if self._observe is not None:
             self._observe(Transfer(kind, label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s))
@@ -58,11 +62,10 @@ class Network:
         paths = [self._path(worker, ring[(i + 1) % size]) for i, worker in enumerate(ring)]
         levels = [self.cluster.levels[index] for index, _, _ in paths]
         ports = {port for _, outgoing, incoming in paths for port in (outgoing, incoming)}
-        start_s = max(now_s, *(self._free_s.get(port, 0.0) for port in ports))
         step_s = max(num_bytes / size / level.goodput_bytes_per_s + level.latency_s for level in levels)
-        end_s = start_s + 2 * (size - 1) * step_s
-        for port in ports:
-            self._free_s[port] = end_s
+        duration_s = 2 * (size - 1) * step_s
+        start_s = self._take(ports, now_s, duration_s)
+        end_s = start_s + duration_s
         for level, sent in zip(levels, ring_bytes(num_bytes, size), strict=True):
             self.num_bytes[kind, level.name] += sent
         if self._observe is not None:
@@ -70,6 +73,23 @@ class Network:
             total = 2 * (size - 1) * num_bytes
             self._observe(Transfer(kind, label, members, members, slowest.name, total, start_s, end_s))
         return end_s
+
+    def _take(self, ports: Iterable[_Port], now_s: float, duration_s: float) -> float:
+        """Take some ports for so long, as soon as all of them are free; return when that is."""
+        every = [self._taken.setdefault(port, []) for port in ports]
+        start_s, settled = now_s, False
+        for taken in every:
+            while taken and taken[0][1] <= now_s:
+                del taken[0]
+        while not settled:
+            settled = True
+            for taken in every:
+                for from_s, to_s in taken:
+                    if from_s < start_s + duration_s * (1 - _ROUNDING) and to_s > start_s:
+                        start_s, settled = to_s, False
+        for taken in every:
+            bisect.insort(taken, (start_s, start_s + duration_s))
+        return start_s
 
     def _path(self, sender: int, receiver: int) -> tuple[int, _Port, _Port]:
         path = self._paths.get((sender, receiver))
