@@ -184,6 +184,16 @@ class CostModel(ABC):
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         """Return a stage's (compute, gradient sum, transfers) in seconds per minibatch, each on its own."""
 
+    def round(self, block: Block, level: Level) -> Term:
+        """Return what a replica's round takes: a forward, a backward, and what must follow before the next forward."""
+        states = block.work.states
+        return Term(block.sums(states.forward_s + states.backward_s))
+
+    def paces(self, block: Block, level: Level) -> tuple[Term, ...]:
+        """Return what bounds the stages of a block, however many minibatches are in flight, besides their rounds."""
+        del block, level
+        return ()
+
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
         """Return what instructions cost in a simulation under this model."""
         del replicas
@@ -262,26 +272,38 @@ class _Overlap(CostModel):
     has_ports = True
 
     def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
-        work, states, rate = block.work, block.work.states, level.goodput_bytes_per_s
-        weights = block.sums(states.parameter_bytes)
-        carried = np.maximum(*self._port_bytes(block)) / rate
-        ring, latency_s = weights * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0)
         if compute_s is not None:  # a component of the level below: its own rounds hide the sum as far as they last
-            return StageTerms((Term(compute_s), Term(carried, ring, latency_s)))
-        update_s = work.update_floor_s * (weights > 0) + work.update_s_per_byte * weights
-        forward_s = block.sums(states.forward_s) + update_s
+            return StageTerms((Term(compute_s), self._ports(block, level, 0.0)))
+        states, own = block.work.states, self.round(block, level)
+        there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / level.goodput_bytes_per_s
+        there_and_back += np.where(there_and_back > 0, 2 * level.latency_s, 0.0)
+        *load, ports = self.paces(block, level)
+        return StageTerms((*load, replace(own, base=own.base + there_and_back), ports))
+
+    def paces(self, block: Block, level: Level) -> tuple[Term, ...]:
+        states = block.work.states
+        load_s = np.where(block.sums(states.num_loading) > 0, block.work.load_s, 0.0)
+        ports = self._ports(block, level, block.sums(states.forward_s) + self._update_s(block))
+        return (Term(load_s), ports) if load_s.any() else (ports,)
+
+    def _ports(self, block: Block, level: Level, meanwhile_s: Floats | float) -> Term:
+        """Return what the port takes that transfers and the ring share; `meanwhile_s` the ring has nothing to do."""
+        weights = block.sums(block.work.states.parameter_bytes)
+        carried = np.maximum(*self._port_bytes(block)) / level.goodput_bytes_per_s
+        latency_s = np.where(weights > 0, 2 * level.latency_s, 0.0)
+        base_s = np.asarray(np.maximum(meanwhile_s, carried), dtype=float)
+        return Term(base_s, weights * (2 / level.goodput_bytes_per_s), latency_s)
+
+    def round(self, block: Block, level: Level) -> Term:
+        states, rate = block.work.states, level.goodput_bytes_per_s
+        weights = block.sums(states.parameter_bytes)
         late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
-        load_s = work.load_s * np.sign(block.sums(states.num_loading))
-        there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / rate
-        there_and_back = there_and_back + 2 * level.latency_s * (there_and_back > 0)
-        round_s = forward_s + block.sums(states.backward_s) + there_and_back
-        return StageTerms(
-            (
-                *([Term(load_s)] if load_s.any() else []),
-                Term(round_s, late * (2 / rate), latency_s),
-                Term(np.maximum(forward_s, carried), ring, latency_s),
-            )
-        )
+        compute_s = block.sums(states.forward_s + states.backward_s) + self._update_s(block)
+        return Term(compute_s, late * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0))
+
+    def _update_s(self, block: Block) -> Floats:
+        weights = block.sums(block.work.states.parameter_bytes)
+        return block.work.update_floor_s * (weights > 0) + block.work.update_s_per_byte * weights
 
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states, rate = work.states, level.goodput_bytes_per_s

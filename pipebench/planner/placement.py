@@ -8,11 +8,13 @@ level its replicas span, and under a cost model that shares links every componen
 import math
 from collections.abc import Sequence
 
-from pipebench.cluster import Cluster, Level
-from pipebench.planner.cost_models import CostModel, Work
-from pipebench.planner.flat import FlatProblem, Stage, stage_s
+import numpy as np
 
-_LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
+from pipebench.cluster import Cluster, Level
+from pipebench.planner.cost_models import Block, CostModel, StageTerms, Work
+from pipebench.planner.flat import Stage
+
+LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
 
 
 def spanned(cluster: Cluster, devices: Sequence[int]) -> int:
@@ -35,7 +37,13 @@ def stage_level(cluster: Cluster, model: CostModel, devices: Sequence[Sequence[i
 
 
 def placed_s(
-    work: Work, model: CostModel, cluster: Cluster, stages: Sequence[Stage], devices: Sequence[Sequence[int]]
+    work: Work,
+    model: CostModel,
+    cluster: Cluster,
+    stages: Sequence[Stage],
+    devices: Sequence[Sequence[int]],
+    *,
+    ways: bool = True,
 ) -> tuple[list[float], float]:
     """Return the seconds per minibatch of every stage, and of the busiest port between components.
 
@@ -45,11 +53,15 @@ def placed_s(
         cluster: its levels; the placement is `devices`.
         stages: the plan.
         devices: of every stage's replicas.
+        ways: whether a stage's round and its way to the one before it and back count as its own; not where `loops_s`
+            counts them.
     """
     seconds = []
     for index, stage in enumerate(stages):
         level = stage_level(cluster, model, devices, index)
-        seconds.append(stage_s(FlatProblem(work, model, level, stage.replicas), stage))
+        block = Block(work, np.array([stage.start]), stage.stop)
+        terms = model.terms(block, level, first=stage.start == 0) if ways else StageTerms(model.paces(block, level))
+        seconds.append(float(terms.seconds(float(stage.replicas)).flat[0]))
     ports = [0.0]
     if model.has_ports:
         size = 1
@@ -80,7 +92,7 @@ def _port_bytes(
         for sender, receiver in zip(components, [*components[1:], components[0]], strict=True):
             add(sender, receiver, around)
     for stage, own, others in zip(stages, devices, devices[1:], strict=False):
-        cycle = min(math.lcm(len(own), len(others)), _LONGEST_CYCLE)
+        cycle = min(math.lcm(len(own), len(others)), LONGEST_CYCLE)
         for k in range(cycle):
             before, after = own[k % len(own)] // size, others[k % len(others)] // size
             add(before, after, states.sent_bytes[stage.stop] / cycle)

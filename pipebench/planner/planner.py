@@ -20,6 +20,7 @@ from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC, Mode
 from pipebench.planner.cost_models import CostModel, Work
 from pipebench.planner.flat import FlatProblem, Stage, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
+from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placement import placed_s, stage_level
 from pipebench.planner.predict import Prediction, arrange, arranged, predict
@@ -345,9 +346,13 @@ class Planner:
         if devices is None:
             bounds = [sum(stage.replicas for stage in stages[:index]) for index in range(len(stages) + 1)]
             devices = [range(a, b) for a, b in itertools.pairwise(bounds)]
-        seconds, port_s = placed_s(work, model, cluster, stages, devices)
         replicas = [stage.replicas for stage in stages]
         depth = self.mode.depth or depth or self.request.depth or noam(replicas)
+        in_loops = model.has_ports and not self.mode.flushes
+        seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
+        if in_loops:
+            loops = loops_s(work, model, cluster, stages, devices, depth)
+            seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
         rule = replace(self._memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         order, starts = arrange(work.states, stages)
         reported = []

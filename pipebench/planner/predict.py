@@ -99,7 +99,7 @@ def make_pipeline(
     return Pipeline(plan.replicas, edges, mode.order, mode.flushes, depth, microbatches, accumulate, loads, shares_norm)
 
 
-def predict(
+def course_of(
     profile: Profile,
     cluster: Cluster,
     model: CostModel,
@@ -111,8 +111,8 @@ def predict(
     depth: int | None = None,
     microbatches: int = 1,
     accumulate: int = 1,
-) -> Prediction:
-    """Simulate a plan until nothing changes any more; return what one more minibatch takes and sends.
+) -> tuple[Course, int]:
+    """Return what the simulator runs for a plan, and after how many minibatches nothing changes any more.
 
     Args:
         profile: the model, its layers in the order of the plan.
@@ -132,7 +132,33 @@ def predict(
     costs = model.simulated(stage_costs(profile, plan, recompute=mode.recompute), replicas)
     period = pipeline.block * (accumulate if pipeline.flushes else 1)
     count = period * _FILL_ROUNDS * max(2, max(pipeline.warmups))
-    course = Course(pipeline, costs, model.links(cluster), Sampler(16 * count * minibatch_size, minibatch_size, 0))
+    sampler = Sampler(16 * count * minibatch_size, minibatch_size, 0)
+    return Course(pipeline, costs, model.links(cluster), sampler), count
+
+
+def predict(
+    profile: Profile,
+    cluster: Cluster,
+    model: CostModel,
+    starts: Sequence[int],
+    replicas: Sequence[int],
+    mode: Mode,
+    minibatch_size: int,
+    *,
+    depth: int | None = None,
+    microbatches: int = 1,
+    accumulate: int = 1,
+) -> Prediction:
+    """Simulate a plan until nothing changes any more; return what one more minibatch takes and sends.
+
+    Arguments are those of `course_of`.
+    """
+    course, count = course_of(
+        *(profile, cluster, model, starts, replicas, mode, minibatch_size),
+        depth=depth,
+        microbatches=microbatches,
+        accumulate=accumulate,
+    )
     shorter, longer = (simulate_segment(course, n) for n in (count, 2 * count))
     sent: Counter[str] = Counter()
     for (kind, _), num_bytes in longer.num_bytes.items():

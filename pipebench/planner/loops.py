@@ -1,0 +1,89 @@
+"""How fast a plan can be at most because only so many minibatches are in flight: its loops.
+
+A stage runs the forward of a minibatch only when an older one, as many as are in flight before it, has come back and,
+if gradients are summed, all replicas have updated. That is a loop: down to some later stage, through the forwards and
+the transfers, and back up. It takes what all stages and transfers on the way take, however wide the stages are, and
+gets the pipeline ahead by what is in flight at its upper stage less what waits at its lower one. A stage's own round is
+the loop that turns round where it starts.
+
+Differs: PipeDream (SOSP'19) section 3.2 takes NOAM to be enough. It is, where transfers take no time and the stages
+all have one replica. Beyond it nothing is left to hide transfers in, nor the time in which the replicas of a round pass
+a narrower stage one after the other. Waiting for ports comes on top and only the simulator knows it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipebench.cluster import Cluster
+from pipebench.modes import ONE_F_ONE_B
+from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.flat import Stage
+from pipebench.planner.placement import LONGEST_CYCLE, spanned, stage_level
+from pipebench.schedule.pipeline import Pipeline, chain
+
+
+def loops_s(
+    work: Work,
+    model: CostModel,
+    cluster: Cluster,
+    stages: Sequence[Stage],
+    devices: Sequence[Sequence[int]],
+    depth: int,
+) -> list[float]:
+    """Return the seconds per minibatch of the slowest loop from each stage on, under 1F1B without flushes.
+
+    Args:
+        work: the model.
+        model: the cost model, one that overlaps computing and communication.
+        cluster: the levels of links.
+        stages: the plan.
+        devices: of every stage's replicas.
+        depth: minibatches in flight per input-stage replica.
+    """
+    replicas = tuple(stage.replicas for stage in stages)
+    depths = Pipeline(replicas, chain(len(stages)), ONE_F_ONE_B, False, depth).warmups
+    states = work.states
+    both = states.forward_s + states.backward_s
+    ways = [_there_and_back_s(work, cluster, stages, devices, index) for index in range(len(stages) - 1)]
+    slowest = []
+    for first, upper in enumerate(stages):
+        block = Block(work, np.array([upper.start]), upper.stop)
+        level = stage_level(cluster, model, devices, first)
+        own = model.round(block, level)
+        loop_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
+        sums = upper.replicas > 1 and float(block.sums(states.parameter_bytes).flat[0]) > 0
+        worst = loop_s / upper.replicas
+        for last in range(first + 1, len(stages)):
+            way_s, lower = ways[last - 1], stages[last]
+            if way_s is None:
+                break
+            loop_s += way_s + float(both[lower.stop] - both[lower.start])
+            waiting = (depths[last] - 1) * lower.replicas
+            if sums:  # a round goes on when its last minibatch is back
+                waiting = -(-waiting // upper.replicas) * upper.replicas
+            worst = max(worst, loop_s / (depths[first] * upper.replicas - waiting))
+        slowest.append(worst)
+    return slowest
+
+
+def _there_and_back_s(
+    work: Work, cluster: Cluster, stages: Sequence[Stage], devices: Sequence[Sequence[int]], index: int
+) -> float | None:
+    """Return the seconds of a minibatch's transfers between a stage and the next, None if none comes back."""
+    states = work.states
+    before = states.layers(stages[index].start, stages[index].stop)
+    after = states.layers(stages[index + 1].start, stages[index + 1].stop)
+    read = {value for reader in after for value in states.rows[reader].reads}
+    if stages[index + 1].stop == len(states) - 1:
+        read.update(states.rows[-1].reads)  # the loss belongs to the last stage
+    crossing = [states.rows[value] for value in before if value in read]
+    sent, returned = sum(row.output_bytes for row in crossing), sum(row.gradient_bytes for row in crossing)
+    if returned == 0:  # the stage waits for nothing to come back
+        return None
+    own, others = devices[index], devices[index + 1]
+    cycle = min(math.lcm(len(own), len(others)), LONGEST_CYCLE)
+    pairs = {(own[k % len(own)], others[k % len(others)]) for k in range(cycle)}
+    level = cluster.levels[max(spanned(cluster, pair) for pair in pairs)]
+    return (sent + returned) / level.goodput_bytes_per_s + 2 * level.latency_s
