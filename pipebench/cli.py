@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipebench.recipe.load import LoadedRecipe
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
-LISTS = ("models", "datasets", "clusters", "modes", "recipes")
+LISTS = ("models", "datasets", "clusters", "modes", "cost-models", "recipes")
 
 
 class _ReaderGoneError(Exception):
@@ -82,6 +82,7 @@ def cli() -> None:
       pipebench run recipes/quickstart     the same training in four modes, side by side
       pipebench show quickstart            every setting of a recipe
       pipebench profile quickstart         what every layer costs, as a table and a picture
+      pipebench plan quickstart            which layers make a stage, on how many workers, and why
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
 
@@ -207,7 +208,59 @@ def profile_(
         profiling.profile_of_recipe(loaded, wanted)
 
 
-@cli.command(name="ls", short_help="List models, data sets, clusters, modes and recipes.")
+@cli.command(short_help="Find the best plan: stages, replicas, and why.")
+@click.argument("words", metavar="[RECIPE] [KEY=VALUE...]", nargs=-1)
+@click.option("--profile", metavar="FILE", help="Layer costs: a profile (.json) or the PipeDream artifact's graph.txt.")
+@click.option("--cluster", metavar="NAME", help="Devices and links, from `pipebench ls clusters`, or a YAML file.")
+@click.option("--servers", metavar="N", help="How many components of the cluster's outermost level.  [default: 1]")
+@click.option(
+    "--levels",
+    metavar="N@RATE[,...]",
+    help="Instead of a cluster: workers and bytes/s per level, innermost first.",
+)
+@click.option("--memory", metavar="BYTES", help="With --levels: memory per device, such as 16GB.  [default: no limit]")
+@click.option("--latency", metavar="SECONDS", help="With --levels: latency of every link, such as 10us.  [default: 0]")
+@click.option("--cost-model", metavar="NAME", help="How times add up, from `pipebench ls cost-models`.")
+@click.option("--mode", metavar="NAME|auto", help="The mode to plan, from `pipebench ls modes`; auto: the fastest.")
+@click.option("--minibatch-size", metavar="N", help="Samples per minibatch of a profile file.")
+@click.option("--picture", metavar="OUT.png", help="Write a picture of the partition here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
+def plan(words: tuple[str, ...], **given: Any) -> None:
+    """Find the best plan: which layers make a stage, how many workers run it, what it comes to, and why.
+
+    The planner is exact for its cost model; the simulator then predicts throughput. With a RECIPE everything comes
+    from it unless an option says otherwise, and the plan is one that `pipebench run` can follow. Without one, a
+    profile file and links are enough. The best plan of every other mode is shown beside it.
+
+    \b
+    Examples:
+      pipebench plan quickstart
+      pipebench plan quickstart --cluster cluster-a --servers 4 --mode auto
+      pipebench plan quickstart train.minibatch_size=64 --picture plan.png
+      pipebench plan --profile vgg16.graph.txt --levels 16@1.25e9
+      pipebench plan --profile vgg16.graph.txt --levels 4@1e10,4@10Gbit/s --minibatch-size 128
+      pipebench plan --profile v100.json --levels 16@1.25e9 --memory 16GB --latency 10us
+      pipebench plan --profile gnmt8.graph.txt --levels 16@1.25e9 --cost-model artifact --json
+
+    `--levels 16@1.25e9` is 16 workers, each with a link of 1.25 GB/s; `--levels 4@1e10,4@1.25e9` is 4 servers of
+    4 workers, 10 GB/s inside a server and 1.25 GB/s for each server.
+    """
+    references, _ = _split(words)
+    files = [word for word in references if word.endswith((".json", ".txt"))]
+    if files:
+        raise UserError(f"{files[0]} looks like a profile and not like a recipe: write --profile {files[0]}")
+    from pipebench import planning
+
+    asked = planning.Asked(**given)
+    planning.check(asked, with_recipe=bool(words))
+    loaded = None
+    if words:
+        loaded = planning.with_options(_load_one(words), asked)
+        _preflight_profile(loaded)
+    planning.plan(loaded, asked)
+
+
+@cli.command(name="ls", short_help="List models, data sets, clusters, modes, cost models and recipes.")
 @click.argument("what", type=click.Choice(LISTS), required=False)
 def list_(what: str | None) -> None:
     """List what a recipe can name, one line each.

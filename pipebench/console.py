@@ -27,6 +27,7 @@ __all__ = [
     "print_seeds",
     "print_summary",
     "print_written",
+    "standard_error",
     "standard_output",
 ]
 
@@ -137,6 +138,11 @@ def standard_output() -> Console:
     """Return where to print: as wide as the terminal, or as a page where there is none."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+
+
+def standard_error() -> Console:
+    """Return where to say what doesn't belong to the output."""
+    return Console(highlight=False, stderr=True)
 
 
 def print_plain(console: Console, content: RenderableType) -> None:

@@ -1,9 +1,10 @@
-"""What a recipe can name, one line each: models, data sets, clusters, modes, recipes."""
+"""What a recipe can name, one line each: models, data sets, clusters, modes, cost models, recipes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipebench.modes import MODES
+from pipebench.planner.cost_models import COST_MODELS
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 
 
@@ -11,7 +12,7 @@ def lines(what: str, indent: str = "") -> Iterator[str]:
     """Yield a line per thing of a kind: its name and what it is.
 
     Args:
-        what: `models`, `datasets`, `clusters`, `modes` or `recipes`.
+        what: `models`, `datasets`, `clusters`, `modes`, `cost-models` or `recipes`.
         indent: put before every line.
     """
     rows = _rows(what)
@@ -23,6 +24,8 @@ def lines(what: str, indent: str = "") -> Iterator[str]:
 def _rows(what: str) -> dict[str, str]:
     if what == "modes":
         return {name: mode.summary for name, mode in MODES.items()}
+    if what == "cost-models":
+        return {name: model.summary for name, model in COST_MODELS.items()}
     if what == "clusters":
         return {name: summary(find_cluster(name)) for name in cluster_names()}
     if what == "recipes":

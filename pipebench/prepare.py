@@ -140,8 +140,20 @@ class Profiled:
     profile: Profile
 
 
-def profiled(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None] | None = None) -> Profiled:
+def profiled(
+    recipe: Recipe,
+    cluster: Cluster,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    whole_minibatches: bool = False,
+) -> Profiled:
     """Trace and profile a recipe's model.
+
+    Args:
+        recipe: a validated recipe.
+        cluster: whose device the times are to be true for.
+        on_progress: told of (layers profiled, layers to profile).
+        whole_minibatches: profile whole minibatches too where only microbatches travel.
 
     Raises:
         GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
@@ -155,6 +167,8 @@ def profiled(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int],
             f"but dataset {recipe.dataset.get('name')} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
         )
     sizes = travelling_sizes(recipe, dataset)
+    if whole_minibatches:
+        sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
     profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     return Profiled(dataset, graph, device, profile)
 

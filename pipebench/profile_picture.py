@@ -29,14 +29,14 @@ def draw_profile(profile: Profile, num_samples: int, name: str, path: str | os.P
     figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def is_our_picture(path: Path) -> bool:
-    """Return whether a file is a picture that `draw_profile` wrote."""
+def is_our_picture(path: Path, software: str = _SOFTWARE) -> bool:
+    """Return whether a file is a picture that a command wrote, by default one that `draw_profile` wrote."""
     try:
         with path.open("rb") as file:
             start = file.read(4096)
     except OSError:
         return False
-    return start.startswith(b"\x89PNG\r\n") and f"Software\0{_SOFTWARE}".encode() in start
+    return start.startswith(b"\x89PNG\r\n") and f"Software\0{software}".encode() in start
 
 
 def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":

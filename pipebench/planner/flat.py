@@ -100,6 +100,11 @@ def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
     return search.fewest(high * (1 + _PRECISION)) or best
 
 
+def fits_in_memory(problem: FlatProblem) -> bool:
+    """Return whether any plan fits, however slow."""
+    return _Search(problem).fewest(_ANY_S) is not None
+
+
 class _Search:
     """Answers one question again and again: is there a plan with a bottleneck of at most T?"""
 

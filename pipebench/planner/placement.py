@@ -58,10 +58,13 @@ def placed_s(
     """
     seconds = []
     for index, stage in enumerate(stages):
-        level = stage_level(cluster, model, devices, index)
+        # Gradients are summed where the replicas are, and values may come from further away.
+        level = cluster.levels[spanned(cluster, devices[index])]
+        between = stage_level(cluster, model, devices, index)
         block = Block(work, np.array([stage.start]), stage.stop)
         terms = model.terms(block, level, first=stage.start == 0) if ways else StageTerms(model.paces(block, level))
-        seconds.append(float(terms.seconds(float(stage.replicas)).flat[0]))
+        own_s = float(terms.seconds(float(stage.replicas)).flat[0])
+        seconds.append(own_s if between == level else max(own_s, model.parts(work, between, *stage)[2]))
     ports = [0.0]
     if model.has_ports:
         size = 1

@@ -18,17 +18,20 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC, Mode
 from pipebench.planner.cost_models import CostModel, Work
-from pipebench.planner.flat import FlatProblem, Stage, plan_flat
+from pipebench.planner.flat import FlatProblem, Stage, fits_in_memory, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.placement import placed_s, stage_level
+from pipebench.planner.payload import payload
+from pipebench.planner.placement import placed_s, spanned, stage_level
 from pipebench.planner.predict import Prediction, arrange, arranged, predict
 from pipebench.planner.shapes import plan_chunks, plan_equal_width
 from pipebench.planner.states import antichains, prefixes
 from pipebench.profile.model import Profile
 from pipebench.schedule.pipeline import noam
 
+# Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
+MOST_COMPONENTS = 128
 _MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
 
@@ -103,7 +106,8 @@ class Planned:
         bottleneck_s: seconds per minibatch of the slowest stage or port, by the cost model.
         port_s: those of the busiest port between components.
         minibatch_s: predicted seconds per minibatch: simulated, or the bottleneck of a cluster too large to simulate.
-        num_bytes: predicted payload per minibatch by kind; empty if not simulated.
+        num_bytes: payload per minibatch by kind, whatever the cost model makes of it.
+        is_simulated: whether the simulator gave `minibatch_s`.
     """
 
     mode: str
@@ -118,6 +122,7 @@ class Planned:
     port_s: float
     minibatch_s: float
     num_bytes: dict[str, float]
+    is_simulated: bool = False
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -189,6 +194,11 @@ def compare(request: Request, mode: str | None = "pipedream") -> Comparison:
     return Comparison(best, tuple(each for each in fastest if each is not best), dp, _shapes(request), refused, solve_s)
 
 
+def searches_levels(cluster: Cluster) -> bool:
+    """Return whether hierarchical plans are among the candidates; flat ones placed along the devices always are."""
+    return all(level.count <= MOST_COMPONENTS for level in cluster.levels)
+
+
 def _shapes(request: Request) -> tuple[Planned, ...]:
     """Return plans of given shapes at the innermost level's links, memory not weighed."""
     planner = Planner(replace(request, row=None, depth=None), "pipedream")
@@ -229,8 +239,8 @@ class Planner:
         if not found:
             raise PlanError(self._why_nothing_fits())
         if self.mode.flushes or self.request.model.has_ports:
-            return min(map(self._predicted, found), key=lambda plan: plan.minibatch_s)
-        return self._predicted(min(found, key=lambda plan: plan.bottleneck_s))
+            return min(map(self.predicted, found), key=lambda plan: plan.minibatch_s)
+        return self.predicted(min(found, key=lambda plan: plan.bottleneck_s))
 
     @cached_property
     def unit_size(self) -> int:
@@ -255,6 +265,13 @@ class Planner:
             states = replace(states, backward_s=states.backward_s + states.forward_s)
         load_s = profile.load_s.get(self.unit_size, 0.0)
         return Work(states, profile.update_s_per_byte, profile.update_floor_s, load_s)
+
+    @cached_property
+    def _sizes(self) -> Profile:
+        """The profile at the sizes that matter."""
+        layers = self.request.profile.layers
+        wanted = {self.unit_size, self.request.minibatch_size} & {*layers}
+        return replace(self.request.profile, layers={size: layers[size] for size in sorted(wanted)})
 
     @cached_property
     def _rule(self) -> MemoryRule | None:
@@ -284,7 +301,9 @@ class Planner:
         if not self.mode.flushes or self.mode.shape != "any":
             return 1
         parts = self.request.microbatches if self.mode.microbatches else 1
-        return parts * (self.request.accumulate or (1 if parts > 1 else self.request.cluster.num_workers))
+        # More minibatches than there can be stages fill nothing more.
+        stages_at_most = min(self.request.cluster.num_workers, len(self.work.states) - 1)
+        return parts * (self.request.accumulate or (1 if parts > 1 else stages_at_most))
 
     def _found(self, rule: MemoryRule | None) -> Iterator[Planned]:
         """Yield the plans to choose from."""
@@ -309,7 +328,7 @@ class Planner:
                     plan = self.placed(f"flat{', straight' if width else ''}{where}", stages)
                     best_s = min(best_s, plan.bottleneck_s)
                     yield plan
-        if len(cluster.levels) > 1 and any_width:
+        if len(cluster.levels) > 1 and any_width and searches_levels(cluster):
             nested = plan_hierarchical(HierarchicalProblem(work, model, cluster.levels, rule), best_s)
             if nested is not None:
                 stages = tuple(each.stage for each in nested.stages)
@@ -321,7 +340,10 @@ class Planner:
         """Yield straight plans with the largest depth that fits in memory."""
         rule, cluster = self._rule, self.request.cluster
         assert rule is not None
-        for depth in range(cluster.num_workers - 1, 0, -1):
+        deepest = min(cluster.num_workers, len(self.work.states) - 1)  # a straight plan has no more stages
+        for depth in range(deepest - 1, 0, -1):
+            if not _any_straight(self, replace(rule, depth_at_most=depth)):
+                continue
             lowered = replace(rule, depth_at_most=depth)
             plans = []
             for level in cluster.levels:
@@ -347,6 +369,7 @@ class Planner:
             bounds = [sum(stage.replicas for stage in stages[:index]) for index in range(len(stages) + 1)]
             devices = [range(a, b) for a, b in itertools.pairwise(bounds)]
         replicas = [stage.replicas for stage in stages]
+        units = self.request.microbatches if self.mode.microbatches else 1
         depth = self.mode.depth or depth or self.request.depth or noam(replicas)
         in_loops = model.has_ports and not self.mode.flushes
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
@@ -355,10 +378,15 @@ class Planner:
             seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
         rule = replace(self._memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         order, starts = arrange(work.states, stages)
+        accumulate = self._units_per_flush // units if self.mode.flushes else 1
         reported = []
         for index, stage in enumerate(stages):
-            level = stage_level(cluster, model, devices, index)
-            parts = model.parts(work, level, stage.start, stage.stop, stage.replicas)
+            level = cluster.levels[spanned(cluster, devices[index])]
+            between = stage_level(cluster, model, devices, index)
+            parts = (*model.parts(work, level, *stage)[:2], model.parts(work, between, *stage)[2])
+            if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
+                seconds[index] = min(seconds[index], bottleneck_s)
+                parts = (parts[0], min(parts[1], bottleneck_s), parts[2])
             layers = work.states.layers(stage.start, stage.stop)
             in_flight = rule.depth(stage.replicas, sum(replicas[index + 1 :]))
             reported.append(
@@ -367,16 +395,15 @@ class Planner:
                     work.states.rows[layers[0]].name,
                     work.states.rows[layers[-1]].name,
                     stage.replicas,
-                    float(parts[0]),
-                    float(parts[1]),
-                    float(parts[2]),
-                    seconds[index],
+                    float(parts[0]) * units,
+                    float(parts[1]) * units,
+                    float(parts[2]) * units,
+                    seconds[index] * units,
                     rule.num_bytes(work.states, stage.start, stage.stop, in_flight),
                     in_flight,
                     tuple(devices[index]),
                 )
             )
-        units = self.request.microbatches if self.mode.microbatches else 1
         return Planned(
             mode=self.name,
             found_by=found_by,
@@ -385,23 +412,19 @@ class Planner:
             order=order,
             depth=depth,
             microbatches=units,
-            accumulate=self._units_per_flush // units if self.mode.flushes else 1,
+            accumulate=accumulate,
             bottleneck_s=(bottleneck_s or max(*seconds, port_s)) * units,
             port_s=port_s * units,
             minibatch_s=math.inf,
-            num_bytes={},
+            num_bytes=payload(arranged(self._sizes, order).layers[self.unit_size], starts, replicas, units, accumulate),
         )
 
-    def _predicted(self, plan: Planned) -> Planned:
+    def predicted(self, plan: Planned) -> Planned:
         """Return a plan with the simulator's prediction."""
         if sum(plan.replicas) > _MOST_SIMULATED or math.lcm(*plan.replicas) > _LONGEST_BLOCK:
             return replace(plan, minibatch_s=plan.bottleneck_s)
-        profile = self.request.profile
-        sizes = {
-            size: profile.layers[size] for size in {self.unit_size, self.request.minibatch_size} & {*profile.layers}
-        }
         prediction: Prediction = predict(
-            arranged(replace(profile, layers=sizes), plan.order),
+            arranged(self._sizes, plan.order),
             self.request.cluster.placed(plan.devices),
             self.request.model,
             plan.starts,
@@ -412,7 +435,7 @@ class Planner:
             microbatches=plan.microbatches,
             accumulate=plan.accumulate,
         )
-        return replace(plan, minibatch_s=prediction.minibatch_s, num_bytes=prediction.num_bytes)
+        return replace(plan, minibatch_s=prediction.minibatch_s, is_simulated=True)
 
     def _why_nothing_fits(self) -> str:
         """Say by how much nothing fits, and what would."""
@@ -430,7 +453,8 @@ class Planner:
         doubled = replace(self.request, cluster=replace(self.request.cluster, levels=(*levels[:-1], wider)))
         if self.mode.shape in ("any", "straight") and self._fits(Planner(doubled, self.name)):
             ways.append(f"twice as many workers, {2 * self.request.cluster.num_workers}, for more stages")
-        ways.append(f"a minibatch smaller than {self.request.minibatch_size}")
+        size = self.request.minibatch_size
+        ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
         return (
             f"no plan of mode {self.name} fits: the leanest needs {num_bytes(needed)} on a worker, "
             f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {self.request.cluster.device}; "
@@ -464,4 +488,4 @@ class Planner:
 def _any_straight(planner: Planner, rule: MemoryRule) -> bool:
     cluster = planner.request.cluster
     problem = FlatProblem(planner.work, planner.request.model, cluster.levels[0], cluster.num_workers, rule, 1)
-    return plan_flat(problem) is not None
+    return fits_in_memory(problem)
