@@ -31,6 +31,7 @@ _CAUSES = {
 }
 _ALMOST = 1e-6  # relative: times closer than this are the same
 _DIFFERS = 1.1
+_HELPS = 1.02  # times as fast, for one more minibatch in flight to be the remedy
 _NAME_WIDTH, _PLAN_WIDTH = 16, 24
 _ROOMY_WIDTH = 100
 _KINDS = (ACTIVATION, GRADIENT, ALL_REDUCE)
@@ -321,6 +322,8 @@ def _why_it_differs(answer: Answer, plan: Planned) -> str:
         return f"slower than the bottleneck: the pipeline fills and drains at every update, every {every}"
     if len(plan.stages) == 1:
         return "slower than the bottleneck: gradients that are summed late are not hidden behind the backward"
+    if answer.spare_s is not None and answer.spare_s > plan.minibatch_s / _HELPS:
+        return "slower than the bottleneck: transfers of several stages take turns, which the cost model doesn't count"
     reason = (
         f"slower than the bottleneck: minibatches wait for transfers, and with {plan.depth} in flight per input-stage "
         "replica (NOAM) none is to spare"

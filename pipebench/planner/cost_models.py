@@ -184,6 +184,11 @@ class CostModel(ABC):
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         """Return a stage's (compute, gradient sum, transfers) in seconds per minibatch, each on its own."""
 
+    def cuts_s(self, work: Work, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
+        """Return what the cuts before and after a stage cost by themselves, each over a level of its own."""
+        del work, before, after, start, stop, m
+        return 0.0, 0.0
+
     def round(self, block: Block, level: Level) -> Term:
         """Return what a replica's round takes: a forward, a backward, and what must follow before the next forward."""
         states = block.work.states
@@ -212,6 +217,17 @@ def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
     return replace(stage, buckets=buckets, update_s=0.0, load_s=dict.fromkeys(stage.load_s, 0.0), buffer_bytes=0)
 
 
+def _cuts_s(
+    work: Work, carried: Floats, cuts: tuple[tuple[int, Level], tuple[int, Level]], factor: float
+) -> tuple[float, float]:
+    """Return the seconds of two cuts, each with its level; nothing at the model's ends."""
+    inside = range(1, len(work.states) - 1)
+    before_s, after_s = (
+        factor * float(carried[cut]) / level.bandwidth_bytes_per_s if cut in inside else 0.0 for cut, level in cuts
+    )
+    return before_s, after_s
+
+
 class _Sosp19(CostModel):
     name = "sosp19"
     summary = "PipeDream (SOSP'19) section 3.1 as printed: 1/m max(compute, 2 (m-1) |w| / B), 2 a / B per cut"
@@ -229,8 +245,10 @@ class _Sosp19(CostModel):
         states, rate = work.states, level.bandwidth_bytes_per_s
         compute = states.forward_s + states.backward_s
         sync = 2 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
-        cuts = [states.sent_bytes[cut] for cut in (start, stop) if 0 < cut < len(states) - 1]
-        return (compute[stop] - compute[start]) / m, sync, 2 * max(cuts, default=0.0) / rate
+        return (compute[stop] - compute[start]) / m, sync, max(self.cuts_s(work, level, level, start, stop, m))
+
+    def cuts_s(self, work: Work, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
+        return _cuts_s(work, work.states.sent_bytes, ((start, before), (stop, after)), 2.0)
 
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
         # A round's sum costs 2 (m-1) |w| / B, m times what a ring needs, and may start with the backward.
@@ -257,8 +275,12 @@ class _Artifact(CostModel):
         states, rate = work.states, level.bandwidth_bytes_per_s
         compute = states.forward_s + states.backward_s
         sync = 4 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
-        cuts = [states.antichain_bytes[cut] for cut in (start, stop) if start > 0 and cut < len(states) - 1]
-        return (compute[stop] - compute[start]) / m, sync / m, 2 * max(cuts, default=0.0) / rate / m
+        return (compute[stop] - compute[start]) / m, sync / m, max(self.cuts_s(work, level, level, start, stop, m))
+
+    def cuts_s(self, work: Work, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
+        if start == 0:
+            return 0.0, 0.0
+        return _cuts_s(work, work.states.antichain_bytes, ((start, before), (stop, after)), 2.0 / m)
 
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
         # A round's sum costs 4 (m-1)/m |w| / B, twice what a ring needs, after the backward.

@@ -36,6 +36,13 @@ def stage_level(cluster: Cluster, model: CostModel, devices: Sequence[Sequence[i
     return cluster.levels[spanned(cluster, [device for group in around for device in group])]
 
 
+def cut_levels(cluster: Cluster, devices: Sequence[Sequence[int]], index: int) -> tuple[Level, Level]:
+    """Return the levels over which the stage before and the stage after are reached."""
+    pairs = (devices[max(0, index - 1) : index + 1], devices[index : index + 2])
+    before, after = (cluster.levels[spanned(cluster, [d for group in pair for d in group])] for pair in pairs)
+    return before, after
+
+
 def placed_s(
     work: Work,
     model: CostModel,
@@ -60,11 +67,10 @@ def placed_s(
     for index, stage in enumerate(stages):
         # Gradients are summed where the replicas are, and values may come from further away.
         level = cluster.levels[spanned(cluster, devices[index])]
-        between = stage_level(cluster, model, devices, index)
         block = Block(work, np.array([stage.start]), stage.stop)
         terms = model.terms(block, level, first=stage.start == 0) if ways else StageTerms(model.paces(block, level))
         own_s = float(terms.seconds(float(stage.replicas)).flat[0])
-        seconds.append(own_s if between == level else max(own_s, model.parts(work, between, *stage)[2]))
+        seconds.append(max(own_s, *model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)))
     ports = [0.0]
     if model.has_ports:
         size = 1

@@ -23,7 +23,7 @@ from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchica
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.payload import payload
-from pipebench.planner.placement import placed_s, spanned, stage_level
+from pipebench.planner.placement import cut_levels, placed_s, spanned
 from pipebench.planner.predict import Prediction, arrange, arranged, predict
 from pipebench.planner.shapes import plan_chunks, plan_equal_width
 from pipebench.planner.states import antichains, prefixes
@@ -382,8 +382,9 @@ class Planner:
         reported = []
         for index, stage in enumerate(stages):
             level = cluster.levels[spanned(cluster, devices[index])]
-            between = stage_level(cluster, model, devices, index)
-            parts = (*model.parts(work, level, *stage)[:2], model.parts(work, between, *stage)[2])
+            parts = model.parts(work, level, *stage)
+            cuts_s = model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)
+            parts = (*parts[:2], parts[2] if model.has_ports else max(cuts_s))
             if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
                 seconds[index] = min(seconds[index], bottleneck_s)
                 parts = (parts[0], min(parts[1], bottleneck_s), parts[2])
