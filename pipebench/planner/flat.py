@@ -10,7 +10,7 @@ memory. The path is searched from the end because what a stage keeps depends on 
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,8 +66,23 @@ def stage_s(problem: FlatProblem, stage: Stage) -> float:
     return float(terms.seconds(float(stage.replicas)).flat[0])
 
 
+def fits(problem: FlatProblem, stages: Sequence[Stage]) -> bool:
+    """Return whether every replica of a plan fits in memory."""
+    memory, states, after = problem.memory, problem.work.states, 0
+    for stage in reversed(stages):
+        in_flight = memory.depth(stage.replicas, after) if memory else 0
+        if memory and memory.num_bytes(states, stage.start, stage.stop, in_flight) > memory.limit_bytes:
+            return False
+        after += stage.replicas
+    return True
+
+
 def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
     """Return the plan with the smallest bottleneck, the fewest workers among those, or None if none fits in memory."""
+    if problem.memory is not None:  # memory is often no matter, and the search is several times faster without it
+        boundless = plan_flat(replace(problem, memory=None))
+        if boundless is None or fits(problem, boundless):
+            return boundless
     search = _Search(problem)
     best = search.fewest(_ANY_S)
     if best is None:

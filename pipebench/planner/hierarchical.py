@@ -9,6 +9,7 @@ What a stage keeps in memory depends on the workers behind it, so tables are mad
 counts idle ones too.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,12 +55,30 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
         problem: what to plan.
         at_most_s: a slower plan is of no use: it need not be the best, or found.
     """
+    if problem.memory is not None:  # as in the flat search: memory is often no matter
+        boundless = plan_hierarchical(replace(problem, memory=None), at_most_s)
+        if boundless is None or boundless.bottleneck_s > at_most_s or _fits(problem, boundless):
+            return boundless
     states = problem.work.states
     step = len(states) // _COARSE_STATES
     if step >= 2:
         coarse = plan_hierarchical(replace(problem, work=replace(problem.work, states=states.thinned(step))))
         at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
+
+
+def _fits(problem: HierarchicalProblem, plan: HierarchicalPlan) -> bool:
+    """Return whether a plan fits in memory even if every worker behind a stage, idle ones too, is counted."""
+    assert problem.memory is not None
+    num_workers = math.prod(level.count for level in problem.levels)
+    before = 0
+    for stage, _ in plan.stages:
+        in_flight = problem.memory.depth(stage.replicas, num_workers - before - stage.replicas)
+        num_bytes = problem.memory.num_bytes(problem.work.states, stage.start, stage.stop, in_flight)
+        if num_bytes > problem.memory.limit_bytes:
+            return False
+        before += stage.replicas
+    return True
 
 
 class _Choice(NamedTuple):
