@@ -184,7 +184,20 @@ def _plan_json(prepared: Prepared) -> str:
     names = [layer.name for layer in setup.graph.layers]
     stages = [{"layers": names[s.start : s.stop], "replicas": s.replicas} for s in setup.plan.stages]
     depths = list(setup.pipeline.warmups)
-    return json.dumps({"plan": str(setup.plan), "stages": stages, "depths": depths}, indent=1)
+    told: dict[str, Any] = {"plan": str(setup.plan), "stages": stages, "depths": depths}
+    told["devices"] = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
+    if prepared.comparison is not None:
+        told["modes_compared"] = [
+            {
+                "mode": each.mode,
+                "plan": each.config,
+                "predicted_minibatch_s": each.minibatch_s,
+                "memory_bytes": max(stage.memory_bytes for stage in each.stages),
+            }
+            for each in (prepared.comparison.best, *prepared.comparison.others)
+        ]
+        told["modes_refused"] = prepared.comparison.refused
+    return json.dumps(told, indent=1)
 
 
 def _record_timeline(log: RunLog, timeline: Timeline) -> None:

@@ -77,13 +77,12 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
     peaks: dict[int, int] = {}
     for worker, (stage, _) in enumerate(setup.pipeline.places):
         peaks[stage] = max(peaks.get(stage, 0), engine.peak_bytes[worker])
-    for index, stage in enumerate(planned.stages):
+    for index, foretold in enumerate(planned.stages):
         sent = planner.work.states.sent_bytes
         stops = [setup.plan.stages[index].start, setup.plan.stages[index].stop]
         buffers = 2 * sum(sent[cut] for cut in stops if 0 < cut < len(sent) - 1)
-        foretold = stage.memory_bytes - buffers
-        assert peaks[index] * 0.99 <= stage.memory_bytes
-        assert foretold <= peaks[index] * 1.3, (index, foretold, peaks[index])
+        assert peaks[index] * 0.99 <= foretold.memory_bytes
+        assert foretold.memory_bytes - buffers <= peaks[index] * 1.3
 
 
 def test_memory_decides_depth_and_refusal() -> None:

@@ -61,7 +61,24 @@ def test_a_simulated_run_trains_nothing() -> None:
 
 
 def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() -> None:
-    result = run("quickstart/model", "quickstart/gpipe", "parallelism.cuts=[features.7,features.300,classifier.1]")
+    result = run(
+        "quickstart/model",
+        "quickstart/gpipe",
+        "parallelism.plan=straight",
+        "parallelism.cuts=[features.7,features.300,classifier.1]",
+    )
     assert result.exit_code == 2
     assert "recipes/quickstart/model.yaml: parallelism.cuts: the model has no layer 'features.300'" in result.output
     assert "epoch 1" not in result.output
+
+
+def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -> None:
+    result = run("modes/auto", *SHORT, "engine.kind=simulated")
+    assert result.exit_code == 0, result.output
+    (told,) = [
+        json.loads(path.read_text()) for path in folder.rglob("plan.json") if "modes_compared" in path.read_text()
+    ]
+    seconds = [each["predicted_minibatch_s"] for each in told["modes_compared"]]
+    assert len(seconds) == 6
+    assert seconds == sorted(seconds)
+    assert told["plan"] == told["modes_compared"][0]["plan"]
