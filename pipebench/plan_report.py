@@ -22,11 +22,13 @@ from pipebench.profile_report import printable, shortened
 from pipebench.schedule.pipeline import noam
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
-COMPUTE, SYNC, TRANSFER, LOADING, PORT, RECURRENCE = "compute", "sync", "transfer", "loading", "port", "recurrence"
+COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
+WAITING, PORT, RECURRENCE = "waiting", "port", "recurrence"
 _CAUSES = {
     COMPUTE: "computing",
     SYNC: "gradient sum",
     TRANSFER: "transfers",
+    WAITING: "wait for minibatches to come back from later stages",
     LOADING: "loading of data",
 }
 _ALMOST = 1e-6  # relative: times closer than this are the same
@@ -110,6 +112,8 @@ def bottleneck_of(answer: Answer, plan: Planned) -> Bottleneck:
     parts = {COMPUTE: stage.compute_s, SYNC: stage.sync_s, TRANSFER: stage.transfer_s}
     if not answer.request.model.has_ports:
         del parts[TRANSFER]
+    elif stage.stage_s > sum(parts.values()) * (1 + _ALMOST):
+        return Bottleneck(index, WAITING)
     return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
 
 
