@@ -50,6 +50,15 @@ def gpu(session: nox.Session) -> None:
     session.run(python_with_pipebench(session), "-m", "pytest", "-m", "gpu", *session.posargs, external=True)
 
 
+@nox.session(venv_backend="none")
+def reports(session: nox.Session) -> None:
+    """Write the reports of `reports/*.py` again; needs the profiles and published values in `../shared`."""
+    python = python_with_pipebench(session)
+    for name in ("analytic_profile", "planner_vs_simulator", "table1_plans"):
+        page = session.run(python, "-m", f"reports.{name}", external=True, silent=True)
+        Path("reports", f"{name}.md").write_text(str(page).rstrip() + "\n")
+
+
 def python_with_pipebench(session: nox.Session) -> str:
     """Return the interpreter of one environment that all sessions share, with pipebench installed in place.
 

@@ -324,6 +324,8 @@ class _Overlap(CostModel):
         return Term(compute_s, late * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0))
 
     def _update_s(self, block: Block) -> Floats:
+        if not (block.work.update_s_per_byte or block.work.update_floor_s):
+            return np.zeros((1, 1))
         weights = block.sums(block.work.states.parameter_bytes)
         return block.work.update_floor_s * (weights > 0) + block.work.update_s_per_byte * weights
 

@@ -1,4 +1,4 @@
-"""`nox -s bench`: what the engine costs over the bare arithmetic, and how fast the simulator is.
+"""`nox -s bench`: what the engine costs over the bare arithmetic, how fast the simulator is, and the planner.
 
 Every ratio is speed of ours over speed of the reference; the A/A row shows the noise of this machine today.
 """
@@ -27,6 +27,7 @@ from pipebench.schedule.pipeline import Pipeline, chain, programs
 from pipebench.simulate import Simulation
 from pipebench.steady import simulate_segment
 from tests.bench.pairs import NUM_PAIRS, Ratio, compare
+from tests.bench.planning import planning_tables
 from tests.support import make_engine, make_setup
 from zoo.mnist5k import mnist5k
 from zoo.vgg import vgg16
@@ -167,6 +168,8 @@ def main() -> None:
         simulate_segment(steady, num_minibatches)
         console.print(f"an epoch of {num_minibatches:,} minibatches, steady state extrapolated: "
                       f"{1000 * (time.perf_counter() - started):.1f} ms")  # fmt: skip
+    for planning in planning_tables():
+        console.print(planning)
 
 
 if __name__ == "__main__":

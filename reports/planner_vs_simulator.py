@@ -1,0 +1,294 @@
+"""Print how the planner's bottleneck stands against the simulator: `python -m reports.planner_vs_simulator`.
+
+What it prints is `planner_vs_simulator.md`. Every plan is simulated five times: as it is, and with one thing at a time
+taken away that a bottleneck can't know. What takes the difference away is its cause.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
+from pipebench.modes import MODES
+from pipebench.network import Network
+from pipebench.planner.cost_models import COST_MODELS, CostModel
+from pipebench.planner.fixed import plan_fixed
+from pipebench.planner.flat import FlatProblem, Stage, plan_flat
+from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
+from pipebench.planner.planner import Planned, Planner, Request
+from pipebench.planner.predict import Course, arranged, course_of
+from pipebench.schedule.pipeline import programs
+from pipebench.simulate import Simulation
+from reports.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
+
+NUM_WORKERS = 16
+SHAPES = ((1,) * 2, (1,) * 4, (1,) * 8, (1,) * 16, (15, 1), (12, 4), (8, 8), (4, 12), (4,) * 4, (2, 1, 1))
+_SAME = 1e-6  # relative: two plans that take as long as each other are not a pair
+_SMALL = 0.05  # relative: smaller differences get no cause
+
+HEAD = """# The planner's bottleneck against the simulator's steady state
+
+`python -m reports.planner_vs_simulator` makes this page. Models: VGG-16 with 128 images and GNMT-8 with 32 sentences as
+the PipeDream artifact measured them on a V100, ResNet-50 with 128 and AlexNet with 256 images from the analytic V100
+profile. Clusters of 16 V100s: one level of 10 Gbit/s, cluster-a (4 servers of 4), cluster-b (2 servers of 8). Memory
+isn't weighed.
+
+The rule for the plans, fixed before any was simulated: data parallelism; 2, 4, 8 and 16 straight stages, 15-1, 12-4,
+8-8, 4-12, 4-4-4-4 and 2-1-1, cut where the cost model wants them; and everything the planner considers: the flat plan
+and the straight one at every level's links, the hierarchical plan; `*` is the one it chooses. Equal plans count once.
+Pairs are two plans of one model on one cluster, unless they take the same time.
+
+Errors are bottleneck over simulated, less one. Kendall's tau is 1 - 2 x (pairs ordered differently) / pairs.
+"""
+
+CAUSES = {
+    "rings": "transfers wait for ports that a ring has taken: a bucket's all-reduce holds all its ports at once, whole",
+    "queues": "transfers wait for each other: whole messages, in bursts, and both ends have to be free at once",
+    "way": "the time of the transfers themselves, on loops longer than the planner follows (values that skip stages, "
+    "stages that wait for the gradients of several others)",
+    "rounds": "no transfer: rounds of different widths interlock, and a ring that starts late in a backward ends after "
+    "it",
+    "charged": "the planner charges a value at every cut that it crosses; the simulator sends it once, or past them",
+}
+READING = """
+What the causes mean, and how they are found (the first whose removal takes away half of the difference):
+
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan, judged.
+
+    Attributes:
+        subject, cluster: what is planned, and where.
+        found_by: which part of the rule chose it; `*` if the planner does.
+        plan: with the simulator's time.
+        cause: of a difference, a key of CAUSES; empty if small.
+    """
+
+    subject: Subject
+    cluster: Cluster
+    found_by: str
+    plan: Planned
+    cause: str
+
+    @property
+    def error(self) -> float:
+        """Bottleneck over simulated, less one."""
+        return self.plan.bottleneck_s / self.plan.minibatch_s - 1
+
+    @property
+    def text(self) -> str:
+        """The plan in a few words."""
+        size = f" of {len(self.plan.stages)}" if self.plan.config == "straight" else ""
+        return f"{self.plan.config}{size} ({self.found_by})"
+
+
+class _RingsApart(Network):
+    """Rings have ports of their own."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._others = Network(cluster)
+
+    def all_reduce(self, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float) -> float:
+        return self._others.all_reduce(kind, label, workers, num_bytes, now_s)
+
+
+class _NoQueues(Network):
+    """No transfer waits for a port."""
+
+    def send(self, kind: str, label: str, sender: int, receiver: int, num_bytes: int, now_s: float) -> float:
+        level = self.cluster.levels[self.cluster.level_between(sender, receiver)]
+        return now_s + num_bytes / level.goodput_bytes_per_s + level.latency_s
+
+
+class _Instant(Network):
+    """Transfers take no time."""
+
+    def send(self, kind: str, label: str, sender: int, receiver: int, num_bytes: int, now_s: float) -> float:
+        return now_s
+
+
+def steady_s(course: Course, count: int, network: type[Network]) -> float:
+    """Return the seconds per minibatch after `count` of them."""
+    size, ends = course.sampler.size(0), []
+    for number in (count, 2 * count):
+        simulation = Simulation(
+            course.pipeline,
+            programs(course.pipeline, number),
+            course.costs,
+            network(course.cluster),
+            lambda _: size,
+        )
+        for _ in simulation:
+            pass
+        ends.append(simulation.end_s)
+    return (ends[1] - ends[0]) / count
+
+
+def plans(planner: Planner) -> Iterator[tuple[str, Planned]]:
+    """Yield the plans of the rule with what made them."""
+    work, model, where = planner.work, planner.request.model, planner.request.cluster
+    count = where.num_workers
+    yield "data parallel", planner.placed("", (Stage(0, len(work.states) - 1, count),))
+    for replicas in SHAPES:
+        if sum(replicas) > count:
+            continue
+        try:
+            yield "shape", planner.placed("", plan_fixed(work, model, where, replicas))
+        except PlanError:  # fewer layers than stages
+            continue
+    for level in where.levels:
+        for width in (None, 1):
+            stages = plan_flat(FlatProblem(work, model, level, count, None, width))
+            assert stages is not None  # without a limit on memory there is a plan
+            yield f"flat, {level.name}{', straight' if width else ''}", planner.placed("", stages)
+    if len(where.levels) > 1:
+        nested = plan_hierarchical(HierarchicalProblem(work, model, where.levels))
+        assert nested is not None
+        stages, devices = tuple(x.stage for x in nested.stages), tuple(x.workers for x in nested.stages)
+        seconds = None if model.has_ports else nested.bottleneck_s
+        yield "hierarchical", planner.placed("", stages, devices, bottleneck_s=seconds)
+
+
+def judge(subject: Subject, where: Cluster, model: CostModel) -> list[Row]:
+    """Return the plans of one model on one cluster."""
+    planner = Planner(Request(subject.profile, where, model, subject.size), "pipedream")
+    chosen = planner.best()
+    rows: list[Row] = []
+    known = set()
+    for found_by, unpredicted in plans(planner):
+        key = (unpredicted.order, unpredicted.starts, unpredicted.replicas, unpredicted.devices)
+        if key in known:
+            continue
+        known.add(key)
+        mark = "*" if key == (chosen.order, chosen.starts, chosen.replicas, chosen.devices) else ""
+        plan = planner.predicted(unpredicted)
+        rows.append(Row(subject, where, found_by + mark, plan, _cause(subject, where, model, plan)))
+    return rows
+
+
+def _cause(subject: Subject, where: Cluster, model: CostModel, plan: Planned) -> str:
+    excess = plan.minibatch_s / plan.bottleneck_s - 1
+    if abs(plan.bottleneck_s / plan.minibatch_s - 1) < _SMALL:
+        return ""
+    if excess < 0:
+        return "charged"
+    course, count = course_of(
+        *(arranged(subject.profile, plan.order), where.placed(plan.devices), model, plan.starts, plan.replicas),
+        *(MODES["pipedream"], subject.size),
+        depth=plan.depth,
+    )
+    for name, network in (("rings", _RingsApart), ("queues", _NoQueues), ("way", _Instant)):
+        if steady_s(course, count, network) / plan.bottleneck_s - 1 < excess / 2:
+            return name
+    return "rounds"
+
+
+def _pairs(rows: Sequence[Row]) -> tuple[int, list[tuple[Row, Row]]]:
+    """Return the number of pairs, and those that the bottleneck orders differently, the slower by it first."""
+    number, found = 0, []
+    for index, one in enumerate(rows):
+        for other in rows[:index]:
+            if (one.subject, one.cluster) != (other.subject, other.cluster):
+                continue
+            by_bottleneck = one.plan.bottleneck_s / other.plan.bottleneck_s
+            simulated = one.plan.minibatch_s / other.plan.minibatch_s
+            if abs(by_bottleneck - 1) < _SAME or abs(simulated - 1) < _SAME:
+                continue
+            number += 1
+            if (by_bottleneck > 1) != (simulated > 1):
+                found.append((one, other) if by_bottleneck > 1 else (other, one))
+    return number, found
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    first = {value: index for index, value in reversed(list(enumerate(ordered)))}
+    count = Counter(ordered)
+    return [first[value] + (count[value] - 1) / 2 for value in values]
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    lines = []
+    models = list(dict.fromkeys(row.subject.model for row in rows))
+    for name in (*models, "all"):
+        own = [row for row in rows if name in ("all", row.subject.model)]
+        predicted, simulated = [row.plan.bottleneck_s for row in own], [row.plan.minibatch_s for row in own]
+        errors = [abs(row.error) for row in own]
+        number, different = _pairs(own)
+        lines.append(
+            (
+                *(name, len(own), f"{statistics.correlation(predicted, simulated):.3f}"),
+                f"{statistics.correlation(_ranks(predicted), _ranks(simulated)):.3f}",
+                f"{1 - 2 * len(different) / number:.3f}" if number else "-",
+                *(f"{100 * statistics.median(errors):.1f} %", f"{100 * max(errors):.0f} %"),
+                f"{len(different)} of {number}",
+            )
+        )
+    head = ("model", "plans", "Pearson", "Spearman", "Kendall", "median error", "worst", "pairs ordered differently")
+    return table(head, lines)
+
+
+def _explained(different: Sequence[tuple[Row, Row]]) -> str:
+    lines = []
+    for slower, faster in different:
+        worse = max(slower, faster, key=lambda row: abs(row.error))
+        lines.append(
+            (
+                *(slower.subject.model, slower.cluster.name),
+                *(
+                    f"{row.text} {1e3 * row.plan.bottleneck_s:.1f} / {1e3 * row.plan.minibatch_s:.1f}"
+                    for row in (slower, faster)
+                ),
+                f"{worse.cause}, {worse.plan.config} {100 * worse.error:+.0f} %" if worse.cause else "closer than 5 %",
+            )
+        )
+    head = ("model", "cluster", "slower by the planner, ms planner / simulator", "faster by the planner", "cause")
+    return table(head, lines)
+
+
+def _plans(rows: Sequence[Row]) -> str:
+    lines = [
+        (
+            *(row.subject.model, row.cluster.name, row.text, f"{1e3 * row.plan.bottleneck_s:.2f}"),
+            *(f"{1e3 * row.plan.minibatch_s:.2f}", f"{100 * row.error:+.1f} %", row.cause or "-"),
+        )
+        for row in rows
+    ]
+    return table(("model", "cluster", "plan", "planner, ms", "simulator, ms", "error", "cause"), lines)
+
+
+def _causes(rows: Sequence[Row]) -> str:
+    return names(Counter(row.cause for row in rows if row.cause)) or "none"
+
+
+def main(subjects: Sequence[Subject] | None = None, clusters: Sequence[Cluster] | None = None) -> None:
+    """Print the page; subjects and clusters are those of the head unless given."""
+    if subjects is None:
+        every = (measured("vgg-16"), measured("gnmt-8"), analytic("resnet-50", 128), analytic("alexnet", 256))
+        subjects = [subject for subject in every if subject is not None]
+    clusters = clusters or (flat(NUM_WORKERS), cluster("cluster-a", 4), cluster("cluster-b", 2))
+    print(HEAD)
+    if missing():
+        print(f"Left out, for want of `../shared/profiles`: {', '.join(missing())}.\n")
+    rows: list[Row] = []
+    for name, model in COST_MODELS.items():
+        rows = [row for subject in subjects for where in clusters for row in judge(subject, where, model)]
+        print(f"## Under `{name}`\n\n{_summary(rows)}\n\nCauses of differences above 5 %: {_causes(rows)}.\n")
+        if model.has_ports:
+            print(READING.strip() + "\n")
+            print("\n".join(f"- *{cause}*: {text}." for cause, text in CAUSES.items()))
+            print(f"\n### Pairs ordered differently\n\n{_explained(_pairs(rows)[1])}\n")
+            detailed = rows
+        else:
+            print("The simulation is under this model's own rules (`CostModel.simulated`, `CostModel.links`).\n")
+    print(f"## Every plan under `overlap`\n\n{_plans(detailed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How long planning takes, on random chains: against the targets, and how it grows with layers and with workers."""
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rich.table import Table
+
+from pipebench.cluster import Cluster, Level
+from pipebench.planner.cost_models import COST_MODELS, Work
+from pipebench.planner.flat import FlatProblem, plan_flat
+from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
+from pipebench.planner.planner import Planner, Request
+from pipebench.planner.states import prefixes
+from pipebench.profile.model import LayerProfile, Profile
+
+_T = TypeVar("_T")
+SEEDS = range(5)
+MODELS = ("overlap", "artifact")
+NUM_LAYERS, NUM_SERVERS = (60, 120, 240, 480, 960, 1500), (1, 4, 16, 64, 256, 1024, 4096)
+SERVER, CLUSTER = Level("server", 4, 10e9, 10e-6), Level("cluster", 4, 1.25e9, 50e-6)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size to plan at, and how long it may take.
+
+    Attributes:
+        layers: of the chain, as many as places to cut.
+        cluster: in words.
+        levels: of links, innermost first.
+        target_s: seconds allowed; infinite for none.
+    """
+
+    layers: int
+    cluster: str
+    levels: tuple[Level, ...]
+    target_s: float
+
+
+def flat(num_workers: int) -> tuple[Level, ...]:
+    """Return one level of links."""
+    return (Level("cluster", num_workers, 1.25e9, 50e-6),)
+
+
+CASES = (
+    Case(240, "2x8", (Level("server", 8, 10e9, 10e-6), Level("cluster", 2, 1.25e9, 50e-6)), 1.0),
+    Case(1500, "16 flat", flat(16), 1.0),
+    Case(1500, "4x4", (SERVER, CLUSTER), 2.0),
+    Case(240, "16,384 flat", flat(16_384), 1.0),
+)
+
+
+def chain(num_layers: int, seed: int) -> Profile:
+    """Return a chain whose times and sizes are exponentially distributed, on average 1 ms, 1 MB and 0.1 MB."""
+    draw = random.Random(f"{num_layers} {seed}").expovariate
+    rows = []
+    for index in range(num_layers):
+        forward_s, size = draw(3000), int(draw(1e-6)) + 1
+        rows.append(
+            LayerProfile(
+                *(f"layer{index}", "Linear", forward_s, 2 * forward_s, size, size),
+                reads=(index - 1,) if index else (),
+                parameter_sizes={f"weight{index}": int(draw(1e-5)) + 4},
+            )
+        )
+    loss = LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, reads=(num_layers - 1,))
+    return Profile(f"chain of {num_layers}", "random", "file", "random", {1: (*rows, loss)}, 0.0, 0.0, {}, {})
+
+
+def seconds(profile: Profile, model: str, levels: tuple[Level, ...]) -> tuple[float, float, float]:
+    """Return the seconds to sum the states, to search, and of the whole planner with its simulations."""
+    cost_model = COST_MODELS[model]
+    states_s, states = _timed(lambda: prefixes(profile.layers[1]))
+    work = Work(states)
+    if len(levels) == 1:
+        search_s, _ = _timed(lambda: plan_flat(FlatProblem(work, cost_model, levels[0], levels[0].count)))
+    else:
+        search_s, _ = _timed(lambda: plan_hierarchical(HierarchicalProblem(work, cost_model, levels)))
+    request = Request(profile, Cluster("bench", "random", None, levels), cost_model, 1)
+    whole_s, _ = _timed(lambda: Planner(request, "pipedream").best())
+    return states_s, search_s, whole_s
+
+
+def _timed(function: Callable[[], _T]) -> tuple[float, _T]:
+    started = time.perf_counter()
+    result = function()
+    return time.perf_counter() - started, result
+
+
+def _cells(case: Case, model: str, seeds: range) -> list[str]:
+    every = [seconds(chain(case.layers, seed), model, case.levels) for seed in seeds]
+    cells = []
+    for column in zip(*every, strict=True):
+        cells.append(f"{statistics.median(column):.3f} ({min(column):.3f} to {max(column):.3f})")
+    search = [search_s for _, search_s, _ in every]
+    if math.isfinite(case.target_s):
+        met = statistics.median(search) < case.target_s
+        cells += [f"{case.target_s:g}", "met" if met else "missed" if min(search) > case.target_s else "undecided"]
+    return cells
+
+
+def planning_tables(seeds: range = SEEDS, most_layers: int = 1500, most_servers: int = 4096) -> list[Table]:
+    """Measure; return a table of targets and one of growth."""
+    head = ("states, s", "search, s", "whole planner, s")
+    targets = Table(f"planner, {len(seeds)} random chains each", "cost model", *head, "target, s", "verdict")
+    growth = Table("planner, growth", "cost model", *head)
+    for model in MODELS:
+        for case in CASES:
+            if case.layers <= most_layers:
+                targets.add_row(f"{case.layers:,} layers, {case.cluster}", model, *_cells(case, model, seeds))
+        grown = [Case(layers, "4x4", (SERVER, CLUSTER), math.inf) for layers in NUM_LAYERS if layers <= most_layers]
+        grown += [
+            Case(240, f"{4 * servers:,} flat", flat(4 * servers), math.inf)
+            for servers in NUM_SERVERS
+            if servers <= most_servers
+        ]
+        for case in grown:
+            growth.add_row(f"{case.layers:,} layers, {case.cluster}", model, *_cells(case, model, seeds[:3]))
+    return [targets, growth]
