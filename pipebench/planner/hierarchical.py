@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.cost_models import Block, CostModel, StageTerms, Work
 from pipebench.planner.flat import BLOCK_ELEMENTS, Stage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats
 
-_COARSE_STATES = 48
+_THINNING, _FEW_STATES = 4, 96  # a bound comes from every fourth state, and so on down to few
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
         if boundless is None or boundless.bottleneck_s > at_most_s or _fits(problem, boundless):
             return boundless
     states = problem.work.states
-    step = len(states) // _COARSE_STATES
-    if step >= 2:
-        coarse = plan_hierarchical(replace(problem, work=replace(problem.work, states=states.thinned(step))))
+    if len(states) > _FEW_STATES:
+        thinned = replace(problem, work=replace(problem.work, states=states.thinned(_THINNING)))
+        coarse = plan_hierarchical(thinned, at_most_s)
         at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
 
@@ -100,6 +100,7 @@ class _Tables:
             self._sizes.append(self._sizes[-1] * level.count)
         self._at_most_s = at_most_s * (1 + 1e-9)
         self._tables: dict[tuple[int, int], Floats] = {}
+        self._all_s: dict[tuple[int, bool], list[Floats]] = {}
 
     def solve(self) -> HierarchicalPlan | None:
         """Return the best plan of the whole model on the whole cluster."""
@@ -110,22 +111,44 @@ class _Tables:
         placed = self._placed(top, choice, 0)
         return HierarchicalPlan(choice.seconds, tuple(placed))
 
-    def _stages_s(self, level: int, m: int, behind: int, after: int, block: Block, *, first: bool) -> Floats:
-        """Return the seconds of a block's stages on m components with `behind` components of the level after them.
+    def _stages_s(self, level: int, m: int, behind: int, after: int, starts: range, *, first: bool) -> Floats:
+        """Return [start, state]: the seconds of stages on m components of a level, `behind` more after them.
 
         `after` are the workers behind the component of the level above, counted per such component.
         """
-        problem, links = self.problem, self.problem.levels[level]
-        compute_s = None
-        if level > 0:
-            workers = self._workers_behind(level, m, behind, after)
-            compute_s = self._table(level - 1, workers)[block.starts, block.stop_from :]
-        seconds = problem.model.terms(block, links, first=first, compute_s=compute_s).seconds(float(m))
-        seconds = np.broadcast_to(seconds, (len(block.starts), self.num_states - block.stop_from))
-        outside = self._outside[block.starts, block.stop_from :]
+        problem = self.problem
+        if problem.memory is None and (not first or (level, first) in self._all_s):
+            return self._without_limit(level, first=first)[m - 1][starts.start : starts.stop]
+        block = Block(problem.work, np.asarray(starts, dtype=np.intp))
+        terms = self._terms(level, block, self._workers_behind(level, m, behind, after), first=first)
+        outside = self._outside[starts.start : starts.stop]
         if level == 0 and problem.memory is not None:
             outside = outside | ~problem.memory.fits(block, m, behind + after)
-        return np.where(outside, np.inf, seconds)
+        return np.where(outside, np.inf, terms.seconds(float(m)))
+
+    def _terms(self, level: int, block: Block, workers_behind: int, *, first: bool) -> StageTerms:
+        compute_s = None
+        if level > 0:
+            compute_s = self._table(level - 1, workers_behind)[block.starts, block.stop_from :]
+        return self.problem.model.terms(block, self.problem.levels[level], first=first, compute_s=compute_s)
+
+    def _without_limit(self, level: int, *, first: bool) -> list[Floats]:
+        """Return [state, state] for every number of components from 1: the seconds of all stages, memory no matter.
+
+        Made a few rows at a time, which stay in a core's own cache.
+        """
+        if (level, first) not in self._all_s:
+            count, size = self.problem.levels[level].count, self.num_states
+            made = [np.full((size, size), np.inf) for _ in range(count)]
+            rows = max(1, BLOCK_ELEMENTS // size)
+            for start in range(0, size - 1, rows):
+                starts = np.arange(start, min(start + rows, size - 1))
+                terms = self._terms(level, Block(self.problem.work, starts, start + 1), 0, first=first)
+                outside = self._outside[starts, start + 1 :]
+                for m, seconds in enumerate(made, start=1):
+                    seconds[starts, start + 1 :] = np.where(outside, np.inf, terms.seconds(float(m)))
+            self._all_s[level, first] = made
+        return self._all_s[level, first]
 
     def _workers_behind(self, level: int, m: int, behind: int, after: int) -> int:
         if self.problem.memory is None:
@@ -144,13 +167,12 @@ class _Tables:
         # one component less at one of them, and a range slower than that many times the bottleneck is of no use.
         above = max(each.count for each in self.problem.levels[level + 1 :])
         limit_s = self._at_most_s * self._sizes[-1] / self._sizes[level + 1] * max(1, above - 1) / above
-        made: dict[tuple[int, int, bool], Floats] = {}
+        if not limited:
+            self._without_limit(level, first=True)
+        everywhere = range(self.num_states)
 
         def stages_s(m: int, behind: int, first: bool) -> Floats:
-            key = (m, behind if limited else 0, first)
-            if key not in made:
-                made[key] = self._all_stages_s(level, *key[:2], after, first=first)
-            return made[key]
+            return self._stages_s(level, m, behind, after, everywhere, first=first)
 
         best = np.full((self.num_states, self.num_states), np.inf)
         rest: dict[int, Floats] = {}  # components to the best that so many, none of them first, can do
@@ -170,20 +192,9 @@ class _Tables:
         best[0, -1] = whole.seconds if whole else np.inf
         return best
 
-    def _all_stages_s(self, level: int, m: int, behind: int, after: int, *, first: bool) -> Floats:
-        """Return [state, state]: the seconds of all stages; made a few rows at a time, which stay in a core's cache."""
-        seconds = np.full((self.num_states, self.num_states), np.inf)
-        rows = max(1, BLOCK_ELEMENTS // self.num_states)
-        for start in range(0, self.num_states - 1, rows):
-            starts = np.arange(start, min(start + rows, self.num_states - 1))
-            block = Block(self.problem.work, starts, start + 1)
-            seconds[starts, start + 1 :] = self._stages_s(level, m, behind, after, block, first=first)
-        return seconds
-
     def _range(self, level: int, start: int, stop: int, after: int) -> _Choice | None:
         """Return the best plan of one range of layers on the components of a level, by the same recurrence."""
-        count, work = self.problem.levels[level].count, self.problem.work
-        starts = np.arange(start, stop)
+        count, starts = self.problem.levels[level].count, range(start, stop)
         rest: list[Floats] = [np.full(self.num_states, np.inf)]
         rest[0][stop] = 0.0
         taken: list[tuple[np.ndarray, np.ndarray]] = []  # per w: m and next state of each start
@@ -191,15 +202,15 @@ class _Tables:
         for w in range(1, count + 1):
             found, m_taken, next_taken = (np.full(self.num_states, v) for v in (np.inf, 0, 0))
             for m in range(1, w + 1):
-                first = self._stages_s(level, m, w - m, after, Block(work, starts[:1]), first=True)
-                later = self._stages_s(level, m, w - m, after, Block(work, starts[1:]), first=False)
+                first = self._stages_s(level, m, w - m, after, starts[:1], first=True)
+                later = self._stages_s(level, m, w - m, after, starts[1:], first=False)
                 seconds = np.concatenate([first, later])
                 path = np.maximum(seconds, rest[w - m][None, :])
                 nearest = path.argmin(1)
                 value = path[np.arange(len(starts)), nearest]
-                better = value < found[starts]
-                found[starts[better]] = value[better]
-                m_taken[starts[better]], next_taken[starts[better]] = m, nearest[better]
+                better = value < found[start:stop]
+                found[start:stop][better] = value[better]
+                m_taken[start:stop][better], next_taken[start:stop][better] = m, nearest[better]
             rest.append(found)
             taken.append((m_taken, next_taken))
             best = min(best, (float(found[start]), w))

@@ -73,7 +73,7 @@ def test_nor_with_ranges_left_out_for_a_coarser_plan_that_is_known(model: str, d
     counts = data.draw(st.sampled_from([*SHAPES, *DEEP_SHAPES]))
     case, clusters = data.draw(cases(model)), _levels(data, counts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hierarchical, "_COARSE_STATES", 2)
+        patch.setattr(hierarchical, "_FEW_STATES", 2)
         _check(case, clusters)
 
 
@@ -89,7 +89,7 @@ def test_leaving_ranges_out_changes_nothing_with_100_cuts(
     )
     problem = HierarchicalProblem(work, COST_MODELS[model], clusters)
     quick = plan_hierarchical(problem)
-    monkeypatch.setattr(hierarchical, "_COARSE_STATES", 1 << 20)
+    monkeypatch.setattr(hierarchical, "_FEW_STATES", 1 << 20)
     assert quick is not None
     slow = plan_hierarchical(problem)
     assert slow is not None
@@ -110,7 +110,8 @@ def test_a_range_on_all_servers_of_three_racks_is_not_left_out(monkeypatch: pyte
     # Within a server no layer can have replicas; further up only the first two can.
     clusters = (Level("server", 2, 1.0, 0.0), Level("rack", 2, 1e12, 0.0), Level("row", 4, 1e12, 0.0))
     problem = HierarchicalProblem(Work(prefixes(rows)), COST_MODELS["sosp19"], clusters)
-    monkeypatch.setattr(hierarchical, "_COARSE_STATES", 6)
+    monkeypatch.setattr(hierarchical, "_FEW_STATES", 7)
+    monkeypatch.setattr(hierarchical, "_THINNING", 2)
     plan = plan_hierarchical(problem)
     assert plan is not None
     assert plan.bottleneck_s == pytest.approx(0.5)
