@@ -115,7 +115,7 @@ def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
     return search.fewest(high * (1 + _PRECISION)) or best
 
 
-def fits_in_memory(problem: FlatProblem) -> bool:
+def any_fits(problem: FlatProblem) -> bool:
     """Return whether any plan fits, however slow."""
     return _Search(problem).fewest(_ANY_S) is not None
 

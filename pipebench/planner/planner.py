@@ -18,7 +18,8 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC, Mode
 from pipebench.planner.cost_models import CostModel, Work
-from pipebench.planner.flat import FlatProblem, Stage, fits_in_memory, plan_flat
+from pipebench.planner.fixed import plan_fixed
+from pipebench.planner.flat import FlatProblem, Stage, any_fits, fits, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
@@ -33,6 +34,7 @@ from pipebench.schedule.pipeline import noam
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
 MOST_COMPONENTS = 128
 _MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
+_MOST_CUTS_OF_SHAPES = 500  # beyond, given shapes would take longer than the search
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
 
 
@@ -329,12 +331,36 @@ class Planner:
                     best_s = min(best_s, plan.bottleneck_s)
                     yield plan
         if len(cluster.levels) > 1 and any_width and searches_levels(cluster):
-            nested = plan_hierarchical(HierarchicalProblem(work, model, cluster.levels, rule), best_s)
+            # Where loops judge a plan, the recurrence's own bottleneck bounds nothing.
+            at_most_s = math.inf if model.has_ports else best_s
+            nested = plan_hierarchical(HierarchicalProblem(work, model, cluster.levels, rule), at_most_s)
             if nested is not None:
                 stages = tuple(each.stage for each in nested.stages)
                 devices = tuple(each.workers for each in nested.stages)
                 bottleneck_s = None if model.has_ports else nested.bottleneck_s
                 yield self.placed("hierarchical", stages, devices, bottleneck_s=bottleneck_s)
+        if any_width and model.has_ports and last <= _MOST_CUTS_OF_SHAPES:
+            yield from self._of_known_shapes(rule)
+
+    def _of_known_shapes(self, rule: MemoryRule | None) -> Iterator[Planned]:
+        """Yield plans of the shapes the papers' tables are full of: nearly all workers first, and two halves.
+
+        The searches weigh stages one by one; where the simulator decides, these are often better than they look.
+        """
+        count, work, model, cluster = (
+            self.request.cluster.num_workers,
+            self.work,
+            self.request.model,
+            self.request.cluster,
+        )
+        shapes = ((count - 1, 1), (count - 2, 1, 1), (count - 2, 2), (count // 2, count - count // 2))
+        for replicas in dict.fromkeys(shape for shape in shapes if min(shape) >= 1 and len(shape) < len(work.states)):
+            try:
+                stages = plan_fixed(work, model, cluster, replicas)
+            except PlanError:
+                continue
+            if fits(FlatProblem(work, model, cluster.levels[0], count, rule), stages):
+                yield self.placed(f"given shape {'-'.join(map(str, replicas))}", stages)
 
     def _shallower(self) -> Iterator[Planned]:
         """Yield straight plans with the largest depth that fits in memory."""
@@ -489,4 +515,4 @@ class Planner:
 def _any_straight(planner: Planner, rule: MemoryRule) -> bool:
     cluster = planner.request.cluster
     problem = FlatProblem(planner.work, planner.request.model, cluster.levels[0], cluster.num_workers, rule, 1)
-    return fits_in_memory(problem)
+    return any_fits(problem)

@@ -87,7 +87,7 @@ def test_coarser_cuts_for_a_start_lose_nothing(model: str) -> None:
     plan = plan_flat(problem)
     assert plan is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hierarchical, "_COARSE_STATES", 1 << 20)
+        patch.setattr(hierarchical, "_FEW_STATES", 1 << 20)
         other = hierarchical.plan_hierarchical(hierarchical.HierarchicalProblem(work, problem.model, (level,)))
     assert other is not None
     assert bottleneck_s(problem, plan) == pytest.approx(other.bottleneck_s, rel=1e-9)
