@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipebench import profile_picture
 from pipebench.formats import num_bytes, seconds
 from pipebench.plan_report import Answer, bottleneck_of
-from pipebench.planner.planner import Planned
+from pipebench.planner.plans import Planned
 from pipebench.profile.model import LayerProfile
 from pipebench.profile_report import printable, shortened
 

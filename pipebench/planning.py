@@ -21,7 +21,8 @@ from pipebench.modes import AUTO, MODES, resolve
 from pipebench.plan_picture import draw_plan, is_our_picture
 from pipebench.plan_report import Answer, plan_json, print_plan
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
-from pipebench.planner.planner import Planner, Request, compare
+from pipebench.planner.planner import Planner, compare
+from pipebench.planner.plans import Request
 from pipebench.prepare import plan_request, profiled
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profiling import plain_name

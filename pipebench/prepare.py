@@ -23,7 +23,8 @@ from pipebench.plan import Plan, explicit_plan, make_plan
 from pipebench.plan_text import parse_plan
 from pipebench.planner.cost_models import find_cost_model
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.planner import Comparison, Planner, Request, compare
+from pipebench.planner.planner import Planner, compare
+from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe import options

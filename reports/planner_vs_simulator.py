@@ -17,7 +17,8 @@ from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, Stage, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
-from pipebench.planner.planner import Planned, Planner, Request
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Planned, Request
 from pipebench.planner.predict import Course, arranged, course_of
 from pipebench.schedule.pipeline import programs
 from pipebench.simulate import Simulation

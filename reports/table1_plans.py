@@ -15,7 +15,8 @@ from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.planner import Planned, Planner, Request
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Planned, Request
 from reports.planned_models import ARTIFACT_SIZES, PUBLISHED, Subject, analytic, cluster, measured, missing, table
 
 CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b"}

@@ -10,14 +10,14 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
-from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC, Mode
-from pipebench.planner.cost_models import CostModel, Work
+from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC
+from pipebench.planner.cost_models import Work
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, Stage, any_fits, fits, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
@@ -25,6 +25,7 @@ from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.payload import payload
 from pipebench.planner.placement import cut_levels, placed_s, spanned
+from pipebench.planner.plans import Comparison, Planned, PlannedStage, Request
 from pipebench.planner.predict import Prediction, arrange, arranged, predict
 from pipebench.planner.shapes import plan_chunks, plan_equal_width
 from pipebench.planner.states import antichains, prefixes
@@ -36,134 +37,6 @@ MOST_COMPONENTS = 128
 _MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _MOST_CUTS_OF_SHAPES = 500  # beyond, given shapes would take longer than the search
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to plan.
-
-    Attributes:
-        profile: the model, as a graph of layers.
-        cluster: the devices and their links.
-        model: the cost model.
-        minibatch_size: samples that travel where a mode doesn't cut minibatches; the profile has that size.
-        runnable: whether cuts must follow the order of execution, so that an engine can run the plan as it is.
-        microbatches: units per minibatch, for modes that cut minibatches.
-        accumulate: blocks of minibatches per flush, for modes that flush; None for as many as keep the pipeline full.
-        depth: minibatches in flight per input-stage replica; None for NOAM, lowered when memory demands.
-        row: the mode's row of the table if the recipe changes it.
-    """
-
-    profile: Profile
-    cluster: Cluster
-    model: CostModel
-    minibatch_size: int
-    runnable: bool = True
-    microbatches: int = 1
-    accumulate: int | None = None
-    depth: int | None = None
-    row: Mode | None = None
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """One stage of a plan; seconds are per minibatch.
-
-    Attributes:
-        layers: indices into the profile's layers.
-        first_layer, last_layer: their names.
-        replicas: workers that run it.
-        compute_s, sync_s, transfer_s: computing, summing gradients, and sending and receiving, each on its own.
-        stage_s: what the cost model makes of them together.
-        memory_bytes: what one replica keeps at most.
-        in_flight: minibatches (or microbatches) in flight on one replica.
-        devices: of its replicas.
-    """
-
-    layers: tuple[int, ...]
-    first_layer: str
-    last_layer: str
-    replicas: int
-    compute_s: float
-    sync_s: float
-    transfer_s: float
-    stage_s: float
-    memory_bytes: float
-    in_flight: int
-    devices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, and what it comes to.
-
-    Attributes:
-        mode: the mode it is for.
-        found_by: the algorithm that found it.
-        stages: in order.
-        starts: positions of the later stages' first layers in `order`.
-        order: layers in the order of the stages.
-        depth: minibatches in flight per input-stage replica.
-        microbatches, accumulate: as in `Request`.
-        bottleneck_s: seconds per minibatch of the slowest stage or port, by the cost model.
-        port_s: those of the busiest port between components.
-        minibatch_s: predicted seconds per minibatch: simulated, or the bottleneck of a cluster too large to simulate.
-        num_bytes: payload per minibatch by kind, whatever the cost model makes of it.
-        is_simulated: whether the simulator gave `minibatch_s`.
-    """
-
-    mode: str
-    found_by: str
-    stages: tuple[PlannedStage, ...]
-    starts: tuple[int, ...]
-    order: tuple[int, ...]
-    depth: int
-    microbatches: int
-    accumulate: int
-    bottleneck_s: float
-    port_s: float
-    minibatch_s: float
-    num_bytes: dict[str, float]
-    is_simulated: bool = False
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """Replicas per stage."""
-        return tuple(stage.replicas for stage in self.stages)
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """The device of every worker, workers numbered stage by stage."""
-        return tuple(device for stage in self.stages for device in stage.devices)
-
-    @property
-    def config(self) -> str:
-        """The papers' notation: `15-1`, `straight`, `16`."""
-        if len(self.stages) > 1 and set(self.replicas) == {1}:
-            return "straight"
-        return "-".join(map(str, self.replicas))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The best plan of every mode.
-
-    Attributes:
-        best: the one asked for: the mode's, or the fastest mode's.
-        others: the best of every other mode, fastest first.
-        dp: pure data parallelism on all workers, even if it doesn't fit in memory.
-        shapes: the best bottlenecks of plans of a given shape, for schedules that aren't modes here: equal stages of
-            one width (PipeDream-2BW), and several chunks per worker (interleaved).
-        refused: modes without a plan, and why.
-        solve_s: seconds that choosing the best took; simulating the others isn't in it.
-    """
-
-    best: Planned
-    others: tuple[Planned, ...]
-    dp: Planned
-    shapes: tuple[Planned, ...]
-    refused: dict[str, str]
-    solve_s: float
 
 
 def compare(request: Request, mode: str | None = "pipedream") -> Comparison:
@@ -239,7 +112,7 @@ class Planner:
             found = list(self._shallower())
         self.solve_s = time.perf_counter() - started
         if not found:
-            raise PlanError(self._why_nothing_fits())
+            raise PlanError(_why_nothing_fits(self))
         if self.mode.flushes or self.request.model.has_ports:
             return min(map(self.predicted, found), key=lambda plan: plan.minibatch_s)
         return self.predicted(min(found, key=lambda plan: plan.bottleneck_s))
@@ -280,9 +153,10 @@ class Planner:
         limit = self.request.cluster.memory_bytes
         if limit is None:
             return None
-        return self._memory(limit)
+        return self.memory(limit)
 
-    def _memory(self, limit_bytes: float) -> MemoryRule:
+    def memory(self, limit_bytes: float) -> MemoryRule:
+        """Return how this mode fills so much memory."""
         in_flight = None
         if self.mode.order == ALL_FORWARDS:
             in_flight = self._units_per_flush
@@ -402,7 +276,7 @@ class Planner:
         if in_loops:
             loops = loops_s(work, model, cluster, stages, devices, depth)
             seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
-        rule = replace(self._memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
+        rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         order, starts = arrange(work.states, stages)
         accumulate = self._units_per_flush // units if self.mode.flushes else 1
         reported = []
@@ -464,55 +338,51 @@ class Planner:
         )
         return replace(plan, minibatch_s=prediction.minibatch_s, is_simulated=True)
 
-    def _why_nothing_fits(self) -> str:
-        """Say by how much nothing fits, and what would."""
-        limit = float(self.request.cluster.memory_bytes or 0)
-        needed = self._least_memory(self)
-        ways = []
-        if not self.mode.recompute and self.mode.shape == "any":
-            other = Planner(replace(self.request, row=replace(self.mode, recompute=True)), self.name)
-            if self._least_memory(other) <= limit:
-                ways.append("parallelism.recompute: true")
-        if self.mode.shape != "any":
-            ways += [f"mode {name}" for name in ("pipedream-flush", "gpipe") if self._fits(Planner(self.request, name))]
-        levels = self.request.cluster.levels
-        wider = replace(levels[-1], count=2 * levels[-1].count)
-        doubled = replace(self.request, cluster=replace(self.request.cluster, levels=(*levels[:-1], wider)))
-        if self.mode.shape in ("any", "straight") and self._fits(Planner(doubled, self.name)):
-            ways.append(f"twice as many workers, {2 * self.request.cluster.num_workers}, for more stages")
-        size = self.request.minibatch_size
-        ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
-        return (
-            f"no plan of mode {self.name} fits: the leanest needs {num_bytes(needed)} on a worker, "
-            f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {self.request.cluster.device}; "
-            f"what would help: {', or '.join(ways)}"
-        )
-
-    @staticmethod
-    def _fits(planner: "Planner") -> bool:
-        limit = planner.request.cluster.memory_bytes
-        return limit is None or Planner._least_memory(planner) <= limit
-
-    @staticmethod
-    def _least_memory(planner: "Planner") -> float:
-        """Return the bytes on a worker that the leanest plan needs, within one part in a thousand."""
-        whole = planner.placed("", (Stage(0, len(planner.work.states) - 1, 1),)).stages[0].memory_bytes
-        if planner.mode.shape in ("one", "one-stage"):
-            return whole
-        low, high = 0.0, 64 * whole + 1
-        while high - low > 1e-3 * high:
-            middle = (low + high) / 2
-            rule = planner._memory(middle)
-            if planner.mode.weights in (STASH, VERTICAL_SYNC):
-                rule = replace(rule, depth_at_most=1)
-            if _any_straight(planner, rule):
-                high = middle
-            else:
-                low = middle
-        return high
-
 
 def _any_straight(planner: Planner, rule: MemoryRule) -> bool:
     cluster = planner.request.cluster
     problem = FlatProblem(planner.work, planner.request.model, cluster.levels[0], cluster.num_workers, rule, 1)
     return any_fits(problem)
+
+
+def _why_nothing_fits(planner: Planner) -> str:
+    """Say by how much no plan of a mode fits in memory, and what would."""
+    request, mode, limit = planner.request, planner.mode, float(planner.request.cluster.memory_bytes or 0)
+    needed = _least_memory(planner)
+    ways = []
+    recomputing = Planner(replace(request, row=replace(mode, recompute=True)), planner.name)
+    if not mode.recompute and mode.shape == "any" and _least_memory(recomputing) <= limit:
+        ways.append("parallelism.recompute: true")
+    if mode.shape != "any":
+        others = ("pipedream-flush", "gpipe")
+        ways += [f"mode {name}" for name in others if _least_memory(Planner(request, name)) <= limit]
+    levels = request.cluster.levels
+    wider = replace(levels[-1], count=2 * levels[-1].count)
+    doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
+    if mode.shape in ("any", "straight") and _least_memory(Planner(doubled, planner.name)) <= limit:
+        ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
+    size = request.minibatch_size
+    ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
+    return (
+        f"no plan of mode {planner.name} fits: the leanest needs {num_bytes(needed)} on a worker, "
+        f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {request.cluster.device}; "
+        f"what would help: {', or '.join(ways)}"
+    )
+
+
+def _least_memory(planner: Planner) -> float:
+    """Return the bytes on a worker that a mode's leanest plan needs, within one part in a thousand."""
+    whole = planner.placed("", (Stage(0, len(planner.work.states) - 1, 1),)).stages[0].memory_bytes
+    if planner.mode.shape in ("one", "one-stage"):
+        return whole
+    low, high = 0.0, 64 * whole + 1
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        rule = planner.memory(middle)
+        if planner.mode.weights in (STASH, VERTICAL_SYNC):
+            rule = replace(rule, depth_at_most=1)
+        if _any_straight(planner, rule):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -14,7 +14,8 @@ from pipebench.cluster import Cluster, Level
 from pipebench.planner.cost_models import COST_MODELS, Work
 from pipebench.planner.flat import FlatProblem, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
-from pipebench.planner.planner import Planner, Request
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Request
 from pipebench.planner.states import prefixes
 from pipebench.profile.model import LayerProfile, Profile
 

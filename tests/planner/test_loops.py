@@ -8,7 +8,8 @@ import pytest
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.flat import Stage
-from pipebench.planner.planner import Planned, Planner, Request
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Planned, Request
 from pipebench.profile.model import LayerProfile, Profile
 
 

@@ -15,7 +15,9 @@ QUICKSTART = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "quicksta
 
 def test_every_recipe_validates() -> None:
     """At any depth, without data, device or environment; the count makes sure that none hides."""
-    assert sorted(recipe_names()) == sorted(["quickstart", *QUICKSTART, "modes/auto", "modes/single", "modes/pipedream-flush"])
+    assert sorted(recipe_names()) == sorted(
+        ["quickstart", *QUICKSTART, "modes/auto", "modes/single", "modes/pipedream-flush"]
+    )
     for name in recipe_names():
         assert isinstance(load(name).recipe, Recipe)
 

@@ -1,0 +1,136 @@
+"""What is asked of the planner, and what it answers."""
+
+from dataclasses import dataclass
+
+from pipebench.cluster import Cluster
+from pipebench.modes import Mode
+from pipebench.planner.cost_models import CostModel
+from pipebench.profile.model import Profile
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        profile: the model, as a graph of layers.
+        cluster: the devices and their links.
+        model: the cost model.
+        minibatch_size: samples that travel where a mode doesn't cut minibatches; the profile has that size.
+        runnable: whether cuts must follow the order of execution, so that an engine can run the plan as it is.
+        microbatches: units per minibatch, for modes that cut minibatches.
+        accumulate: blocks of minibatches per flush, for modes that flush; None for as many as keep the pipeline full.
+        depth: minibatches in flight per input-stage replica; None for NOAM, lowered when memory demands.
+        row: the mode's row of the table if the recipe changes it.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    model: CostModel
+    minibatch_size: int
+    runnable: bool = True
+    microbatches: int = 1
+    accumulate: int | None = None
+    depth: int | None = None
+    row: Mode | None = None
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a plan; seconds are per minibatch.
+
+    Attributes:
+        layers: indices into the profile's layers.
+        first_layer, last_layer: their names.
+        replicas: workers that run it.
+        compute_s, sync_s, transfer_s: computing, summing gradients, and sending and receiving, each on its own.
+        stage_s: what the cost model makes of them together.
+        memory_bytes: what one replica keeps at most.
+        in_flight: minibatches (or microbatches) in flight on one replica.
+        devices: of its replicas.
+    """
+
+    layers: tuple[int, ...]
+    first_layer: str
+    last_layer: str
+    replicas: int
+    compute_s: float
+    sync_s: float
+    transfer_s: float
+    stage_s: float
+    memory_bytes: float
+    in_flight: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it comes to.
+
+    Attributes:
+        mode: the mode it is for.
+        found_by: the algorithm that found it.
+        stages: in order.
+        starts: positions of the later stages' first layers in `order`.
+        order: layers in the order of the stages.
+        depth: minibatches in flight per input-stage replica.
+        microbatches, accumulate: as in `Request`.
+        bottleneck_s: seconds per minibatch of the slowest stage or port, by the cost model.
+        port_s: those of the busiest port between components.
+        minibatch_s: predicted seconds per minibatch: simulated, or the bottleneck of a cluster too large to simulate.
+        num_bytes: payload per minibatch by kind, whatever the cost model makes of it.
+        is_simulated: whether the simulator gave `minibatch_s`.
+    """
+
+    mode: str
+    found_by: str
+    stages: tuple[PlannedStage, ...]
+    starts: tuple[int, ...]
+    order: tuple[int, ...]
+    depth: int
+    microbatches: int
+    accumulate: int
+    bottleneck_s: float
+    port_s: float
+    minibatch_s: float
+    num_bytes: dict[str, float]
+    is_simulated: bool = False
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of every worker, workers numbered stage by stage."""
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+    @property
+    def config(self) -> str:
+        """The papers' notation: `15-1`, `straight`, `16`."""
+        if len(self.stages) > 1 and set(self.replicas) == {1}:
+            return "straight"
+        return "-".join(map(str, self.replicas))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The best plan of every mode.
+
+    Attributes:
+        best: the one asked for: the mode's, or the fastest mode's.
+        others: the best of every other mode, fastest first.
+        dp: pure data parallelism on all workers, even if it doesn't fit in memory.
+        shapes: the best bottlenecks of plans of a given shape, for schedules that aren't modes here: equal stages of
+            one width (PipeDream-2BW), and several chunks per worker (interleaved).
+        refused: modes without a plan, and why.
+        solve_s: seconds that choosing the best took; simulating the others isn't in it.
+    """
+
+    best: Planned
+    others: tuple[Planned, ...]
+    dp: Planned
+    shapes: tuple[Planned, ...]
+    refused: dict[str, str]
+    solve_s: float
