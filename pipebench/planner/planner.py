@@ -1,9 +1,10 @@
 """The planner: the best plan of a mode on a cluster, the best mode, and why.
 
 Candidates are exact for the cost model: the flat plan at every level's links, placed along the devices; the paper's
-hierarchical plan; the best straight plan; pure data parallelism. Under `sosp19` and `artifact` the smallest bottleneck
-is chosen, as published. Under `overlap`, and between modes, what the simulator predicts decides: a bottleneck says
-nothing about flushes, and little about minibatches that wait for a transfer with no other in flight to take their turn.
+hierarchical plan; the best straight plan; pure data parallelism; under `overlap` also a few given shapes, cut best.
+Under `sosp19` and `artifact` the smallest bottleneck is chosen, as published. Under `overlap`, and between modes, what
+the simulator predicts decides: a bottleneck says nothing about flushes, and little about minibatches that wait for a
+transfer with no other in flight to take their turn.
 """
 
 import itertools
@@ -63,9 +64,8 @@ def compare(request: Request, mode: str | None = "pipedream") -> Comparison:
         raise PlanError(refused[mode or "pipedream"])
     fastest = sorted(planned.values(), key=lambda each: (each.minibatch_s, list(MODES).index(each.mode)))
     best = planned[mode] if mode else fastest[0]
-    dp = (
-        planned.get("dp") or Planner(replace(request, cluster=replace(request.cluster, memory_bytes=None)), "dp").best()
-    )
+    boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None))
+    dp = planned.get("dp") or Planner(boundless, "dp").best()
     return Comparison(best, tuple(each for each in fastest if each is not best), dp, _shapes(request), refused, solve_s)
 
 
@@ -221,12 +221,8 @@ class Planner:
 
         The searches weigh stages one by one; where the simulator decides, these are often better than they look.
         """
-        count, work, model, cluster = (
-            self.request.cluster.num_workers,
-            self.work,
-            self.request.model,
-            self.request.cluster,
-        )
+        work, model, cluster = self.work, self.request.model, self.request.cluster
+        count = cluster.num_workers
         shapes = ((count - 1, 1), (count - 2, 1, 1), (count - 2, 2), (count // 2, count - count // 2))
         for replicas in dict.fromkeys(shape for shape in shapes if min(shape) >= 1 and len(shape) < len(work.states)):
             try:
@@ -277,28 +273,24 @@ class Planner:
             loops = loops_s(work, model, cluster, stages, devices, depth)
             seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
         rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
+        if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
+            seconds = [min(each, bottleneck_s) for each in seconds]
         order, starts = arrange(work.states, stages)
         accumulate = self._units_per_flush // units if self.mode.flushes else 1
         reported = []
         for index, stage in enumerate(stages):
-            level = cluster.levels[spanned(cluster, devices[index])]
-            parts = model.parts(work, level, *stage)
-            cuts_s = model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)
-            parts = (*parts[:2], parts[2] if model.has_ports else max(cuts_s))
-            if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
-                seconds[index] = min(seconds[index], bottleneck_s)
-                parts = (parts[0], min(parts[1], bottleneck_s), parts[2])
-            layers = work.states.layers(stage.start, stage.stop)
+            compute_s, sync_s, transfer_s = self._parts_s(stages, devices, index)
             in_flight = rule.depth(stage.replicas, sum(replicas[index + 1 :]))
+            layers = work.states.layers(stage.start, stage.stop)
             reported.append(
                 PlannedStage(
                     tuple(layers),
                     work.states.rows[layers[0]].name,
                     work.states.rows[layers[-1]].name,
                     stage.replicas,
-                    float(parts[0]) * units,
-                    float(parts[1]) * units,
-                    float(parts[2]) * units,
+                    compute_s * units,
+                    min(sync_s, bottleneck_s or sync_s) * units,
+                    transfer_s * units,
                     seconds[index] * units,
                     rule.num_bytes(work.states, stage.start, stage.stop, in_flight),
                     in_flight,
@@ -319,6 +311,17 @@ class Planner:
             minibatch_s=math.inf,
             num_bytes=payload(arranged(self._sizes, order).layers[self.unit_size], starts, replicas, units, accumulate),
         )
+
+    def _parts_s(
+        self, stages: Sequence[Stage], devices: Sequence[Sequence[int]], index: int
+    ) -> tuple[float, float, float]:
+        """Return a stage's computing, gradient sum and transfers in seconds per unit, each on its own."""
+        work, model, cluster = self.work, self.request.model, self.request.cluster
+        level = cluster.levels[spanned(cluster, devices[index])]
+        compute_s, sync_s, transfer_s = model.parts(work, level, *stages[index])
+        if not model.has_ports:
+            transfer_s = max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stages[index]))
+        return float(compute_s), float(sync_s), float(transfer_s)
 
     def predicted(self, plan: Planned) -> Planned:
         """Return a plan with the simulator's prediction."""
