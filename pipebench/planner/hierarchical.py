@@ -10,6 +10,7 @@ counts idle ones too.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from pipebench.planner.flat import BLOCK_ELEMENTS, Stage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats
 
+_THREADS, _WORTH_THREADS = 2, 500
 _THINNING, _FEW_STATES = 4, 96  # a bound comes from every fourth state, and so on down to few
 
 
@@ -249,11 +251,22 @@ def _product(first: Floats, rest: Floats, out: Floats, limit_s: float) -> None:
     usable, reach = first <= limit_s, rest <= limit_s
     top = np.where(usable.any(0), usable.argmax(0), size)  # first i of every k
     end = np.where(reach.any(1), size - reach[:, ::-1].argmax(1), 0)  # last j of every k
-    spare = np.empty(size * size)  # used again and again: fresh memory costs more than the arithmetic
-    for k in range(1, size - 1):
-        i, j = int(top[k]), int(end[k])
-        if i < k and j > k + 1:
-            target = out[i:k, k + 1 : j]
-            path = spare[: target.size].reshape(target.shape)
-            np.maximum(first[i:k, k, None], rest[k, None, k + 1 : j], out=path)
-            np.minimum(target, path, out=target)
+
+    def lower(band: int) -> None:
+        """Lower every `_THREADS`-th row: NumPy's loops let other threads run."""
+        firsts, outs = first[band::_THREADS], out[band::_THREADS]
+        spare = np.empty(outs.size)  # used again and again: fresh memory costs more than the arithmetic
+        for k in range(1, size - 1):
+            i, stop, j = -((band - int(top[k])) // _THREADS), -((band - k) // _THREADS), int(end[k])
+            if i < stop and j > k + 1:
+                target = outs[i:stop, k + 1 : j]
+                path = spare[: target.size].reshape(target.shape)
+                np.maximum(firsts[i:stop, k, None], rest[k, None, k + 1 : j], out=path)
+                np.minimum(target, path, out=target)
+
+    if size < _WORTH_THREADS:
+        for band in range(_THREADS):
+            lower(band)
+    else:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lower, range(_THREADS)))

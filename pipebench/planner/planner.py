@@ -36,7 +36,7 @@ from pipebench.schedule.pipeline import noam
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
 MOST_COMPONENTS = 128
 _MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
-_MOST_CUTS_OF_SHAPES = 500  # beyond, given shapes would take longer than the search
+_MOST_CUTS_OF_SHAPES = 500  # beyond, straight plans and given shapes would take longer than the search for any
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
 
 
@@ -195,10 +195,13 @@ class Planner:
         replicated = self.placed("one stage", (Stage(0, last, count),))
         if any_width and (rule is None or replicated.stages[0].memory_bytes <= rule.limit_bytes):
             yield replicated
+        widths: list[int | None] = [None] if any_width else [1]
+        if any_width and last <= _MOST_CUTS_OF_SHAPES:
+            widths.append(1)
         best_s = math.inf
         for level in cluster.levels:
             where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
-            for width in (None, 1) if any_width else (1,):
+            for width in widths:
                 stages = plan_flat(FlatProblem(work, model, level, count, rule, width))
                 if stages is not None:
                     plan = self.placed(f"flat{', straight' if width else ''}{where}", stages)
