@@ -17,6 +17,7 @@ from pipebench.prepare import Prepared, plan_request, prepare
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.validate import CHOICES
+from pipebench.steady import simulate_all
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
 SMALL = ["model.width=0.05", "train.max_epochs=1"]
@@ -134,3 +135,29 @@ def test_efficiency_is_bandwidth_that_payload_does_not_get() -> None:
     assert Network(half).send("activation", "", 0, 1, 100, 0.0) == 2 * Network(full).send(
         "activation", "", 0, 1, 100, 0.0
     )
+
+
+@pytest.mark.parametrize(
+    ("reference", "overrides"),
+    [
+        ("quickstart", ["parallelism.plan=2-1-1"]),
+        ("quickstart", ["parallelism.plan=1-3"]),
+        ("quickstart/dp", []),
+        ("quickstart/dp", ["parallelism.accumulate=3"]),
+        ("quickstart/gpipe", []),
+        ("modes/pipedream-flush", ["parallelism.accumulate=2", "parallelism.plan=2-2", "parallelism.microbatches=1"]),
+    ],
+)
+def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: list[str]) -> None:
+    given = prepared(reference, *overrides)
+    setup = given.setup
+    request = plan_request(given.recipe, given.cluster, given.profile, setup.dataset)
+    planner = Planner(request, given.recipe.parallelism.mode)
+    planned = planner.placed("", [Stage(*vars(stage).values()) for stage in setup.plan.stages])
+    sent: Counter[str] = Counter()
+    for sign, count in ((1, 96), (-1, 48)):  # whole rounds and flushes; what 48 more minibatches send
+        for (kind, _), num_bytes in simulate_all(setup, count).num_bytes.items():
+            sent[kind] += sign * num_bytes
+    for kind, num_bytes in planned.num_bytes.items():
+        # A ring's members may send a few bytes more or less each: chunks are whole numbers.
+        assert sent[kind] / 48 == pytest.approx(num_bytes, rel=1e-6), kind

@@ -173,9 +173,11 @@ class Planner:
 
     @property
     def _units_per_flush(self) -> int:
-        """Units that a straight pipeline runs between two flushes."""
-        if not self.mode.flushes or self.mode.shape != "any":
+        """Units that each replica of a single stage, or a straight pipeline, runs between two updates."""
+        if not self.mode.flushes:
             return 1
+        if self.mode.shape != "any":
+            return self.request.accumulate or 1
         parts = self.request.microbatches if self.mode.microbatches else 1
         # More minibatches than there can be stages fill nothing more.
         stages_at_most = min(self.request.cluster.num_workers, len(self.work.states) - 1)
