@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pipebench.cli import cli
 from pipebench.modes import MODES
 from pipebench.schedule.drawing import draw
 from pipebench.schedule.pipeline import Pipeline, chain, noam
@@ -75,3 +77,14 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
         assert shown in done.stdout, shown
     assert "52.9 ms each" in done.stdout
     assert (tmp_path / "mlflow.db").exists()
+
+
+def test_the_plan_of_readme_is_what_the_planner_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    section = (ROOT / "README.md").read_text().split("## Where to cut, and why")[1].split("\n## ")[0]
+    command, shown = re.findall(r"```\n(.*?)\n```", section, re.DOTALL)[:2]
+    done = CliRunner().invoke(cli, command.split()[1:])
+    assert done.exit_code == 0, done.output
+    printed = {line.strip() for line in done.output.splitlines()}
+    missing = [line for line in shown.splitlines() if line != "..." and line.strip() not in printed]
+    assert not missing

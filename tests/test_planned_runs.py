@@ -158,6 +158,6 @@ def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: 
     for sign, count in ((1, 96), (-1, 48)):  # whole rounds and flushes; what 48 more minibatches send
         for (kind, _), num_bytes in simulate_all(setup, count).num_bytes.items():
             sent[kind] += sign * num_bytes
-    for kind, num_bytes in planned.num_bytes.items():
+    for kind, foretold in planned.num_bytes.items():
         # A ring's members may send a few bytes more or less each: chunks are whole numbers.
-        assert sent[kind] / 48 == pytest.approx(num_bytes, rel=1e-6), kind
+        assert sent[kind] / 48 == pytest.approx(foretold, rel=1e-6), kind
