@@ -13,7 +13,8 @@ Three, by name:
   minibatch to spare that could be computed meanwhile; gradients are summed in a ring while the backward goes on, the
   last bucket after it; or the port that activations, gradients and the ring share is the bottleneck, or loading is.
   Latencies and every level's efficiency count. Differs from the simulator: gradients from the middle of a stage are in
-  time, and transfers do not queue behind each other.
+  time, and transfers do not queue behind each other. The searches use these terms; a plan that they found is judged as
+  a whole by `loops.py`.
 
 Every time is the largest of a few terms (base + sync (m-1)/m) / m + tail (m-1)/m. So the least m for a given time has a
 closed form, and planning for 16,384 workers costs what planning for 16 does.
