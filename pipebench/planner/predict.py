@@ -131,7 +131,9 @@ def course_of(
     pipeline = make_pipeline(plan, rows, mode, depth=depth, microbatches=microbatches, accumulate=accumulate)
     costs = model.simulated(stage_costs(profile, plan, recompute=mode.recompute), replicas)
     period = pipeline.block * (accumulate if pipeline.flushes else 1)
-    count = period * _FILL_ROUNDS * max(2, max(pipeline.warmups))
+    # A flush leaves nothing behind: the period after next is like every later one.
+    rounds = 2 if pipeline.flushes else _FILL_ROUNDS * max(2, max(pipeline.warmups))
+    count = period * rounds
     sampler = Sampler(16 * count * minibatch_size, minibatch_size, 0)
     return Course(pipeline, costs, model.links(cluster), sampler), count
 
