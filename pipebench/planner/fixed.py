@@ -1,6 +1,5 @@
 """Cuts for given replicas: the user says how many workers every stage has, the planner where the model is cut."""
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +8,7 @@ from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import Block, CostModel, Work
 from pipebench.planner.flat import Stage
-from pipebench.planner.placement import stage_level
+from pipebench.planner.placement import along, stage_level
 
 
 def plan_fixed(work: Work, model: CostModel, cluster: Cluster, replicas: Sequence[int]) -> tuple[Stage, ...]:
@@ -24,8 +23,7 @@ def plan_fixed(work: Work, model: CostModel, cluster: Cluster, replicas: Sequenc
     states, last = work.states, len(work.states) - 1
     if len(replicas) > last:
         raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
-    bounds = [0, *itertools.accumulate(replicas)]
-    devices = [range(a, b) for a, b in itertools.pairwise(bounds)]
+    devices = along(replicas)
     outside = ~states.inside
     best = np.full(last + 1, np.inf)
     best[0] = 0.0

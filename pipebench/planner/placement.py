@@ -5,6 +5,7 @@ recurrence can't: 15-1 on 4 servers of 4 (PipeDream, SOSP'19, Table 1). Here a s
 level its replicas span, and under a cost model that shares links every component's port carries what its workers send.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +16,11 @@ from pipebench.planner.cost_models import Block, CostModel, StageTerms, Work
 from pipebench.planner.flat import Stage
 
 LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
+
+
+def along(replicas: Sequence[int]) -> list[range]:
+    """Return the devices of every stage's replicas where workers stand stage by stage along the devices."""
+    return [range(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(replicas)])]
 
 
 def spanned(cluster: Cluster, devices: Sequence[int]) -> int:

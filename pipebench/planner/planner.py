@@ -7,7 +7,6 @@ the simulator predicts decides: a bottleneck says nothing about flushes, and lit
 transfer with no other in flight to take their turn.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,9 @@ from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchica
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.payload import payload
-from pipebench.planner.placement import cut_levels, placed_s, spanned
+from pipebench.planner.placement import along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import Comparison, Planned, PlannedStage, Request
-from pipebench.planner.predict import Prediction, arrange, arranged, predict
+from pipebench.planner.predict import arrange, arranged, course_of, predict
 from pipebench.planner.shapes import plan_chunks, plan_equal_width
 from pipebench.planner.states import antichains, prefixes
 from pipebench.profile.model import Profile
@@ -243,17 +242,14 @@ class Planner:
         assert rule is not None
         deepest = min(cluster.num_workers, len(self.work.states) - 1)  # a straight plan has no more stages
         for depth in range(deepest - 1, 0, -1):
-            if not _any_straight(self, replace(rule, depth_at_most=depth)):
-                continue
             lowered = replace(rule, depth_at_most=depth)
-            plans = []
+            if not _any_straight(self, lowered):
+                continue
             for level in cluster.levels:
                 stages = plan_flat(FlatProblem(self.work, self.request.model, level, cluster.num_workers, lowered, 1))
-                if stages is not None:
-                    plans.append(self.placed("flat, straight, at a depth that fits", stages, depth=depth))
-            if plans:
-                yield from plans
-                return
+                if stages is not None:  # what fits at one level's links fits at every other's
+                    yield self.placed("flat, straight, at a depth that fits", stages, depth=depth)
+            return
 
     def placed(
         self,
@@ -267,8 +263,7 @@ class Planner:
         """Return a plan with its costs, not yet predicted; workers stand along the devices unless told."""
         work, model, cluster = self.work, self.request.model, self.request.cluster
         if devices is None:
-            bounds = [sum(stage.replicas for stage in stages[:index]) for index in range(len(stages) + 1)]
-            devices = [range(a, b) for a, b in itertools.pairwise(bounds)]
+            devices = along([stage.replicas for stage in stages])
         replicas = [stage.replicas for stage in stages]
         units = self.request.microbatches if self.mode.microbatches else 1
         depth = self.mode.depth or depth or self.request.depth or noam(replicas)
@@ -332,7 +327,7 @@ class Planner:
         """Return a plan with the simulator's prediction."""
         if sum(plan.replicas) > _MOST_SIMULATED or math.lcm(*plan.replicas) > _LONGEST_BLOCK:
             return replace(plan, minibatch_s=plan.bottleneck_s)
-        prediction: Prediction = predict(
+        course, count = course_of(
             arranged(self._sizes, plan.order),
             self.request.cluster.placed(plan.devices),
             self.request.model,
@@ -344,7 +339,7 @@ class Planner:
             microbatches=plan.microbatches,
             accumulate=plan.accumulate,
         )
-        return replace(plan, minibatch_s=prediction.minibatch_s, is_simulated=True)
+        return replace(plan, minibatch_s=predict(course, count), is_simulated=True)
 
 
 def _any_straight(planner: Planner, rule: MemoryRule) -> bool:

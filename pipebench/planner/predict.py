@@ -1,6 +1,5 @@
 """What a plan comes to: its steady state in the simulator, under the cost model it was made for."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.sampling import Sampler
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.steady import simulate_segment
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
 _FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
 
@@ -28,19 +26,6 @@ class Course:
     costs: Costs
     cluster: Cluster
     sampler: Sampler
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A plan in its steady state.
-
-    Attributes:
-        minibatch_s: seconds per minibatch.
-        num_bytes: payload per minibatch by kind: activation, gradient, all-reduce.
-    """
-
-    minibatch_s: float
-    num_bytes: dict[str, float]
 
 
 def arrange(states: States, stages: Sequence[Stage]) -> tuple[tuple[int, ...], list[int]]:
@@ -138,34 +123,7 @@ def course_of(
     return Course(pipeline, costs, model.links(cluster), sampler), count
 
 
-def predict(
-    profile: Profile,
-    cluster: Cluster,
-    model: CostModel,
-    starts: Sequence[int],
-    replicas: Sequence[int],
-    mode: Mode,
-    minibatch_size: int,
-    *,
-    depth: int | None = None,
-    microbatches: int = 1,
-    accumulate: int = 1,
-) -> Prediction:
-    """Simulate a plan until nothing changes any more; return what one more minibatch takes and sends.
-
-    Arguments are those of `course_of`.
-    """
-    course, count = course_of(
-        *(profile, cluster, model, starts, replicas, mode, minibatch_size),
-        depth=depth,
-        microbatches=microbatches,
-        accumulate=accumulate,
-    )
-    shorter, longer = (simulate_segment(course, n) for n in (count, 2 * count))
-    sent: Counter[str] = Counter()
-    for (kind, _), num_bytes in longer.num_bytes.items():
-        sent[kind] += num_bytes
-    for (kind, _), num_bytes in shorter.num_bytes.items():
-        sent[kind] -= num_bytes
-    each = {kind: sent[kind] / count for kind in (ACTIVATION, GRADIENT, ALL_REDUCE)}
-    return Prediction((longer.end_s - shorter.end_s) / count, each)
+def predict(course: Course, count: int) -> float:
+    """Return the seconds per minibatch in the steady state, reached after `count` minibatches (see `course_of`)."""
+    shorter, longer = (simulate_segment(course, n).end_s for n in (count, 2 * count))
+    return (longer - shorter) / count
