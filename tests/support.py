@@ -21,9 +21,10 @@ from pipebench.plan import Plan, make_plan
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.sampling import Sampler
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from zoo.registry import Dataset
 
 
-class Blobs:
+class Blobs(Dataset):
     """Random features and labels, in double precision; `uneven` gives every sample a weight of its own."""
 
     inputs: Sequence[str] = ("x",)
@@ -43,7 +44,9 @@ class Blobs:
         """Return meta tensors."""
         return {"x": self._x[:num_samples].to("meta"), "label": self._label[:num_samples].to("meta")}
 
-    def fetch(self, split: str, indices: Sequence[int], fields: Sequence[str]) -> dict[str, torch.Tensor]:
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
         """Return rows."""
         rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
         return {field: {"x": self._x, "label": self._label}[field][rows] for field in fields}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zoo import metrics, registry
+from zoo.registry import Dataset
 
 NUM_TRAIN, NUM_EVAL = 4000, 1000
 _NUM_CLASSES = 10
@@ -15,7 +16,7 @@ _IMAGE_SIZE = 28
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 
 
-class Mnist5k:
+class Mnist5k(Dataset):
     """4,000 training and 1,000 held-out digits, 400 and 100 of each class; fields `image` and `label`.
 
     `image`: [samples, 1, image_size, image_size] float32, the digit in the middle of black margins, normalised with
@@ -42,16 +43,14 @@ class Mnist5k:
         image = torch.empty(num_samples, 1, side, side, device="meta")
         return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
 
-    def fetch(self, split: str, indices: Sequence[int], fields: Sequence[str]) -> dict[str, torch.Tensor]:
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
         """Return the fields asked for of the samples at `indices` of the split, in that order."""
         rows = self._split(split)[torch.as_tensor(indices, dtype=torch.int64)]
         images, labels = _normalised(self.image_size)
         whole = {"image": images, "label": labels}
         return {field: whole[field][rows] for field in fields}
-
-    def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of samples: each counts once."""
-        return float(len(indices))
 
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy summed over the samples; output: [samples, 10] float."""

@@ -1,17 +1,30 @@
-"""The zoo's registry: models and datasets by name. Nothing here knows pipebench."""
+"""The zoo's registry: models and datasets by name. Nothing here knows pipebench.
 
+A model is an ordinary `nn.Module`. Three attributes of its modules tell an engine what it couldn't see by itself; it
+reads them with `getattr`, so that nothing needs to be inherited:
+
+- `one_layer = True` (class): the module is one layer, not cut inside.
+- `random_layer = True` (class): it draws random numbers from the default generator while training; an engine seeds
+  that generator before every call.
+- `carried_state` (instance; starts as None): what the module carries from one minibatch to the next, a pytree of
+  detached tensors. `forward` reads it, None meaning from the start, and replaces it while training and evaluating
+  alike; an engine keeps one for every stream of samples. Such a module is one layer too.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
 
-class Dataset(Protocol):
+class Dataset(ABC):
     """What a dataset is: samples by index, a loss and metrics.
 
     Minibatches are chosen by the caller; the dataset is a pure function of the indices.
-    Everything but `fetch` and `check` works without the data being there.
+    Everything but `fetch`, `check` and `buckets` works without the data being there.
 
     Attributes:
         inputs: fields that feed the model's inputs, in their order.
@@ -19,6 +32,10 @@ class Dataset(Protocol):
         num_train: training samples.
         num_eval: held-out samples.
         metrics: metric name to `max` or `min`, whichever is better.
+        sequential: sample i + 1 continues sample i, as chunks of one text do: a minibatch then takes one sample from
+            each of several places in the text, and the next minibatch of its stream their successors. Samples past
+            the last one can be fetched; they are padding and weigh nothing.
+        generates_with: name of the model's method with which `whole_model_metrics` lets it write, or None.
     """
 
     inputs: Sequence[str]
@@ -26,24 +43,63 @@ class Dataset(Protocol):
     num_train: int
     num_eval: int
     metrics: Mapping[str, str]
+    sequential: bool = False
+    generates_with: str | None = None
 
-    def check(self) -> None:
-        """Raise FileNotFoundError or ImportError, with one readable sentence, if the data can't be read."""
+    def check(self) -> None:  # noqa: B027 (most data is simply there)
+        """Raise OSError, ImportError or ValueError, with one readable sentence, if the data can't be read."""
 
+    @abstractmethod
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return every field with the shapes and dtypes of `num_samples` samples, on the meta device."""
+        """Return every field with the shapes and dtypes of `num_samples` samples, on the meta device.
 
-    def fetch(self, split: str, indices: Sequence[int], fields: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the fields asked for, first dimension = samples; `split` is `train` or `eval`."""
+        Where samples differ in length, this is the length that stands for all of them in profiles.
+        """
+
+    @abstractmethod
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return the fields asked for, first dimension = samples.
+
+        Args:
+            split: `train` or `eval`.
+            indices: which samples, in this order.
+            fields: names of inputs and targets; what isn't asked for isn't read.
+            draw: what random augmentation of training samples derives from, together with a sample's index.
+        """
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
         """Return the weight of the samples in the mean loss (images; target tokens without padding)."""
+        return float(len(indices))
 
+    @abstractmethod
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the summed loss, a scalar; divided by `weight` it is the mean."""
+        """Return the summed loss that is minimised, a scalar; divided by `weight` it is the mean."""
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return per metric the sum over the samples; the metric is its total over the total weight."""
+        """Return sums over the samples, by name: what `summarise` makes metrics of."""
+        return {}
+
+    def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Return metrics from the held-out samples' sums of `score` and their weight: means, unless overridden."""
+        return {name: value / weight for name, value in sums.items()}
+
+    def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+        """Return the metrics that need the whole model in one place, such as those of text that it writes.
+
+        Args:
+            model: in evaluation mode, on any device; has the method that `generates_with` names.
+        """
+        return {}
+
+    def buckets(self) -> Sequence[int] | None:
+        """Return a bucket per training sample, or None: minibatches are made of samples of one bucket."""
+        return None
+
+    def notes(self) -> dict[str, str]:
+        """Return what a reader of the metrics has to know, by name: BLEU's signature, METEOR's matchers."""
+        return {}
 
 
 @dataclass(frozen=True)

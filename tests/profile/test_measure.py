@@ -70,7 +70,9 @@ class Words(Blobs):
 
     inputs: Sequence[str] = ("tokens", "mask")
 
-    def fetch(self, split: str, indices: Sequence[int], fields: Sequence[str]) -> dict[str, torch.Tensor]:
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
         """Return rows."""
         tokens = torch.tensor([[(7 * index + position) % 500 for position in range(20)] for index in indices])
         both = {"tokens": tokens, "mask": tokens == 3, "label": tokens}
