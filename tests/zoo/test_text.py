@@ -1,0 +1,50 @@
+"""Special tokens and padding."""
+
+import pytest
+import torch
+
+from zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, content, lengths, num_tokens, pad_rows, round_up
+
+
+def test_special_ids_are_mlperfs() -> None:
+    assert (PAD, UNK, BOS, EOS) == (0, 1, 2, 3)
+    assert len(SPECIAL_TOKENS) == len(set(SPECIAL_TOKENS)) == NUM_SPECIAL == 4
+
+
+def test_rows_are_padded_on_the_right_to_the_longest() -> None:
+    padded = pad_rows([[5, 6, 7], [8], []])
+    assert padded.tolist() == [[5, 6, 7], [8, PAD, PAD], [PAD, PAD, PAD]]
+    assert padded.dtype == torch.int64
+
+
+def test_rows_are_padded_to_a_given_length_with_a_given_id() -> None:
+    assert pad_rows([[5], [6, 7]], 3, fill=-1).tolist() == [[5, -1, -1], [6, 7, -1]]
+
+
+def test_no_rows_and_empty_rows_have_a_shape() -> None:
+    assert pad_rows([], 4).shape == (0, 4)
+    assert pad_rows([[]]).tolist() == [[PAD]]
+
+
+def test_too_long_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^pad_rows: a sentence has 3 tokens, allowed are 2 or fewer$"):
+        pad_rows([[4, 5, 6]], 2)
+
+
+def test_lengths() -> None:
+    assert lengths([[4, 5], [], [6]]).tolist() == [2, 0, 1]
+    assert lengths([]).dtype == torch.int64
+
+
+def test_content_stops_at_the_first_end() -> None:
+    assert content([BOS, 7, PAD, UNK, EOS, 9]) == [7, UNK]
+    assert content(torch.tensor([7, 8])) == [7, 8]
+
+
+def test_padding_weighs_nothing() -> None:
+    assert num_tokens(torch.tensor([[BOS, 5, PAD], [PAD, PAD, EOS]])).item() == 3
+
+
+@pytest.mark.parametrize(("count", "multiple", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (32317, 8, 32320)])
+def test_round_up(count: int, multiple: int, expected: int) -> None:
+    assert round_up(count, multiple) == expected

@@ -1,0 +1,60 @@
+"""Token ids that every text data set and model of the zoo shares, and padding: sentences become rectangles here.
+
+Padding, unknown, begin and end have the ids 0 to 3, as in MLPerf's GNMT; a vocabulary's own tokens start at 4.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+PAD, UNK, BOS, EOS = 0, 1, 2, 3
+SPECIAL_TOKENS: tuple[str, ...] = ("<pad>", "<unk>", "<s>", "</s>")
+NUM_SPECIAL = len(SPECIAL_TOKENS)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None, fill: int = PAD) -> torch.Tensor:
+    """Return sentences as a rectangle, each filled up on the right.
+
+    Args:
+        rows: token ids of each sentence.
+        length: columns of the rectangle; None: those of the longest sentence, at least 1.
+        fill: what stands where a sentence has ended.
+
+    Returns:
+        [len(rows), length] int64.
+
+    Raises:
+        ValueError: a sentence is longer than `length`.
+    """
+    longest = max(map(len, rows), default=0)
+    if length is None:
+        length = max(longest, 1)
+    if longest > length:
+        raise ValueError(f"pad_rows: a sentence has {longest} tokens, allowed are {length} or fewer")
+    return torch.tensor([[*row, *[fill] * (length - len(row))] for row in rows], dtype=torch.int64).reshape(-1, length)
+
+
+def lengths(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the number of tokens of each sentence: [len(rows)] int64."""
+    return torch.tensor([len(row) for row in rows], dtype=torch.int64)
+
+
+def content(ids: Iterable[int]) -> list[int]:
+    """Return a sentence's own tokens: up to the first EOS, without BOS and PAD."""
+    found: list[int] = []
+    for token in ids:
+        if token == EOS:
+            break
+        if token not in (BOS, PAD):
+            found.append(int(token))
+    return found
+
+
+def num_tokens(ids: torch.Tensor) -> torch.Tensor:
+    """Return how many of the ids, of any shape, aren't padding: a scalar int64 on the ids' device."""
+    return (ids != PAD).sum()
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
