@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipebench.errors import GraphError
 
-RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU)
+_RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU)
 _DROPOUT_FUNCTIONS = {
     nn.functional.dropout: nn.Dropout,
     nn.functional.dropout1d: nn.Dropout1d,
@@ -56,13 +56,15 @@ class LayerGraph:
     """A traced model.
 
     Attributes:
-        root: the model; parameters and buffers keep their names.
+        model: the model that was traced.
+        root: its layers; parameters are the model's own, parameters and buffers keep their names.
         graph: the torch.fx graph the layers are nodes of.
         inputs: names of the model's inputs, in order.
         layers: in execution order.
         outputs: indices of the layers whose output the model returns, ascending.
     """
 
+    model: nn.Module
     root: nn.Module
     graph: fx.Graph
     inputs: tuple[str, ...]
@@ -92,7 +94,23 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether the module is one layer."""
         named = module_qualified_name in self.leaves or type(m).__name__ in self.leaves
-        return named or super().is_leaf_module(m, module_qualified_name)
+        says_so = getattr(m, "one_layer", False) or carries_state(m)
+        return named or says_so or super().is_leaf_module(m, module_qualified_name)
+
+
+def is_random(module: nn.Module) -> bool:
+    """Return whether a module that is one layer draws random numbers, inside of it too."""
+    return any(_draws(part) for part in module.modules())
+
+
+def carries_state(module: nn.Module) -> bool:
+    """Return whether a module carries something from one minibatch to the next (see zoo/registry.py)."""
+    return hasattr(module, "carried_state")
+
+
+def _draws(module: nn.Module) -> bool:
+    fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
+    return isinstance(module, _RANDOM_MODULES) or fused or bool(getattr(module, "random_layer", False))
 
 
 def trace(model: nn.Module, leaves: Sequence[str] = ()) -> LayerGraph:
@@ -100,7 +118,8 @@ def trace(model: nn.Module, leaves: Sequence[str] = ()) -> LayerGraph:
 
     Args:
         model: any module that torch.fx traces.
-        leaves: qualified names or class names of modules that become one layer each.
+        leaves: qualified names or class names of modules that become one layer each, besides those that say so
+            themselves (zoo/registry.py).
 
     Raises:
         GraphError: torch.fx can't trace it; names the module, the line and the way out.
@@ -116,7 +135,7 @@ def trace(model: nn.Module, leaves: Sequence[str] = ()) -> LayerGraph:
     graph.eliminate_dead_code()
     _one_module_per_random_layer(module, graph)
     module.recompile()
-    return _layer_graph(module, graph)
+    return _layer_graph(model, module, graph)
 
 
 def is_inplace(module: nn.Module, node: fx.Node) -> bool:
@@ -229,16 +248,18 @@ def _one_module_per_random_layer(module: fx.GraphModule, graph: fx.Graph) -> Non
     seen: dict[str, int] = {}
     for node in graph.find_nodes(op="call_module"):
         path = str(node.target)
-        if not isinstance(module.get_submodule(path), RANDOM_MODULES):
+        called = module.get_submodule(path)
+        if not is_random(called):
             continue
         seen[path] = seen.get(path, 0) + 1
         if seen[path] > 1:
             name = f"{path}_call_{seen[path]}"
-            module.add_submodule(name, copy.deepcopy(module.get_submodule(path)))
+            shared = {id(parameter): parameter for parameter in called.parameters()}
+            module.add_submodule(name, copy.deepcopy(called, dict(shared)))
             node.target = name
 
 
-def _layer_graph(module: fx.GraphModule, graph: fx.Graph) -> LayerGraph:
+def _layer_graph(model: nn.Module, module: fx.GraphModule, graph: fx.Graph) -> LayerGraph:
     computing = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
     index = {node: i for i, node in enumerate(computing)}
     (output,) = graph.find_nodes(op="output")
@@ -258,7 +279,7 @@ def _layer_graph(module: fx.GraphModule, graph: fx.Graph) -> LayerGraph:
         raise GraphError("the model has no layer: its forward computes nothing")
     inputs = tuple(n.name for n in graph.find_nodes(op="placeholder"))
     outputs = tuple(sorted({index[n] for n in output.all_input_nodes if n in index}))
-    return LayerGraph(module, graph, inputs, layers, outputs)
+    return LayerGraph(model, module, graph, inputs, layers, outputs)
 
 
 def _kind(module: nn.Module, node: fx.Node) -> str:

@@ -1,5 +1,6 @@
 """Plans as the papers write them: `15-1`, `2-1-1`, `straight`, `16`; and back."""
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -43,6 +44,17 @@ def format_plan(replicas: Sequence[int]) -> str:
     if len(replicas) > 1 and set(replicas) == {1}:
         return STRAIGHT
     return "-".join(str(count) for count in replicas)
+
+
+def streams_problem(replicas: Sequence[int], streams: int | None) -> str | None:
+    """Say why a plan can't serve so many streams of text, or return None: every stream stays with one replica."""
+    if streams is None or all(streams % r == 0 for r in replicas):
+        return None
+    needed = math.lcm(*replicas)
+    return (
+        f"{streams} with plan {format_plan(replicas)}, whose replicas would take turns with a stream that one of them "
+        f"has to carry on: allowed are multiples of {needed}"
+    )
 
 
 def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:

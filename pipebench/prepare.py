@@ -20,7 +20,7 @@ from pipebench.graph import LayerGraph, trace
 from pipebench.modes import AUTO, resolve
 from pipebench.optimizer import make_optimizer
 from pipebench.plan import Plan, explicit_plan, make_plan
-from pipebench.plan_text import parse_plan
+from pipebench.plan_text import parse_plan, streams_problem
 from pipebench.planner.cost_models import find_cost_model
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.planner import Planner, compare
@@ -29,9 +29,11 @@ from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe import options
 from pipebench.recipe.schema import Recipe, TrainRecipe
-from pipebench.sampling import Sampler, microbatch_sizes, mix, name_hash, seed_default_generator
+from pipebench.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.schedule.pipeline import Pipeline
 from zoo.registry import Dataset
+
+SIMULATED = "simulated"
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ def prepare(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], 
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
-    known = profiled(recipe, cluster, on_progress)
+    known = profiled(recipe, cluster, on_progress, trains=recipe.engine.kind != SIMULATED)
     dataset, graph, profile = known.dataset, known.graph, known.profile
-    sampler = Sampler(dataset.num_train, recipe.train.minibatch_size, recipe.train.seed)
+    sampler, held_out = samplers(recipe.train, dataset)
     comparison = None
     if recipe.parallelism.mode == AUTO:
         comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
@@ -90,8 +92,9 @@ def prepare(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], 
         cluster=cluster.placed(devices),
         dataset=dataset,
         sampler=sampler,
+        held_out=held_out,
         make_optimizer=partial(make_optimizer, recipe.train.optimizer),
-        lr=learning_rate(recipe.train, pipeline, dataset.num_train),
+        lr=learning_rate(recipe.train, pipeline, sampler.num_samples),
         weights=mode.weights,
         recompute=mode.recompute,
         clip_norm=recipe.train.optimizer.clip_norm,
@@ -108,20 +111,36 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def initial_model(recipe: Recipe) -> nn.Module:
-    """Return the whole model, initialised under the recipe's seed, however it is cut later."""
+def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
+    """Return the whole model, initialised under the recipe's seed, however it is cut later.
+
+    Args:
+        recipe: a validated recipe.
+        device: `cpu`, or `meta` for shapes without weights: no memory, no time.
+    """
     seed_default_generator(torch.device("cpu"), mix(recipe.train.seed, name_hash("initial weights")))
-    made: nn.Module = options.make_model(recipe.model)
+    with torch.device(device):
+        made: nn.Module = options.make_model(recipe.model)
     return made
+
+
+def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
+    """Return which samples make up a minibatch, in training and in evaluation."""
+    size = train.minibatch_size
+    if dataset.sequential:
+        streams = train.streams or 1
+        return Streams(dataset.num_train, size, streams), Streams(dataset.num_eval, size, streams, covers=True)
+    return Sampler(dataset.num_train, size, train.seed, dataset.buckets), InOrder(dataset.num_eval, size)
 
 
 def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
     """Return every number of samples a unit can have, in training and evaluation."""
-    size, microbatches = recipe.train.minibatch_size, recipe.parallelism.microbatches
-    minibatches = {min(size, dataset.num_train), dataset.num_train % size}
-    units = {part for n in minibatches for part in microbatch_sizes(n, microbatches)}
-    evaluation = {min(size, dataset.num_eval), dataset.num_eval % size}
-    return tuple(sorted((units | evaluation) - {0}))
+    training, held_out = (
+        {sampler.size(0), sampler.size(sampler.minibatches_per_epoch - 1)}
+        for sampler in samplers(recipe.train, dataset)
+    )
+    units = {part for n in training for part in microbatch_sizes(n, recipe.parallelism.microbatches)}
+    return tuple(sorted((units | held_out) - {0}))
 
 
 @dataclass(frozen=True)
@@ -130,7 +149,7 @@ class Profiled:
 
     Attributes:
         dataset: the data.
-        graph: the layer graph, with its initial weights.
+        graph: the layer graph, with its initial weights where they are needed; else on the meta device.
         device: where arithmetic happens.
         profile: layer costs at every size that travels.
     """
@@ -147,6 +166,7 @@ def profiled(
     on_progress: Callable[[int, int], None] | None = None,
     *,
     whole_minibatches: bool = False,
+    trains: bool = False,
 ) -> Profiled:
     """Trace and profile a recipe's model.
 
@@ -155,17 +175,26 @@ def profiled(
         cluster: whose device the times are to be true for.
         on_progress: told of (layers profiled, layers to profile).
         whole_minibatches: profile whole minibatches too where only microbatches travel.
+        trains: whether the weights are needed for more than a profile.
 
     Raises:
         GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
     """
     device = choose_device(recipe.engine.device)
     dataset: Dataset = options.make_dataset(recipe.dataset)
-    graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
+    on_meta = not trains and "target" not in recipe.model and not profiles.is_measured(recipe, cluster)
+    model = initial_model(recipe, "meta" if on_meta else "cpu")
+    graph = trace(model, list(recipe.model.get("leaves") or ()))
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
             f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "
             f"but dataset {recipe.dataset.get('name')} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
+        )
+    writes = dataset.generates_with
+    if writes is not None and not callable(getattr(model, writes, None)):
+        raise PlanError(
+            f"dataset {recipe.dataset.get('name')} scores what the model writes, and {type(model).__name__} has no "
+            f"method {writes} to write with"
         )
     sizes = travelling_sizes(recipe, dataset)
     if whole_minibatches:
@@ -186,6 +215,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         accumulate=parallelism.accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=None if parallelism.mode == AUTO else resolve(parallelism),
+        streams=(recipe.train.streams or 1) if dataset.sequential else None,
     )
 
 
@@ -204,6 +234,9 @@ def choose_plan(
         found = planner.best()
         return make_plan(graph, found.starts, found.replicas), found.devices, found.depth
     replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
+    problem = streams_problem(replicas, planner.request.streams)
+    if problem is not None:
+        raise PlanError(f"train.streams: got {problem}")
     depth = planner.request.depth
     if parallelism.cuts is not None:
         plan = explicit_plan(graph, parallelism.cuts, replicas)

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from pipebench import console, pictures
 from pipebench.device import commit_diff, environment, torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError
-from pipebench.prepare import Prepared, prepare
+from pipebench.prepare import SIMULATED, Prepared, prepare
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
@@ -150,7 +150,7 @@ def _prepare(loaded: LoadedRecipe, seed: int) -> Prepared:
 
 
 def _execute(prepared: Prepared, name: str, log: RunLog, tracking: Tracking) -> tuple[RunResult, Timeline]:
-    if prepared.recipe.engine.kind == "simulated":
+    if prepared.recipe.engine.kind == SIMULATED:
         return simulate_epoch(prepared)
     tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
     total = prepared.recipe.train.max_epochs * prepared.setup.sampler.num_samples

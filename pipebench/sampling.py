@@ -6,7 +6,9 @@ engine, plan or order of work changes either.
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -41,14 +43,43 @@ def seed_default_generator(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-class Sampler:
-    """Which samples make up minibatch k: a fresh permutation every epoch, the last minibatch of it may be short."""
+class Stream(NamedTuple):
+    """Where in a sequential data set a minibatch is.
 
-    def __init__(self, num_samples: int, minibatch_size: int, seed: int) -> None:
+    Attributes:
+        number: the stream that the minibatch is the next piece of; 0 where samples don't follow each other.
+        starts: whether nothing comes before it, so that what modules carry starts anew.
+    """
+
+    number: int
+    starts: bool
+
+
+class Sampler:
+    """Which samples make up minibatch k: a fresh permutation every epoch, the last minibatch of it may be short.
+
+    Args:
+        num_samples: samples of an epoch.
+        minibatch_size: samples of a minibatch, but the last of an epoch.
+        seed: of the permutations.
+        buckets: called when the first permutation is made; returns a bucket per sample, or None. Minibatches are then
+            made of samples of one bucket, but for those where one bucket ends and the next begins.
+    """
+
+    streams: int | None = None  # where samples follow each other: how many take turns
+
+    def __init__(
+        self,
+        num_samples: int,
+        minibatch_size: int,
+        seed: int,
+        buckets: Callable[[], Sequence[int] | None] = lambda: None,
+    ) -> None:
         self.num_samples = num_samples
         self.minibatch_size = minibatch_size
         self.minibatches_per_epoch = math.ceil(num_samples / minibatch_size)
         self._seed = seed
+        self._buckets = lru_cache(maxsize=1)(buckets)
         self._permutation = lru_cache(maxsize=3)(self._permute)
 
     def size(self, k: int) -> int:
@@ -61,16 +92,73 @@ class Sampler:
         epochs, within = divmod(k, self.minibatches_per_epoch)
         return epochs * self.num_samples + within * self.minibatch_size
 
-    def indices(self, k: int) -> list[int]:
+    def indices(self, k: int) -> Sequence[int]:
         """Return the samples of minibatch k."""
         epoch, within = divmod(k, self.minibatches_per_epoch)
         start = within * self.minibatch_size
         return self._permutation(epoch)[start : start + self.size(k)]
 
+    def stream(self, k: int) -> Stream:
+        """Return which stream minibatch k is of: none that goes on."""
+        return Stream(0, starts=True)
+
     def _permute(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(mix(self._seed, name_hash("epoch"), epoch))
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
-        return order
+        buckets = self._buckets()
+        if buckets is None:
+            return order
+        order.sort(key=buckets.__getitem__)  # stable: random within a bucket
+        whole = self.num_samples // self.minibatch_size
+        shuffled: list[int] = torch.randperm(whole, generator=generator).tolist()
+        size = self.minibatch_size
+        return [i for k in shuffled for i in order[k * size : (k + 1) * size]] + order[whole * size :]
+
+
+class InOrder(Sampler):
+    """Samples in their own order: for evaluation."""
+
+    def __init__(self, num_samples: int, minibatch_size: int) -> None:
+        super().__init__(num_samples, minibatch_size, 0)
+
+    def indices(self, k: int) -> range:
+        """Return the samples of minibatch k."""
+        start = k % self.minibatches_per_epoch * self.minibatch_size
+        return range(start, start + self.size(k))
+
+
+class Streams(Sampler):
+    """Chunks of one text: minibatch k is the next chunk of every row of stream k mod `streams`.
+
+    The text is cut into streams x minibatch_size rows of equally many chunks; chunk i + 1 of the text continues
+    chunk i. Streams let replicas take turns: with a number of streams that a stage's replicas divide, a stream is
+    always that of the same replica, which carries its state on.
+
+    Args:
+        num_samples: chunks of the text.
+        minibatch_size: rows of a stream.
+        streams: at least 1.
+        covers: whether rows are long enough for all of the text, the last ones then running past its end, instead of
+            leaving out up to a chunk per row.
+    """
+
+    def __init__(self, num_samples: int, minibatch_size: int, streams: int, *, covers: bool = False) -> None:
+        rows = streams * minibatch_size
+        self.chunks_per_row = -(-num_samples // rows) if covers else num_samples // rows
+        super().__init__(self.chunks_per_row * rows, minibatch_size, 0)
+        self.streams: int = streams
+
+    def indices(self, k: int) -> range:
+        """Return the chunks of minibatch k, one per row."""
+        chunk, stream = divmod(k % self.minibatches_per_epoch, self.streams)
+        length = self.chunks_per_row
+        first = stream * self.minibatch_size * length + chunk
+        return range(first, first + self.minibatch_size * length, length)
+
+    def stream(self, k: int) -> Stream:
+        """Return which stream minibatch k is of; every epoch starts anew."""
+        within = k % self.minibatches_per_epoch
+        return Stream(within % self.streams, starts=within < self.streams)
 
 
 def microbatch_sizes(num_samples: int, microbatches: int) -> list[int]:

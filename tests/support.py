@@ -19,7 +19,7 @@ from pipebench.graph import Layer, LayerGraph, run_node, trace
 from pipebench.network import Network
 from pipebench.plan import Plan, make_plan
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.sampling import Sampler
+from pipebench.sampling import InOrder, Sampler
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from zoo.registry import Dataset
 
@@ -142,6 +142,8 @@ def make_setup(
     cluster: Cluster | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
+    sampler: Sampler | None = None,
+    held_out: Sampler | None = None,
 ) -> Setup:
     """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
     graph = trace(model)
@@ -164,7 +166,8 @@ def make_setup(
         costs=stage_costs(profile, plan, recompute=recompute),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,
-        sampler=Sampler(dataset.num_train, minibatch_size, seed),
+        sampler=sampler or Sampler(dataset.num_train, minibatch_size, seed),
+        held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
         make_optimizer=make_optimizer,
         lr=lr,
         weights=weights,

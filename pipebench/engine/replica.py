@@ -6,7 +6,7 @@ it holds can be asked of it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,19 @@ class _InFlight:
     loss: LossFunction | None = None
     draw: tuple[int, ...] = ()
     num_bytes: int = 0
+    carried: list[Any] = field(default_factory=list)  # what stateful modules carried into the forward
+
+
+class Place(NamedTuple):
+    """Whose state stateful modules carry: of one stream, in one microbatch of it, in training or in evaluation."""
+
+    split: str
+    stream: int
+    microbatch: int
+    starts: bool
+
+
+_ALONE = Place("train", 0, 0, starts=True)
 
 
 class Replica:
@@ -63,6 +76,8 @@ class Replica:
         self._in_flight: dict[int, _InFlight] = {}
         self._saved_bytes: dict[tuple[torch.Size, ...], int] = {}
         self._norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._stateful = [self.module.get_submodule(path) for path in stage.stateful]
+        self.states: dict[tuple[str, int, int], list[Any]] = {}
         self._draw: tuple[int, ...] = ()
         self._wanted: list[bool] | None = None  # which tensors that leave have a gradient
         self._own_sums: set[int] = set()
@@ -76,6 +91,7 @@ class Replica:
         draw: tuple[int, ...],
         inputs: Sequence[torch.Tensor],
         received: Values,
+        place: Place = _ALONE,
         *,
         version: int | None = None,
         loss: LossFunction | None = None,
@@ -87,6 +103,7 @@ class Replica:
             draw: what random layers depend on: (minibatch, microbatch).
             inputs: the model inputs the stage reads, in its order.
             received: values from other stages, by layer.
+            place: whose state stateful modules carry.
             version: number of the weight version to use; None for the newest.
             loss: in the last stage, maps the model's output to the loss whose gradient is taken.
 
@@ -100,12 +117,14 @@ class Replica:
         self._in_flight[unit] = item
         self.weights.bind(weights)
         self._draw = draw
+        item.carried = self._take_up(place)
         if self._recompute and self._wanted is not None:
             with torch.no_grad():
                 outputs = self.module(*item.arguments)
                 loss_value = loss(outputs[-1]) if loss is not None else None
         else:  # the first unit always runs with gradients on: it shows which values have one
             outputs, loss_value = self._run(item)
+        self._lay_down(place)
         leaving = pytree.tree_leaves(list(outputs[: len(self.stage.returns)]))
         if self._wanted is None:
             self._wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaving]
@@ -132,6 +151,7 @@ class Replica:
         if self._recompute:
             self.weights.bind(item.version)
             self._draw = item.draw
+            self._carry(item.carried)
             self._without_statistics(item)
         leaves = [t for value in item.received.values() for t in _differentiable(value)]
         parameters = item.version.parameters
@@ -152,12 +172,14 @@ class Replica:
         self.gradients = [None] * len(self.gradients)
         self._own_sums.clear()
 
-    def evaluate(self, inputs: Sequence[torch.Tensor], received: Values) -> tuple[Values, Any]:
+    def evaluate(self, inputs: Sequence[torch.Tensor], received: Values, place: Place) -> tuple[Values, Any]:
         """Run forward only, in evaluation mode with the newest weights; return the values that leave and the output."""
         self.weights.bind(self.weights.newest)
         self.module.eval()
+        self._take_up(place)
         with torch.no_grad():
             outputs = self.module(*inputs, *received.values())
+        self._lay_down(place)
         self.module.train()
         return dict(zip(self.stage.returns, outputs, strict=False)), outputs[-1] if self.stage.is_last else None
 
@@ -165,7 +187,25 @@ class Replica:
         """Return the bytes this replica holds: versions, optimizer state, gradients, minibatches in flight."""
         gradients = sum(g.nbytes for g in self.gradients if g is not None)
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
-        return self.weights.num_alive * self.weights.version_bytes + self.weights.state_bytes + gradients + in_flight
+        carried = _num_bytes(list(self.states.values()))
+        versions = self.weights.num_alive * self.weights.version_bytes
+        return versions + self.weights.state_bytes + gradients + in_flight + carried
+
+    def _take_up(self, place: Place) -> list[Any]:
+        """Let stateful modules carry on where the stream's minibatch before left off; return what they carry."""
+        nothing = [None] * len(self._stateful)
+        carried = nothing if place.starts else self.states[place[:3]]
+        self._carry(carried)
+        return carried
+
+    def _carry(self, carried: Sequence[Any]) -> None:
+        for module, state in zip(self._stateful, carried, strict=True):
+            module.carried_state = state
+
+    def _lay_down(self, place: Place) -> None:
+        """Keep what stateful modules carry for the stream's next minibatch."""
+        if self._stateful:
+            self.states[place[:3]] = [module.carried_state for module in self._stateful]
 
     def _run(self, item: _InFlight) -> tuple[Any, torch.Tensor | None]:
         """Run the module with gradients on; measure what it saves the first time a shape comes by."""

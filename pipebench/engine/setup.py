@@ -27,6 +27,7 @@ class Setup:
         cluster: where it runs.
         dataset: the data.
         sampler: which samples make up minibatch k.
+        held_out: which held-out samples make up minibatch k of an evaluation.
         make_optimizer: makes a stage's optimizer.
         lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
         weights: weight policy.
@@ -43,6 +44,7 @@ class Setup:
     cluster: Cluster
     dataset: Dataset
     sampler: Sampler
+    held_out: Sampler
     make_optimizer: MakeOptimizer
     lr: Callable[[int, int, int], float]
     weights: str

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipebench.graph import RANDOM_MODULES, LayerGraph, is_inplace
+from pipebench.graph import LayerGraph, carries_state, is_inplace, is_random
 from pipebench.plan import Plan
 
 # Nodes that hand on (a view of) their input: an in-place layer after them overwrites the stage's own input.
@@ -33,6 +33,7 @@ class Stage:
         returns: layers whose values leave the stage, ascending.
         is_last: whether the model's output (and so the loss) is computed here.
         random: qualified names of the modules that draw random numbers.
+        stateful: qualified names of the modules that carry something from one minibatch to the next.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Stage:
     returns: tuple[int, ...]
     is_last: bool
     random: tuple[str, ...]
+    stateful: tuple[str, ...]
 
 
 def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
@@ -80,12 +82,11 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     new.output(tuple(result))
     module = copy.deepcopy(fx.GraphModule(graph.root, new))
     _switch_inplace_off_at_heads(module)
-    random = tuple(
-        str(layer.node.target)
-        for layer in layers
-        if layer.node.op == "call_module" and isinstance(module.get_submodule(str(layer.node.target)), RANDOM_MODULES)
+    called = [str(layer.node.target) for layer in layers if layer.node.op == "call_module"]
+    random, stateful = (
+        tuple(path for path in called if has(module.get_submodule(path))) for has in (is_random, carries_state)
     )
-    return Stage(index, module, inputs, receives, sends, returns, is_last, random)
+    return Stage(index, module, inputs, receives, sends, returns, is_last, random, stateful)
 
 
 def _inputs_read(graph: LayerGraph, start: int, stop: int, is_last: bool) -> tuple[str, ...]:

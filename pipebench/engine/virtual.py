@@ -4,27 +4,30 @@ It plays the simulator's events in order and executes each. Weight versions, sta
 those of N processes; only time is the simulator's.
 """
 
+import copy
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from pipebench.engine.feed import Feed
 from pipebench.engine.replica import LossFunction, Replica, Values
 from pipebench.engine.ring import ring_all_reduce
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight
 from pipebench.engine.stage import cut_stage
 from pipebench.modes import NONE, VERTICAL_SYNC
 from pipebench.network import Network
-from pipebench.sampling import microbatch_sizes
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import forward_programs, programs
 from pipebench.simulate import Event, Simulation
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
 
 _LOG = logging.getLogger("pipebench.engine")
+_WEIGHT = "weight of all samples"
 
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
 
@@ -49,6 +52,7 @@ class VirtualEngine:
     ) -> None:
         self.setup = setup
         self.network = network
+        self._whole: nn.Module | None = None
         self.clock_s = 0.0  # at the last drain
         self.now_s = 0.0
         self.num_bytes: Counter[tuple[str, str]] = Counter()
@@ -67,7 +71,6 @@ class VirtualEngine:
             for stage, _ in pipeline.places
         ]
         self.peak_bytes = [replica.live_bytes() for replica in self.replicas]
-        self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=False))
         self._handlers: dict[Op, Callable[[int, int, Instruction], None]] = {
             Op.LOAD_INPUT: self._load,
             Op.RECEIVE_ACTIVATION: self._receive_activation,
@@ -80,12 +83,13 @@ class VirtualEngine:
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
         }
-        self._begin(0, 0)
+        self._begin("train", 0, 0)
 
-    def _begin(self, first_minibatch: int, num_minibatches: int) -> None:
+    def _begin(self, split: str, first_minibatch: int, num_minibatches: int) -> None:
         """Start a segment with empty mailboxes."""
         self._first = first_minibatch
         self._num_minibatches = num_minibatches
+        self._feed = Feed(self.setup, split, first_minibatch, num_minibatches)
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._received: dict[tuple[int, int], Values] = {}
         self._outgoing: dict[tuple[int, int], Values] = {}
@@ -98,51 +102,61 @@ class VirtualEngine:
 
     def train(self, first_minibatch: int, num_minibatches: int) -> None:
         """Train on minibatches `first_minibatch` and after, then drain."""
-        self._begin(first_minibatch, num_minibatches)
+        self._begin("train", first_minibatch, num_minibatches)
         self._divisors = loss_divisors(self.setup, first_minibatch, num_minibatches)
         self._drained_versions = [replica.weights.newest.number for replica in self.replicas]
         if self.setup.weights == VERTICAL_SYNC:
             for replica, version in zip(self.replicas, self._drained_versions, strict=True):
                 replica.weights.keep_from = version
-        self._play(programs(self.setup.pipeline, num_minibatches), self._unit_size, self._execute)
+        self._play(programs(self.setup.pipeline, num_minibatches), self._feed.size, self._execute)
         self._average_buffers()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on every held-out sample; return `eval_loss` and every metric of the dataset."""
-        dataset, size = self.setup.dataset, self.setup.sampler.minibatch_size
-        bounds = [(a, min(a + size, dataset.num_eval)) for a in range(0, dataset.num_eval, size)]
-        self._begin(0, len(bounds))
-        totals: dict[str, float] = defaultdict(float)
-        weight = 0.0
+        dataset, count = self.setup.dataset, self.setup.held_out.minibatches_per_epoch
+        self._begin("eval", 0, count)
+        feed = self._feed
+        sums: dict[str, float] = defaultdict(float)
 
         def execute(event: Event) -> None:
             worker, (op, number, peer, _) = event.worker, event.instruction
             replica = self.replicas[worker]
-            indices = range(*bounds[number])
             if op is Op.RECEIVE_ACTIVATION:
                 self._received.setdefault((worker, number), {}).update(self._mail.pop((op, number, peer, worker)))
             elif op is Op.SEND_ACTIVATION:
                 self._post(Op.RECEIVE_ACTIVATION, number, worker, peer, EVALUATION)
             elif op is Op.FORWARD:
-                inputs = self._fetch("eval", indices, replica.stage.inputs)
+                inputs = feed.inputs(worker, number, replica.stage.inputs)
                 received = self._in_order(replica, self._received.pop((worker, number), {}))
-                self._outgoing[worker, number], output = replica.evaluate(inputs, received)
+                self._outgoing[worker, number], output = replica.evaluate(inputs, received, feed.place(number))
                 if replica.stage.is_last:
-                    nonlocal weight
-                    weight += dataset.weight("eval", indices)
-                    for name, value in self._scores(output, indices).items():
-                        totals[name] += value
+                    targets = feed.targets(number)
+                    sums["eval_loss"] += float(dataset.loss(output, targets))
+                    sums[_WEIGHT] += feed.weight(number)
+                    for name, value in dataset.score(output, targets).items():
+                        sums[name] += float(value)
 
         before = Counter(self.network.num_bytes)
-        self._play(forward_programs(self.setup.pipeline, len(bounds)), lambda i: bounds[i][1] - bounds[i][0], execute)
+        self._play(forward_programs(self.setup.pipeline, count), feed.size, execute)
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
-        return {name: value / weight for name, value in totals.items()}
+        weight = sums.pop(_WEIGHT)
+        metrics = {"eval_loss": sums.pop("eval_loss") / weight, **dataset.summarise(sums, weight)}
+        if dataset.generates_with is not None:
+            metrics |= dataset.whole_model_metrics(self._whole_model())
+        return metrics
 
-    def _scores(self, output: Any, indices: range) -> dict[str, float]:
-        dataset = self.setup.dataset
-        targets = self._targets("eval", indices)
-        scores = {name: float(value) for name, value in dataset.score(output, targets).items()}
-        return {"eval_loss": float(dataset.loss(output, targets)), **scores}
+    def _whole_model(self) -> nn.Module:
+        """Return the model in one piece with the newest weights, in evaluation mode."""
+        if self._whole is None:
+            self._whole = copy.deepcopy(self.setup.graph.model).to(self.setup.device).eval()
+        with torch.no_grad():
+            for stage in range(self.setup.pipeline.num_stages):
+                replica = self.replicas[self.setup.pipeline.worker(stage, 0)]
+                for name, newest in zip(replica.weights.names, replica.weights.newest.parameters, strict=True):
+                    self._whole.get_parameter(name).copy_(newest)
+                for name, buffer in replica.module.named_buffers():
+                    self._whole.get_buffer(name).copy_(buffer)
+        return self._whole
 
     def _play(self, lists: Sequence[Any], size_of: Callable[[int], int], execute: Callable[[Event], None]) -> None:
         setup = self.setup
@@ -169,8 +183,7 @@ class VirtualEngine:
     # One method per instruction.
 
     def _load(self, worker: int, unit: int, _: Instruction) -> None:
-        indices = self._indices(unit)
-        self._inputs[worker, unit] = self._fetch("train", indices, self.replicas[worker].stage.inputs)
+        self._inputs[worker, unit] = self._feed.inputs(worker, unit, self.replicas[worker].stage.inputs)
 
     def _receive_activation(self, worker: int, unit: int, instruction: Instruction) -> None:
         values = self._mail.pop((Op.RECEIVE_ACTIVATION, unit, instruction.peer, worker))
@@ -178,17 +191,18 @@ class VirtualEngine:
 
     def _forward(self, worker: int, unit: int, _: Instruction) -> None:
         replica, setup = self.replicas[worker], self.setup
-        minibatch, microbatch = setup.pipeline.minibatch(unit)
-        if self._unit_size(unit) == 0:  # a short minibatch with fewer samples than microbatches
+        minibatch = setup.pipeline.minibatch(unit)[0]
+        if self._feed.size(unit) == 0:  # a short minibatch with fewer samples than microbatches
             return
         version = None
         if setup.weights == VERTICAL_SYNC:
             version = self._synchronised_version(worker, minibatch)
         values, loss = replica.forward(
             unit,
-            (self._first + minibatch, microbatch),
+            self._feed.minibatch(unit),
             self._inputs.pop((worker, unit), []),
             self._in_order(replica, self._received.pop((worker, unit), {})),
+            self._feed.place(unit),
             version=version,
             loss=self._loss_function(unit) if replica.stage.is_last else None,
         )
@@ -196,8 +210,7 @@ class VirtualEngine:
         self._note_memory(worker)
         if loss is not None:
             total = loss if self._divisors is None else loss * self._divisors[minibatch]
-            indices = self._indices(unit)
-            self._on_loss(total, len(indices), setup.dataset.weight("train", indices), self.now_s)
+            self._on_loss(total, self._feed.size(unit), self._feed.weight(unit), self.now_s)
 
     def _send_activation(self, worker: int, unit: int, instruction: Instruction) -> None:
         self._post(Op.RECEIVE_ACTIVATION, unit, worker, instruction.peer, ACTIVATION)
@@ -208,7 +221,7 @@ class VirtualEngine:
 
     def _backward(self, worker: int, unit: int, instruction: Instruction) -> None:
         replica = self.replicas[worker]
-        if self._unit_size(unit) > 0:
+        if self._feed.size(unit) > 0:
             arriving = self._arriving.pop((worker, unit), [])
             self._returning[worker, unit] = replica.backward(unit, self._heads(replica, arriving))
             self._note_memory(worker)
@@ -352,31 +365,8 @@ class VirtualEngine:
     def _in_order(self, replica: Replica, received: Values) -> Values:
         return {layer: received[layer] for layers in replica.stage.receives.values() for layer in layers}
 
-    def _indices(self, unit: int) -> list[int]:
-        minibatch, microbatch = self.setup.pipeline.minibatch(unit)
-        indices = self.setup.sampler.indices(self._first + minibatch)
-        sizes = microbatch_sizes(len(indices), self.setup.pipeline.microbatches)
-        start = sum(sizes[:microbatch])
-        return indices[start : start + sizes[microbatch]]
-
-    def _unit_size(self, unit: int) -> int:
-        minibatch, microbatch = self.setup.pipeline.minibatch(unit)
-        size = self.setup.sampler.size(self._first + minibatch)
-        return microbatch_sizes(size, self.setup.pipeline.microbatches)[microbatch]
-
-    def _fetch(self, split: str, indices: Sequence[int], inputs: Sequence[str]) -> list[torch.Tensor]:
-        if not inputs:
-            return []
-        fields = [self._fields[name] for name in inputs]
-        fetched = self.setup.dataset.fetch(split, indices, fields)
-        return [fetched[name].to(self.setup.device) for name in fields]
-
-    def _targets(self, split: str, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        fetched = self.setup.dataset.fetch(split, indices, self.setup.dataset.targets)
-        return {name: value.to(self.setup.device) for name, value in fetched.items()}
-
     def _loss_function(self, unit: int) -> LossFunction:
-        targets = self._targets("train", self._indices(unit))
+        targets = self._feed.targets(unit)
         divisor = None if self._divisors is None else self._divisors[self.setup.pipeline.minibatch(unit)[0]]
 
         def loss(output: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC
+from pipebench.plan_text import streams_problem
 from pipebench.planner.cost_models import Work
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, Stage, any_fits, fits, plan_flat
@@ -63,7 +64,7 @@ def compare(request: Request, mode: str | None = "pipedream") -> Comparison:
         raise PlanError(refused[mode or "pipedream"])
     fastest = sorted(planned.values(), key=lambda each: (each.minibatch_s, list(MODES).index(each.mode)))
     best = planned[mode] if mode else fastest[0]
-    boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None))
+    boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None), streams=None)
     dp = planned.get("dp") or Planner(boundless, "dp").best()
     return Comparison(best, tuple(each for each in fastest if each is not best), dp, _shapes(request), refused, solve_s)
 
@@ -106,10 +107,14 @@ class Planner:
             PlanError: none fits in memory.
         """
         started = time.perf_counter()
-        found = list(self._found(self._rule))
-        if not found and self.mode.weights in (STASH, VERTICAL_SYNC) and self.request.depth is None:
-            found = list(self._shallower())
+        fitting = list(self._found(self._rule))
+        found = [plan for plan in fitting if streams_problem(plan.replicas, self.request.streams) is None]
+        if not fitting and self.mode.weights in (STASH, VERTICAL_SYNC) and self.request.depth is None:
+            found = fitting = list(self._shallower())
         self.solve_s = time.perf_counter() - started
+        if not found and fitting:
+            problem = streams_problem(fitting[0].replicas, self.request.streams)
+            raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
         if not found:
             raise PlanError(_why_nothing_fits(self))
         if self.mode.flushes or self.request.model.has_ports:
@@ -199,13 +204,16 @@ class Planner:
         widths: list[int | None] = [None] if any_width else [1]
         if any_width and last <= _MOST_CUTS_OF_SHAPES:
             widths.append(1)
+        if any_width and self.request.streams is not None:  # equal widths do; what else is found may not
+            widths += [width for width in range(2, count + 1) if self.request.streams % width == 0]
         best_s = math.inf
         for level in cluster.levels:
             where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
             for width in widths:
                 stages = plan_flat(FlatProblem(work, model, level, count, rule, width))
                 if stages is not None:
-                    plan = self.placed(f"flat{', straight' if width else ''}{where}", stages)
+                    shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
+                    plan = self.placed(f"flat{shape}{where}", stages)
                     best_s = min(best_s, plan.bottleneck_s)
                     yield plan
         if len(cluster.levels) > 1 and any_width and searches_levels(cluster):

@@ -22,6 +22,7 @@ class Request:
         accumulate: blocks of minibatches per flush, for modes that flush; None for as many as keep the pipeline full.
         depth: minibatches in flight per input-stage replica; None for NOAM, lowered when memory demands.
         row: the mode's row of the table if the recipe changes it.
+        streams: for text, which is carried on from minibatch to minibatch: every stage's replicas divide it.
     """
 
     profile: Profile
@@ -33,6 +34,7 @@ class Request:
     accumulate: int | None = None
     depth: int | None = None
     row: Mode | None = None
+    streams: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Comparison:
     Attributes:
         best: the one asked for: the mode's, or the fastest mode's.
         others: the best of every other mode, fastest first.
-        dp: pure data parallelism on all workers, even if it doesn't fit in memory.
+        dp: pure data parallelism on all workers, even if it doesn't fit in memory or its replicas don't divide streams.
         shapes: the best bottlenecks of plans of a given shape, for schedules that aren't modes here: equal stages of
             one width (PipeDream-2BW), and several chunks per worker (interleaved).
         refused: modes without a plan, and why.

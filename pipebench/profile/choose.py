@@ -24,7 +24,6 @@ from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
-from zoo import DATASETS, MODELS
 from zoo.registry import Dataset
 
 LOCAL = "local"
@@ -53,9 +52,7 @@ def profile_for(
     Raises:
         ProfileError: that timing isn't possible on this cluster, or the file doesn't fit.
     """
-    timing = recipe.engine.timing
-    if timing == "auto":
-        timing = "measured" if cluster.device == LOCAL else "analytic"
+    timing = _timing(recipe, cluster)
     optimizer, text = recipe.train.optimizer, _model_text(recipe)
     if timing == "analytic":
         if cluster.device == LOCAL:
@@ -76,6 +73,11 @@ def profile_for(
         _key_parts(recipe, graph, sizes, device),
         lambda: measured_profile(graph, dataset, sizes, optimizer, device, text, on_progress=on_progress),
     )
+
+
+def is_measured(recipe: Recipe, cluster: Cluster) -> bool:
+    """Return whether a recipe's profile is measured here, which takes a model with weights, and data."""
+    return _timing(recipe, cluster) == "measured"
 
 
 def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
@@ -100,6 +102,13 @@ def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
         return Profile.from_json(text)
     except ProfileError as error:
         raise ProfileError(f"profile {path}: {error}") from error
+
+
+def _timing(recipe: Recipe, cluster: Cluster) -> str:
+    timing = recipe.engine.timing
+    if timing == "auto":
+        return "measured" if cluster.device == LOCAL else "analytic"
+    return timing
 
 
 def _fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:
@@ -201,11 +210,7 @@ def _key_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int], device: 
 
 def _source_hash(recipe: Recipe) -> str:
     """Return a hash of the files that make the model and the data set: edited code is profiled anew."""
+    names = {name for name in sys.modules if name.split(".")[0] == "zoo"}
     if "target" in recipe.model:
-        model = importlib.import_module(str(recipe.model["target"]).split(":")[0]).__name__
-    else:
-        model = MODELS[recipe.model["name"]].make.__module__
-    sources = [
-        inspect.getsource(sys.modules[name]) for name in (model, DATASETS[recipe.dataset["name"]].make.__module__)
-    ]
-    return hashlib.sha256("".join(sources).encode()).hexdigest()
+        names.add(importlib.import_module(str(recipe.model["target"]).split(":")[0]).__name__)
+    return hashlib.sha256("".join(inspect.getsource(sys.modules[name]) for name in sorted(names)).encode()).hexdigest()

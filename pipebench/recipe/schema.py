@@ -76,12 +76,15 @@ class TrainRecipe:
     Attributes:
         seed: everything random derives from it.
         minibatch_size: samples that travel together, per replica (the papers' per-GPU G).
+        streams: text only: minibatch k continues minibatch k - streams. A multiple of every stage's replicas, so that
+            the replica that carries a stream's state on is always the same one; null: 1 for text.
         target: null trains for throughput only, until `max_epochs`.
         evaluate_every: the pipeline drains before every evaluation; there is always one at the end.
     """
 
     seed: int = 0
     minibatch_size: int = MISSING
+    streams: int | None = None
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     target: TargetRecipe | None = None

@@ -123,6 +123,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.seed": (_within(0, 2**63 - 1), "a whole number from 0 on"),
     "train.minibatch_size": (_within(1, 2**31), "a whole number of at least 1"),
+    "train.streams": (_within(1, 2**31), "a whole number of at least 1"),
     "train.max_epochs": (_within(1, 2**31), "a whole number of at least 1"),
     "train.optimizer.lr": (lambda lr: 0 < lr <= 1e6, "a number above 0"),
     "train.optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1"),

@@ -1,0 +1,136 @@
+"""What an engine reads of the data between two drains: which samples a unit is, its inputs and its targets.
+
+Inputs are fetched ahead, in other processes if the dataset says in how many (`loader_processes`), while stages compute.
+The order is fixed beforehand: what is fetched, and when it arrives, changes no result.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import data
+
+from pipebench.engine.replica import Place
+from pipebench.engine.setup import Setup
+from pipebench.sampling import microbatch_sizes, mix, name_hash
+from zoo.registry import Dataset
+
+_AHEAD = 2  # minibatches that every loader process has ready
+
+
+class Feed:
+    """The data of one segment of training, or of one evaluation.
+
+    Args:
+        setup: what is run.
+        split: `train` or `eval`.
+        first: the minibatch that unit 0 belongs to.
+        num_minibatches: minibatches of the segment.
+    """
+
+    def __init__(self, setup: Setup, split: str, first: int, num_minibatches: int) -> None:
+        self.split = split
+        self._setup = setup
+        self._first = first
+        self._num_minibatches = num_minibatches
+        self._trains = split == "train"
+        self._sampler = setup.sampler if self._trains else setup.held_out
+        self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
+        self._ahead: dict[int, Iterator[tuple[int, dict[str, torch.Tensor]]]] = {}
+
+    def minibatch(self, unit: int) -> tuple[int, int]:
+        """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
+        minibatch, microbatch = self._setup.pipeline.minibatch(unit) if self._trains else (unit, 0)
+        return self._first + minibatch, microbatch
+
+    def indices(self, unit: int) -> Sequence[int]:
+        """Return a unit's samples."""
+        minibatch, microbatch = self.minibatch(unit)
+        indices, sizes = self._sampler.indices(minibatch), self._sizes(minibatch)
+        start = sum(sizes[:microbatch])
+        return indices[start : start + sizes[microbatch]]
+
+    def size(self, unit: int) -> int:
+        """Return a unit's number of samples; 0 in short minibatches with fewer samples than microbatches."""
+        minibatch, microbatch = self.minibatch(unit)
+        return self._sizes(minibatch)[microbatch]
+
+    def weight(self, unit: int) -> float:
+        """Return a unit's weight in the mean loss."""
+        return self._setup.dataset.weight(self.split, self.indices(unit))
+
+    def place(self, unit: int) -> Place:
+        """Return whose state stateful modules carry in a unit."""
+        minibatch, microbatch = self.minibatch(unit)
+        stream = self._sampler.stream(minibatch)
+        return Place(self.split, stream.number, microbatch, stream.starts)
+
+    def inputs(self, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the model inputs of those names; a worker asks for its units in ascending order, and misses none."""
+        if not names or self.size(unit) == 0:
+            return []
+        fields = [self._fields[name] for name in names]
+        if worker not in self._ahead:
+            self._ahead[worker] = self._fetch_ahead(worker, fields)
+        found, fetched = next(self._ahead[worker])
+        assert found == unit, f"worker {worker} asked for unit {unit}, next is {found}"
+        return [fetched[field].to(self._setup.device, non_blocking=True) for field in fields]
+
+    def targets(self, unit: int) -> dict[str, torch.Tensor]:
+        """Return what the loss needs besides the model's output."""
+        dataset = self._setup.dataset
+        fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
+        return {name: value.to(self._setup.device) for name, value in fetched.items()}
+
+    def _fetch_ahead(self, worker: int, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield a worker's units in order with their fields."""
+        tasks = _Tasks(self._setup.dataset, self.split, fields)
+        processes = int(getattr(self._setup.dataset, "loader_processes", 0))
+        if processes == 0:
+            for unit in self._units(worker):
+                yield unit, tasks[self._task(unit)]
+            return
+        loader: Any = data.DataLoader(
+            tasks,
+            sampler=map(self._task, self._units(worker)),
+            batch_size=None,
+            num_workers=processes,
+            prefetch_factor=_AHEAD,
+            pin_memory=self._setup.device.type == "cuda",
+        )
+        yield from zip(self._units(worker), loader, strict=True)
+
+    def _units(self, worker: int) -> Iterator[int]:
+        """Yield a worker's units that aren't empty, ascending."""
+        pipeline = self._setup.pipeline
+        stage, replica = pipeline.places[worker]
+        parts = pipeline.microbatches if self._trains else 1
+        blocks = -(-self._num_minibatches // pipeline.block)
+        for unit in range(replica, blocks * pipeline.block * parts, pipeline.replicas[stage]):
+            if self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
+                yield unit
+
+    def _task(self, unit: int) -> "_Task":
+        return list(self.indices(unit)), self._draw(unit)
+
+    def _draw(self, unit: int) -> int:
+        return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
+
+    def _sizes(self, minibatch: int) -> list[int]:
+        parts = self._setup.pipeline.microbatches if self._trains else 1
+        return microbatch_sizes(self._sampler.size(minibatch), parts)
+
+
+_Task = tuple[list[int], int]
+
+
+class _Tasks(data.Dataset[dict[str, torch.Tensor]]):
+    """A dataset as torch's loader takes it: what it calls an index is a whole fetch."""
+
+    def __init__(self, dataset: Dataset, split: str, fields: Sequence[str]) -> None:
+        self._dataset, self._split, self._fields = dataset, split, fields
+
+    def __getitem__(self, task: _Task) -> dict[str, torch.Tensor]:
+        """Fetch."""
+        indices, draw = task
+        return self._dataset.fetch(self._split, indices, self._fields, draw)
