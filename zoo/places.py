@@ -1,0 +1,50 @@
+"""Where files lie: a data set's folder, the user's cache, and how to write a file so that it's whole or not there."""
+
+import os
+import tempfile
+from pathlib import Path
+
+DATA_VARIABLE = "PIPEBENCH_DATA"
+
+
+def data_folder(dataset: str, root: str) -> Path:
+    """Return the folder a data set is read from; needn't exist.
+
+    Args:
+        dataset: its name.
+        root: its option; empty: the folder of that name in the folder that PIPEBENCH_DATA names.
+
+    Raises:
+        FileNotFoundError: neither is given.
+    """
+    if root:
+        return Path(root).expanduser()
+    base = os.environ.get(DATA_VARIABLE, "")
+    if not base:
+        raise FileNotFoundError(
+            f"{dataset}: no folder is given, set its option root, or {DATA_VARIABLE} to the folder that has {dataset}/"
+        )
+    return Path(base).expanduser() / dataset
+
+
+def cache_folder(*parts: str) -> Path:
+    """Return a folder in the user's cache: XDG_CACHE_HOME or ~/.cache, then pipebench; needn't exist."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache").joinpath("pipebench", *parts)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file aside and rename it, so that a reader never sees half of it.
+
+    Raises:
+        OSError: the folder can't be made or written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise

@@ -1,0 +1,203 @@
+"""What all translation data sets share: fields, padding, the label-smoothed loss, token accuracy and BLEU.
+
+A sentence pair is two lists of token ids. MLPerf's GNMT frames them: a source is begin, tokens, end; the decoder reads
+begin and the target's tokens, and is to say the tokens and end.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo import bleu
+from zoo.registry import Dataset
+from zoo.text import BOS, EOS, PAD, content, pad_rows
+
+SIDES = ("source", "target")
+_SCORED_TOGETHER = 64  # sentences translated at a time: bounds memory, changes no translation
+
+
+@dataclass(frozen=True)
+class TranslationOptions:
+    """What is declared of a translation data set, so that plans and simulations need none of its files.
+
+    Attributes:
+        name: of the data set, for errors.
+        num_train: sentence pairs to train on.
+        num_eval: held-out pairs.
+        vocabulary: number of token ids, the special ones included; one vocabulary for both languages.
+        source_columns: width of every `source`, begin and end included; None: that of the longest fetched.
+        target_columns: width of every `target_in` and `target_out`; None: that of the longest fetched.
+        typical_columns: widths of source and target that stand for all in profiles, where they vary.
+        max_written: most tokens that a translation may have.
+        label_smoothing: share of the probability that is spread evenly over the vocabulary (Szegedy et al., CVPR
+            2016, section 7).
+        num_scored: held-out sentences that BLEU is computed on, the first ones; 0: all.
+        tokenize: how BLEU splits sentences into tokens.
+        lowercase: whether BLEU overlooks case.
+    """
+
+    name: str
+    num_train: int
+    num_eval: int
+    vocabulary: int
+    source_columns: int | None
+    target_columns: int | None
+    typical_columns: tuple[int, int]
+    max_written: int
+    label_smoothing: float
+    num_scored: int
+    tokenize: str = "13a"
+    lowercase: bool = False
+
+    def __post_init__(self) -> None:
+        for option in ("num_train", "num_eval"):
+            self._at_least(option, getattr(self, option), 1)
+        for option in ("source_columns", "target_columns"):
+            if getattr(self, option) is not None:
+                self._at_least(option, getattr(self, option), 3)
+        self._at_least("vocabulary", self.vocabulary, 8)
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"{self.name}: label_smoothing is {self.label_smoothing}, allowed is 0 up to, not with, 1")
+        if not 0 <= self.num_scored <= self.num_eval:
+            raise ValueError(
+                f"{self.name}: num_scored is {self.num_scored}, allowed is 0 (all) to num_eval, {self.num_eval}"
+            )
+
+    def _at_least(self, option: str, value: int, least: int) -> None:
+        if value < least:
+            raise ValueError(f"{self.name}: {option} is {value}, allowed is {least} or more")
+
+
+class Translation(Dataset):
+    """Sentence pairs; what is left to a subclass is where they come from.
+
+    Fields: `source` [samples, columns] int64: begin, tokens, end, then padding; `source_length` [samples] int64: how
+    many aren't padding; `target_in` and `target_out` [samples, columns] int64: begin, tokens; and tokens, end.
+    """
+
+    inputs: Sequence[str] = ("source", "source_length", "target_in")
+    targets: Sequence[str] = ("target_out",)
+    metrics: Mapping[str, str] = {"bleu": "max", "token_accuracy": "max"}
+    generates_with: str | None = "translate"
+
+    def __init__(self, options: TranslationOptions) -> None:
+        self.options = options
+        self.num_train, self.num_eval = options.num_train, options.num_eval
+
+    @abstractmethod
+    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of sentences, without begin and end.
+
+        Args:
+            side: `source` or `target`.
+            split: `train` or `eval`.
+            indices: which pairs, in this order.
+        """
+
+    @abstractmethod
+    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
+        """Return held-out sentences as people write them: what is translated, and what BLEU compares with."""
+
+    @abstractmethod
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what the tokens of a target sentence say, as people write it."""
+
+    def target_lengths(self, split: str, indices: Sequence[int]) -> list[int]:
+        """Return the number of tokens of target sentences, without begin and end."""
+        return [len(row) for row in self.tokens("target", split, indices)]
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return every field for `num_samples` samples on the meta device; the data isn't read."""
+        typical_source, typical_target = self.options.typical_columns
+        source = (num_samples, self.options.source_columns or typical_source)
+        target = (num_samples, self.options.target_columns or typical_target)
+        shapes = {"source": source, "source_length": (num_samples,), "target_in": target, "target_out": target}
+        return {field: torch.empty(shape, dtype=torch.int64, device="meta") for field, shape in shapes.items()}
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return the fields asked for; a side of the text that none of them needs isn't read."""
+        read = {
+            side: self.tokens(side, split, indices) for side in SIDES if any(name.startswith(side) for name in fields)
+        }
+        return {field: self._field(field, read) for field in fields}
+
+    def _field(self, field: str, read: Mapping[str, list[list[int]]]) -> torch.Tensor:
+        if field == "source":
+            return pad_rows([[BOS, *row, EOS] for row in read["source"]], self.options.source_columns)
+        if field == "source_length":
+            return torch.tensor([len(row) + 2 for row in read["source"]], dtype=torch.int64)
+        if field == "target_in":
+            return pad_rows([[BOS, *row] for row in read["target"]], self.options.target_columns)
+        if field == "target_out":
+            return pad_rows([[*row, EOS] for row in read["target"]], self.options.target_columns)
+        raise KeyError(field)
+
+    def weight(self, split: str, indices: Sequence[int]) -> float:
+        """Return the number of target tokens, ends included, padding not."""
+        return float(sum(self.target_lengths(split, indices)) + len(indices))
+
+    def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the label-smoothed cross-entropy summed over target tokens; padding counts nothing.
+
+        Args:
+            output: logits [samples, columns, vocabulary].
+            targets: `target_out` [samples, columns].
+        """
+        return nn.functional.cross_entropy(
+            output.flatten(0, 1),
+            targets["target_out"].flatten(),
+            ignore_index=PAD,
+            label_smoothing=self.options.label_smoothing,
+            reduction="sum",
+        )
+
+    def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return as `token_accuracy` how many target tokens, given those before them, are the likeliest."""
+        wanted = targets["target_out"]
+        return {"token_accuracy": ((output.argmax(-1) == wanted) & (wanted != PAD)).sum()}
+
+    def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+        """Return `bleu`, 0 to 100, of the model's translations of held-out sentences."""
+        return {"bleu": self.bleu([self.text(ids) for ids in self._translations(model)])}
+
+    def bleu(self, hypotheses: Sequence[str]) -> float:
+        """Return BLEU, 0 to 100, of translations of the held-out sentences that are scored, in their order."""
+        references = self.held_out("target", self._scored())
+        settings: dict[str, Any] = {"tokenize": self.options.tokenize, "lowercase": self.options.lowercase}
+        return bleu.corpus_bleu(hypotheses, references, **settings)
+
+    def notes(self) -> dict[str, str]:
+        """Return how BLEU was computed, in sacrebleu's words, and on how many sentences."""
+        signature = bleu.signature(tokenize=self.options.tokenize, lowercase=self.options.lowercase)
+        return {"bleu": f"{signature}, first {len(self._scored())} of {self.num_eval} held-out sentences"}
+
+    def _scored(self) -> range:
+        return range(self.options.num_scored or self.num_eval)
+
+    def _translations(self, model: nn.Module) -> Iterator[list[int]]:
+        device = next(model.parameters()).device
+        scored = self._scored()
+        translate: Any = getattr(model, str(self.generates_with))
+        for start in range(0, len(scored), _SCORED_TOGETHER):
+            fields = self.fetch("eval", scored[start : start + _SCORED_TOGETHER], ["source", "source_length"])
+            source, length = fields["source"].to(device), fields["source_length"].to(device)
+            with torch.no_grad():
+                written = translate(source, length, max_length=self.options.max_written)
+            yield from (content(ids) for ids in written)
+
+
+def copy_baseline(dataset: Translation) -> float:
+    """Return BLEU, 0 to 100, of leaving every held-out sentence untranslated: what a score is to be seen against."""
+    return dataset.bleu(dataset.held_out("source", dataset._scored()))
+
+
+def check_split(name: str, split: str) -> None:
+    """Raise ValueError unless `split` is a split."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"{name}: split is {split!r}, allowed are train, eval")
