@@ -1,6 +1,13 @@
-"""Metrics of classifiers, as sums over samples: divided by the number of samples they are fractions."""
+"""Losses and metrics of classifiers, as sums over samples: divided by the number of samples they are means."""
+
+from typing import Any
 
 import torch
+from torch import nn
+
+# Inception-v3's paper (Szegedy et al. 2016) doesn't print the auxiliary loss's weight; 0.4 is that of the authors' own
+# training script in TensorFlow's TF-Slim and of PyTorch's tutorial on fine-tuning torchvision's models.
+AUXILIARY_WEIGHT = 0.4
 
 
 def num_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> torch.Tensor:
@@ -16,3 +23,22 @@ def num_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> torch
     """
     best = logits.topk(min(k, logits.shape[1]), dim=1).indices
     return (best == labels.unsqueeze(1)).sum()
+
+
+def main_logits(output: Any) -> torch.Tensor:
+    """Return the logits of a classifier's output: the output itself, or the first of (logits, auxiliary logits)."""
+    logits: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
+    return logits
+
+
+def classification_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy summed over the samples; auxiliary logits add theirs times `AUXILIARY_WEIGHT`.
+
+    Args:
+        output: [samples, classes] float, or a tuple of such: the logits, then any auxiliary ones.
+        labels: [samples] int64.
+    """
+    loss = nn.functional.cross_entropy(main_logits(output), labels, reduction="sum")
+    for auxiliary in output[1:] if isinstance(output, tuple | list) else ():
+        loss = loss + AUXILIARY_WEIGHT * nn.functional.cross_entropy(auxiliary, labels, reduction="sum")
+    return loss

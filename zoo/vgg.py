@@ -48,9 +48,9 @@ def vgg16(
     Args:
         width: multiplies every hidden channel and feature count; at least one of each is kept.
         batch_norm: BatchNorm after every convolution.
-        dropout: probability of dropping a feature of the two hidden linear layers.
-        num_classes: number of logits.
-        in_channels: channels of the images.
+        dropout: probability of dropping a feature of the two hidden linear layers, below 1.
+        num_classes: number of logits, at least 1.
+        in_channels: channels of the images, at least 1.
         image_size: height and width of the images in pixels, at least 32.
         init: `torchvision` (Kaiming normal convolutions, linear weights N(0, 0.01)) or `kaiming` (Kaiming normal
             for both: narrow networks don't start learning from N(0, 0.01)).
@@ -64,6 +64,11 @@ def vgg16(
         raise ValueError(f"vgg16: image_size is {image_size}, allowed is {_IMAGE_OVER_MAP} or more (five pools halve)")
     if width <= 0:
         raise ValueError(f"vgg16: width is {width}, allowed is more than 0")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"vgg16: dropout is {dropout}, allowed is 0 to below 1")
+    for name, count in (("num_classes", num_classes), ("in_channels", in_channels)):
+        if count < 1:
+            raise ValueError(f"vgg16: {name} is {count}, allowed is 1 or more")
     map_size = min(_LARGEST_MAP, image_size // _IMAGE_OVER_MAP)
     features = _features(width, batch_norm, in_channels)
     classifier = _classifier(_scaled(512, width) * map_size**2, _scaled(_HIDDEN, width), dropout, num_classes)

@@ -28,45 +28,47 @@ def check_every_cut(
     num_samples: int,
     leaves: Sequence[str] = (),
     *,
-    num_stages: int = 2,
-    num_random: int | None = None,
     every: int = 1,
+    apart: int | None = None,
+    num_random: int | None = None,
+    num_stages: int = 3,
     seed: int = 0,
 ) -> int:
     """Check in double precision that the model cut into stages computes what the whole model does.
 
     Compared are the output, the loss, the gradient of every parameter and every buffer (BatchNorm's statistics)
-    after one forward and backward of the first `num_samples` training samples.
+    after one forward and backward of the first `num_samples` training samples. By default every place is tried, one
+    at a time: two stages. A try takes about 0.1 s for a hundred layers, hence the ways to try fewer plans.
 
     Args:
         model: as trained, but without randomness: dropout probabilities are 0. Not changed.
         dataset: feeds the model and gives the loss.
         num_samples: samples of the minibatch.
         leaves: qualified names or class names of modules not traced into.
-        num_stages: 2 tries every place to cut; more needs `num_random`.
-        num_random: so many random cuts into `num_stages` instead of every place.
-        every: tries every so manieth place only, where trying all takes too long.
-        seed: of the random cuts.
+        every: tries every so manieth place only.
+        apart: tries every place, but many in one plan: its cuts are so many layers apart, and so many plans cover all.
+        num_random: tries so many random plans of `num_stages` stages instead.
+        num_stages: of the random plans.
+        seed: of the random plans.
 
     Returns:
-        How many cuts were checked: all of them but those that part tied parameters, which plans refuse.
+        How many cuts were checked. Plans that part tied parameters are refused and not counted.
 
     Raises:
         AssertionError: a cut model differs; names the cut.
-        ValueError: more than two stages without `num_random`.
     """
-    if num_stages != 2 and num_random is None:
-        raise ValueError(f"num_stages is {num_stages}: every place is tried for 2 only, else num_random says how many")
     model = copy.deepcopy(model).double().train()
     fields = _doubles(dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets]))
     graph = trace(model, leaves)
     expected = _plain(copy.deepcopy(model), dataset, fields)
     num_layers = len(graph.layers)
-    if num_random is None:
-        places = [[start] for start in range(1, num_layers, every)]
-    else:
+    if num_random is not None:
         draw = random.Random(seed)
         places = [sorted(draw.sample(range(1, num_layers), num_stages - 1)) for _ in range(num_random)]
+    elif apart is not None:
+        places = [list(range(first, num_layers, apart)) for first in range(1, min(apart, num_layers - 1) + 1)]
+    else:
+        places = [[start] for start in range(1, num_layers, every)]
     checked = 0
     for starts in places:
         try:
@@ -77,7 +79,7 @@ def check_every_cut(
             continue
         found = _cut(graph, plan, dataset, fields)
         _compare(found, expected, f"cut before {', '.join(graph.layers[start].name for start in starts)}")
-        checked += 1
+        checked += len(starts)
     return checked
 
 

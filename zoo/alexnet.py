@@ -1,0 +1,109 @@
+"""AlexNet in the form of Krizhevsky (2014), torchvision's layers and parameter names, at any width and image size."""
+
+import torch
+from torch import nn
+
+from zoo import registry
+
+_LARGEST_MAP = 6
+_SMALLEST_IMAGE = 63  # leaves a map of 1x1 after the last pool
+_HIDDEN = 4096
+
+
+class AlexNet(nn.Module):
+    """Five convolutions, one adaptive pool, three linear layers; x: [samples, channels, height, width] float32."""
+
+    def __init__(self, features: nn.Sequential, avgpool: nn.AdaptiveAvgPool2d, classifier: nn.Sequential) -> None:
+        super().__init__()
+        self.features = features
+        self.avgpool = avgpool
+        self.classifier = classifier
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits: [samples, classes] float32."""
+        x = self.avgpool(self.features(x))
+        return self.classifier(torch.flatten(x, 1))  # type: ignore[no-any-return]
+
+
+@registry.model("alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout")
+def alexnet(
+    width: float = 1.0,
+    batch_norm: bool = False,
+    dropout: float = 0.5,
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    image_size: int = 224,
+) -> AlexNet:
+    """Build AlexNet; with the default options it is torchvision's `alexnet`.
+
+    The classifier reads a map of at most 6x6, torchvision's from 224 pixels on, and below that the map that the
+    convolutions leave.
+
+    Differs: one path of 64, 192, 384, 256 and 256 channels as in torchvision, not the two of Krizhevsky et al. (2012);
+    no local response normalisation.
+
+    Args:
+        width: multiplies every hidden channel and feature count; at least one of each is kept.
+        batch_norm: BatchNorm after every convolution.
+        dropout: probability of dropping a feature before each of the first two linear layers, below 1.
+        num_classes: number of logits, at least 1.
+        in_channels: channels of the images, at least 1.
+        image_size: height and width of the images in pixels, at least 63.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    if width <= 0:
+        raise ValueError(f"alexnet: width is {width}, allowed is more than 0")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"alexnet: dropout is {dropout}, allowed is 0 to below 1")
+    for name, count in (("num_classes", num_classes), ("in_channels", in_channels)):
+        if count < 1:
+            raise ValueError(f"alexnet: {name} is {count}, allowed is 1 or more")
+    if image_size < _SMALLEST_IMAGE:
+        raise ValueError(
+            f"alexnet: image_size is {image_size}, allowed is {_SMALLEST_IMAGE} or more (a stride of 4 and three pools)"
+        )
+    map_size = min(_LARGEST_MAP, _map_size(image_size))
+    features = _features(width, batch_norm, in_channels)
+    classifier = _classifier(_scaled(256, width) * map_size**2, _scaled(_HIDDEN, width), dropout, num_classes)
+    return AlexNet(features, nn.AdaptiveAvgPool2d((map_size, map_size)), classifier)
+
+
+def _scaled(count: int, width: float) -> int:
+    return max(1, round(count * width))
+
+
+def _map_size(image_size: int) -> int:
+    """Return height and width of what the convolutions and pools leave of an image."""
+    size = (image_size + 2 * 2 - 11) // 4 + 1  # the first convolution: padding 2, kernel 11, stride 4
+    for _ in range(3):
+        size = (size - 3) // 2 + 1
+    return size
+
+
+def _features(width: float, batch_norm: bool, in_channels: int) -> nn.Sequential:
+    channels = [in_channels, *(_scaled(count, width) for count in (64, 192, 384, 256, 256))]
+    layers: list[nn.Module] = []
+    for index, (kernel_size, stride, padding, pools) in enumerate(
+        [(11, 4, 2, True), (5, 1, 2, True), (3, 1, 1, False), (3, 1, 1, False), (3, 1, 1, True)]
+    ):
+        layers.append(nn.Conv2d(channels[index], channels[index + 1], kernel_size, stride, padding))
+        if batch_norm:
+            layers.append(nn.BatchNorm2d(channels[index + 1]))
+        layers.append(nn.ReLU(inplace=True))
+        if pools:
+            layers.append(nn.MaxPool2d(kernel_size=3, stride=2))
+    return nn.Sequential(*layers)
+
+
+def _classifier(num_features: int, num_hidden: int, dropout: float, num_classes: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Dropout(dropout),
+        nn.Linear(num_features, num_hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(num_hidden, num_hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(num_hidden, num_classes),
+    )
