@@ -1,0 +1,216 @@
+"""Beam search with GNMT's penalties, for any decoder that takes one token at a time.
+
+Wu et al. (2016), "Google's neural machine translation system", section 7, with the constants of MLPerf's GNMT.
+Sentences are searched side by side and leave as soon as they are done; states are carried, so that every step computes
+one token and never the prefix again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zoo.text import BOS, EOS
+
+Tensors = tuple[torch.Tensor, ...]
+# Tokens [n, beam] int64, state and context to log-probabilities [n, beam, vocabulary], attention [n, beam, source] or
+# None, and state. Tensors of the state are [n, beam, ...]; those of the context, one per sentence, [n, ...].
+Step = Callable[[torch.Tensor, Tensors, Tensors], tuple[torch.Tensor, torch.Tensor | None, Tensors]]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What a hypothesis' score is beside its log-probability; the defaults are MLPerf's.
+
+    Attributes:
+        length_constant: tokens added to every length, so that short hypotheses differ less.
+        length_power: 0 for no normalisation by length, 1 for the mean log-probability nearly.
+        coverage: weight of the penalty for words of the source that little attention fell on.
+    """
+
+    length_constant: float = 5.0
+    length_power: float = 0.6
+    coverage: float = 0.1
+
+    def score(
+        self, log_probability: torch.Tensor, num_tokens: torch.Tensor, attention: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the scores of hypotheses; the highest is the best.
+
+        Args:
+            log_probability: of the whole hypothesis: [...] float.
+            num_tokens: its tokens, BOS and EOS included: [...] int64.
+            attention: summed over the tokens: [..., source] float; None counts no coverage.
+        """
+        score = log_probability / length_norm(num_tokens, self.length_constant, self.length_power)
+        return score if attention is None else score + self.coverage * coverage_penalty(attention)
+
+
+MLPERF = Penalties()
+
+
+def length_norm(num_tokens: torch.Tensor, constant: float, power: float) -> torch.Tensor:
+    """Return ((constant + tokens) / (constant + 1)) ** power, what log-probabilities are divided by.
+
+    MLPerf counts BOS and EOS as tokens; the paper doesn't say.
+    """
+    ratio: torch.Tensor = (constant + num_tokens) / (constant + 1)
+    return ratio**power
+
+
+def coverage_penalty(attention: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the source of log(min(attention, 1)), at most 0.
+
+    Words that no attention fell on at all count nothing, as in MLPerf: they are padding.
+
+    Args:
+        attention: summed over the tokens of a hypothesis: [..., source].
+    """
+    reached = torch.where(attention > 0, attention, 1.0)
+    return reached.clamp(max=1).log().sum(-1)
+
+
+@dataclass
+class _Beams:
+    """Hypotheses of the sentences that aren't done, best first.
+
+    Attributes:
+        rows: which sentence: [n].
+        tokens: what was generated so far: [n, beam, steps].
+        log_probability: [n, beam]; minus infinity for a hypothesis that doesn't exist.
+        finished: ends with EOS: [n, beam].
+        num_tokens: BOS and EOS included: [n, beam].
+        attention: summed over the tokens: [n, beam, source], or None.
+        state: the decoder's, each [n, beam, ...].
+        context: the decoder's, each [n, ...].
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    log_probability: torch.Tensor
+    finished: torch.Tensor
+    num_tokens: torch.Tensor
+    attention: torch.Tensor | None
+    state: Tensors
+    context: Tensors
+
+    def extend(self, step: Step) -> None:
+        """Take one step: the most probable of all continuations of all hypotheses, sentence by sentence."""
+        beam_size = self.finished.shape[1]
+        last = self.tokens[:, :, -1] if self.tokens.shape[2] else torch.full_like(self.num_tokens, BOS)
+        log_probabilities, attention, state = step(last, self.state, self.context)
+        vocabulary = log_probabilities.shape[2]
+        ended = torch.full_like(log_probabilities[0, 0], -torch.inf)
+        ended[EOS] = 0  # a finished hypothesis goes on as itself
+        log_probabilities = torch.where(self.finished.unsqueeze(2), ended, log_probabilities)
+        sums = (self.log_probability.unsqueeze(2) + log_probabilities).flatten(1)
+        self.log_probability, index = sums.topk(beam_size, dim=1)
+        origin, token = index // vocabulary, index % vocabulary
+        if attention is not None:
+            attention = attention.masked_fill(self.finished.unsqueeze(2), 0)
+            self.attention = attention if self.attention is None else self.attention + attention
+        self.num_tokens = self.num_tokens + ~self.finished
+        self.state = state
+        self._reorder(origin)
+        self.tokens = torch.cat((self.tokens, token.unsqueeze(2)), 2)
+        self.finished = self.finished | (token == EOS)
+
+    def _reorder(self, origin: torch.Tensor) -> None:
+        row = torch.arange(len(origin), device=origin.device).unsqueeze(1)
+        self.tokens, self.finished = self.tokens[row, origin], self.finished[row, origin]
+        self.num_tokens = self.num_tokens[row, origin]
+        self.attention = None if self.attention is None else self.attention[row, origin]
+        self.state = tuple(tensor[row, origin] for tensor in self.state)
+
+    def done(self) -> torch.Tensor:
+        """Return whether all hypotheses of a sentence are finished: [n]."""
+        return (self.finished | self.log_probability.isneginf()).all(1)
+
+    def take(self, which: torch.Tensor) -> "_Beams":
+        """Return some of the sentences; which: [n] bool."""
+        return _Beams(
+            rows=self.rows[which],
+            tokens=self.tokens[which],
+            log_probability=self.log_probability[which],
+            finished=self.finished[which],
+            num_tokens=self.num_tokens[which],
+            attention=None if self.attention is None else self.attention[which],
+            state=tuple(tensor[which] for tensor in self.state),
+            context=tuple(tensor[which] for tensor in self.context),
+        )
+
+    def best(self, penalties: Penalties) -> dict[int, list[int]]:
+        """Return every sentence's best hypothesis without EOS, by row."""
+        scores = penalties.score(self.log_probability, self.num_tokens, self.attention)
+        winner = scores.argmax(1)
+        row = torch.arange(len(winner), device=winner.device)
+        tokens = self.tokens[row, winner].tolist()
+        return {i: _before_end(ids) for i, ids in zip(self.rows.tolist(), tokens, strict=True)}
+
+
+def beam_search(
+    step: Step,
+    state: Tensors,
+    context: Tensors,
+    *,
+    max_length: int,
+    beam_size: int = 5,
+    penalties: Penalties = MLPERF,
+) -> list[list[int]]:
+    """Return the best sentence found for each context.
+
+    Hypotheses compete by log-probability, finished ones among them, until all of a sentence's are finished; only then
+    do the penalties choose between them. Differs from MLPerf: the attention summed for the coverage belongs to the
+    hypothesis (there it stays where it was when hypotheses change places), and hypotheses that `max_length` ends
+    are scored by the same formula (there without penalties).
+
+    Args:
+        step: computes one token of every hypothesis.
+        state: what `step` carries from token to token, at the start: each [n, beam_size, ...], at least one.
+        context: what all hypotheses of a sentence share: each [n, ...].
+        max_length: most tokens to generate, EOS included.
+        beam_size: hypotheses per sentence.
+        penalties: how the winner is chosen.
+
+    Returns:
+        Token ids of n sentences, without BOS and EOS.
+
+    Raises:
+        ValueError: max_length or beam_size is less than 1.
+    """
+    if max_length < 1 or beam_size < 1:
+        raise ValueError(f"beam_search: max_length is {max_length}, beam_size {beam_size}, allowed is 1 or more")
+    beams = _start(state, context, beam_size)
+    found: dict[int, list[int]] = {}
+    for _ in range(max_length):
+        if not len(beams.rows):
+            break
+        beams.extend(step)
+        done = beams.done()
+        if done.any():
+            found |= beams.take(done).best(penalties)
+            beams = beams.take(~done)
+    found |= beams.best(penalties)
+    return [found[row] for row in range(len(found))]
+
+
+def _start(state: Tensors, context: Tensors, beam_size: int) -> _Beams:
+    """Return one hypothesis, BOS, per sentence; the others of the beam don't exist yet."""
+    num_sentences, device = len(state[0]), state[0].device
+    shape = (num_sentences, beam_size)
+    log_probability = torch.full(shape, -torch.inf, dtype=state[0].dtype, device=device)
+    log_probability[:, 0] = 0
+    return _Beams(
+        rows=torch.arange(num_sentences, device=device),
+        tokens=torch.empty(*shape, 0, dtype=torch.int64, device=device),
+        log_probability=log_probability,
+        finished=torch.zeros(shape, dtype=torch.bool, device=device),
+        num_tokens=torch.ones(shape, dtype=torch.int64, device=device),
+        attention=None,
+        state=state,
+        context=context,
+    )
+
+
+def _before_end(ids: list[int]) -> list[int]:
+    return ids[: ids.index(EOS)] if EOS in ids else ids

@@ -1,0 +1,311 @@
+"""GNMT for translation as MLPerf and PipeDream train it: LSTM layers, half of them in the encoder, and one attention.
+
+Wu et al. (2016), in the form of MLPerf v0.5 and of the PipeDream artifact, whose layers these are: eight LSTM layers
+(`gnmt8`) or sixteen (`gnmt16`), 1024 wide, and 32,320 tokens, MLPerf's 32,317 padded to a multiple of 8. Attention is
+computed once, from the first decoder layer, and read by all the others, so it crosses every cut of the decoder.
+
+Inside, time comes first and samples second: [tokens, samples, features].
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zoo import registry
+from zoo.attention import BahdanauAttention
+from zoo.beam_search import Tensors, beam_search
+from zoo.text import NUM_SPECIAL, PAD
+
+VOCABULARY = 32320
+
+
+class WordEmbedding(nn.Embedding):
+    """An embedding that also puts time first: tokens [samples, tokens] int64 to [tokens, samples, hidden]."""
+
+    one_layer = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' vectors."""
+        return super().forward(tokens.transpose(0, 1))
+
+
+class LSTMLayer(nn.Module):
+    """One LSTM in one direction, without dropout; gates are torch's: input, forget, cell, output.
+
+    Not `nn.LSTM`, which computes with a list of its weights that an engine replacing parameters doesn't reach.
+    """
+
+    one_layer = True
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
+        self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, hidden_size))
+        self.bias_ih = nn.Parameter(torch.empty(4 * hidden_size))
+        self.bias_hh = nn.Parameter(torch.empty(4 * hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, input] to [tokens, samples, hidden], starting from zeros."""
+        zeros = x.new_zeros(1, x.shape[1], self.hidden_size)
+        output, _, _ = torch.lstm(x, (zeros, zeros), self._weights(), True, 1, 0.0, self.training, False, False)
+        return output
+
+    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take one token: x [rows, input], state [rows, 2, hidden] (output, cell); return the output and the state."""
+        state = torch.stack(torch.lstm_cell(x, state.unbind(1), *self._weights()), 1)
+        return state[:, 0], state
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
+
+
+class BidirectionalLSTM(nn.Module):
+    """Two LSTMs, one of which reads every sentence from its last token; padding reaches neither."""
+
+    one_layer = True
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.there, self.back = LSTMLayer(hidden_size, hidden_size), LSTMLayer(hidden_size, hidden_size)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, hidden] to [tokens, samples, 2 hidden]; zeros in the first half where padding is.
+
+        Args:
+            x: padded on the right.
+            lengths: tokens of every sample: [samples] int64.
+        """
+        position = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+        is_token = position < lengths
+        reversed_position = torch.where(is_token, lengths - 1 - position, position).unsqueeze(2).expand_as(x)
+        there = self.there(x) * is_token.unsqueeze(2).to(x.dtype)
+        back = self.back(x.gather(0, reversed_position))
+        return torch.cat((there, back.gather(0, reversed_position)), 2)
+
+
+class RecurrentAttention(nn.Module):
+    """The first decoder layer: an LSTM, and what each of its outputs attends to in the source."""
+
+    one_layer = True
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.rnn = LSTMLayer(hidden_size, hidden_size)
+        self.attention = BahdanauAttention(hidden_size)
+
+    def forward(
+        self, x: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the LSTM's outputs and what each attends to, both [target tokens, samples, hidden].
+
+        Args:
+            x: [target tokens, samples, hidden].
+            memory: the encoder's outputs: [source tokens, samples, hidden].
+            lengths: source tokens of every sample: [samples] int64.
+        """
+        x = self.rnn(x)
+        memory = memory.transpose(0, 1)
+        attended, _ = self.attention(x.transpose(0, 1), memory, self.attention.linear_k(memory), lengths)
+        return x, attended.transpose(0, 1)
+
+
+class Classifier(nn.Linear):
+    """The product with the target's vocabulary; it puts samples first again."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, hidden] to logits [samples, tokens, vocabulary]."""
+        return super().forward(x.transpose(0, 1).contiguous())
+
+
+class GNMT(nn.Module):
+    """The translator; see `gnmt8` for its options.
+
+    Inputs are `source` [samples, source tokens] int64, `source_length` [samples] int64, and `target_in` [samples,
+    target tokens] int64, which starts with BOS. Padding, on the right, influences nothing.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        source_vocabulary: int,
+        target_vocabulary: int,
+        dropout: float,
+        input_dropout: float,
+        share_embedding: bool,
+    ) -> None:
+        super().__init__()
+        half = num_layers // 2
+        self.source_embedder = WordEmbedding(source_vocabulary, hidden_size, padding_idx=PAD)
+        self.bidirectional = BidirectionalLSTM(hidden_size)
+        self.encoder = nn.ModuleList(LSTMLayer((1 + (i == 0)) * hidden_size, hidden_size) for i in range(half - 1))
+        self.target_embedder = (
+            self.source_embedder if share_embedding else WordEmbedding(target_vocabulary, hidden_size, padding_idx=PAD)
+        )
+        self.attention = RecurrentAttention(hidden_size)
+        self.decoder = nn.ModuleList(LSTMLayer(2 * hidden_size, hidden_size) for _ in range(half - 1))
+        self.classifier = Classifier(hidden_size, target_vocabulary)
+        self.dropout = nn.Dropout(dropout)
+        self.input_dropout = nn.Dropout(input_dropout) if input_dropout else None
+
+    def forward(self, source: torch.Tensor, source_length: torch.Tensor, target_in: torch.Tensor) -> torch.Tensor:
+        """Return the logits of every next token: [samples, target tokens, target vocabulary] float."""
+        memory = self._encode(source, source_length)
+        y, attended = self.attention(self._embed(self.target_embedder, target_in), memory, source_length)
+        y = self.decoder[0](torch.cat((self.dropout(y), attended), 2))
+        for lstm in list(self.decoder)[1:]:  # residual from the third layer on, as in the encoder
+            y = lstm(torch.cat((self.dropout(y), attended), 2)) + y
+        logits: torch.Tensor = self.classifier(y)
+        return logits
+
+    @torch.no_grad()
+    def translate(
+        self, source: torch.Tensor, source_length: torch.Tensor, *, max_length: int, beam_size: int = 5
+    ) -> list[list[int]]:
+        """Return the translations of sentences, by beam search with MLPerf's penalties (zoo/beam_search.py).
+
+        Args:
+            source: padded on the right: [samples, source tokens] int64.
+            source_length: [samples] int64.
+            max_length: most tokens to generate, EOS included.
+            beam_size: hypotheses per sentence.
+
+        Returns:
+            Target ids without BOS and EOS.
+
+        Raises:
+            ValueError: max_length or beam_size is less than 1.
+        """
+        memory = self._encode(source, source_length).transpose(0, 1)
+        keys = self.attention.attention.linear_k(memory)
+        num_layers, hidden_size = 1 + len(self.decoder), self.classifier.in_features
+        states = memory.new_zeros(len(source), beam_size, num_layers, 2, hidden_size)
+        context = (memory, keys, source_length)
+        return beam_search(self._step, (states,), context, max_length=max_length, beam_size=beam_size)
+
+    def _encode(self, source: torch.Tensor, source_length: torch.Tensor) -> torch.Tensor:
+        """Return the memory: [source tokens, samples, hidden]."""
+        x = self.bidirectional(self._embed(self.source_embedder, source), source_length)
+        x = self.encoder[0](self.dropout(x))
+        for lstm in list(self.encoder)[1:]:
+            x = lstm(self.dropout(x)) + x
+        memory: torch.Tensor = x
+        return memory
+
+    def _embed(self, embedder: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        vectors: torch.Tensor = embedder(tokens)
+        return vectors if self.input_dropout is None else self.input_dropout(vectors)
+
+    def _step(
+        self, tokens: torch.Tensor, state: Tensors, context: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+        """Compute one token of every hypothesis: what `forward` does after the encoder; see zoo/beam_search.py."""
+        memory, keys, lengths = context
+        before = state[0].flatten(0, 1).unbind(1)
+        y, after = self.attention.rnn.step(self.target_embedder(tokens.reshape(-1, 1))[0], before[0])
+        attended, weights = self.attention.attention(y.view(*tokens.shape, -1), memory, keys, lengths)
+        attended, states = attended.flatten(0, 1), [after]
+        for index, lstm in enumerate(self.decoder):
+            assert isinstance(lstm, LSTMLayer)
+            x, after = lstm.step(torch.cat((y, attended), 1), before[index + 1])
+            y = x + y if index else x
+            states.append(after)
+        logits = self.classifier(y.unsqueeze(0)).view(*tokens.shape, -1)
+        return functional.log_softmax(logits, -1), weights, (torch.stack(states, 1).view_as(state[0]),)
+
+
+@registry.model("gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout")
+def gnmt8(
+    hidden_size: int = 1024,
+    source_vocabulary: int = VOCABULARY,
+    target_vocabulary: int = VOCABULARY,
+    dropout: float = 0.2,
+    input_dropout: float = 0.0,
+    share_embedding: bool = False,
+    init_range: float = 0.1,
+) -> GNMT:
+    """Build GNMT with four encoder and four decoder layers (PipeDream, Table 1: GNMT-8).
+
+    Args:
+        hidden_size: width of embeddings and LSTM layers, at least 1.
+        source_vocabulary: tokens of the source's language, at least 4.
+        target_vocabulary: tokens of the target's language, at least 4.
+        dropout: probability before every LSTM layer but the two that read embeddings, in [0, 1).
+        input_dropout: probability before those two. The PipeDream artifact has none there; MLPerf v0.6 has 0.2.
+        share_embedding: one embedding for both languages, as MLPerf; needs equal vocabularies. PipeDream's artifact
+            trains with two and so does the default: pipebench keeps tied parameters in one stage, and a shared
+            embedding would put everything between the encoder's start and the decoder's into that stage.
+        init_range: parameters start uniformly between minus this and this, more than 0.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    return _build(
+        "gnmt8", 8, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding,
+        init_range,
+    )  # fmt: skip
+
+
+@registry.model("gnmt16", "GNMT with 16 LSTM layers: gnmt8 with twice the layers")
+def gnmt16(
+    hidden_size: int = 1024,
+    source_vocabulary: int = VOCABULARY,
+    target_vocabulary: int = VOCABULARY,
+    dropout: float = 0.2,
+    input_dropout: float = 0.0,
+    share_embedding: bool = False,
+    init_range: float = 0.1,
+) -> GNMT:
+    """Build GNMT with eight encoder and eight decoder layers (PipeDream, Table 1: GNMT-16); options as for `gnmt8`.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    return _build(
+        "gnmt16", 16, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding,
+        init_range,
+    )  # fmt: skip
+
+
+def _build(
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    source_vocabulary: int,
+    target_vocabulary: int,
+    dropout: float,
+    input_dropout: float,
+    share_embedding: bool,
+    init_range: float,
+) -> GNMT:
+    least = {"hidden_size": (hidden_size, 1), "source_vocabulary": (source_vocabulary, NUM_SPECIAL)}
+    for option, (value, smallest) in (least | {"target_vocabulary": (target_vocabulary, NUM_SPECIAL)}).items():
+        if value < smallest:
+            raise ValueError(f"{name}: {option} is {value}, allowed is {smallest} or more")
+    for option, probability in (("dropout", dropout), ("input_dropout", input_dropout)):
+        if not 0 <= probability < 1:
+            raise ValueError(f"{name}: {option} is {probability}, allowed is 0 or more and less than 1")
+    if init_range <= 0:
+        raise ValueError(f"{name}: init_range is {init_range}, allowed is more than 0")
+    if share_embedding and source_vocabulary != target_vocabulary:
+        raise ValueError(
+            f"{name}: share_embedding is true, allowed is false for vocabularies of unequal sizes, here "
+            f"{source_vocabulary} and {target_vocabulary}"
+        )
+    model = GNMT(num_layers, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding)
+    _initialise(model, init_range)
+    return model
+
+
+def _initialise(model: GNMT, init_range: float) -> None:
+    """Draw all parameters as MLPerf does."""
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -init_range, init_range)
+    for module in model.modules():
+        if isinstance(module, LSTMLayer):
+            nn.init.zeros_(module.bias_hh)  # added to the other bias: one of them is enough
+    nn.init.constant_(model.attention.attention.normalize_scalar, model.classifier.in_features**-0.5)
+    nn.init.zeros_(model.attention.attention.normalize_bias)
