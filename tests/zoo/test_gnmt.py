@@ -1,0 +1,267 @@
+"""GNMT: sizes by closed formulas, padding that reaches nothing, every cut, and translation against the forward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from pipebench.graph import trace
+from pipebench.profile import DEVICES
+from pipebench.profile.analytic import analytic_profile
+from pipebench.recipe.schema import OptimizerRecipe
+from tests.zoo.cuts import check_every_cut
+from zoo.gnmt import GNMT, gnmt8, gnmt16
+from zoo.text import BOS, EOS, PAD, pad_rows
+from zoo.translation import Translation, TranslationOptions
+
+SMALL: dict[str, Any] = {"hidden_size": 6, "source_vocabulary": 11, "target_vocabulary": 13, "init_range": 0.5}
+LOUD = {"hidden_size": 16, "init_range": 1.0}  # outputs that differ from sentence to sentence without training
+WIDTH, VOCABULARY = 1024, 32320
+
+
+class Pairs(Translation):
+    """Sentence pairs of different lengths that mean nothing."""
+
+    def __init__(
+        self, columns: tuple[int | None, int | None] = (None, None), typical: tuple[int, int] = (9, 8)
+    ) -> None:
+        options = TranslationOptions(
+            "pairs", 6, 2, 13, *columns, typical_columns=typical, max_written=8, label_smoothing=0.1, num_scored=0
+        )
+        super().__init__(options)
+
+    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
+        """Return 1 to 6 tokens; the sides differ."""
+        vocabulary, shift = (11, 1) if side == "source" else (13, 4)
+        return [[4 + (3 * i + j) % (vocabulary - 4) for j in range(1 + (i + shift) % 6)] for i in indices]
+
+    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
+        """Return tokens as words."""
+        return [self.text(row) for row in self.tokens(side, "eval", indices)]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return tokens as words."""
+        return " ".join(map(str, ids))
+
+
+def make(num_layers: int = 8, **options: Any) -> GNMT:
+    torch.manual_seed(1)
+    return (gnmt8 if num_layers == 8 else gnmt16)(**(SMALL | {"dropout": 0.0} | options)).double()
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def expected_parameters(num_layers: int, width: int, source: int, target: int) -> int:
+    """Per LSTM four gates, each with a matrix for its input, one for its output and two biases."""
+
+    def lstm(inputs: int) -> int:
+        return 4 * width * (inputs + width + 2)
+
+    half = num_layers // 2
+    embeddings, classifier = (source + target) * width, target * (width + 1)
+    encoder = 2 * lstm(width) + lstm(2 * width) + (half - 2) * lstm(width)
+    attention = 2 * width**2 + 2 * width + 1
+    decoder = lstm(width) + attention + (half - 1) * lstm(2 * width)
+    return embeddings + encoder + decoder + classifier
+
+
+@pytest.mark.parametrize(("name", "num_layers", "millions"), [("gnmt8", 8, 193.8), ("gnmt16", 16, 277.7)])
+def test_full_size_by_a_closed_formula(name: str, num_layers: int, millions: float) -> None:
+    with torch.device("meta"):
+        model = zoo.MODELS[name].make()
+    expected = expected_parameters(num_layers, WIDTH, VOCABULARY, VOCABULARY)
+    assert num_parameters(model) == expected
+    assert expected / 1e6 == pytest.approx(millions, abs=0.05)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_shared_embedding_saves_one() -> None:
+    with torch.device("meta"):
+        model = gnmt8(share_embedding=True)
+    assert num_parameters(model) == expected_parameters(8, WIDTH, 0, VOCABULARY)
+    graph = trace(model)
+    assert graph.layers[graph.index_of("source_embedder")].parameters == ("source_embedder.weight",)
+    assert graph.layers[graph.index_of("source_embedder_1")].parameters == ("source_embedder.weight",)
+
+
+@pytest.mark.parametrize("num_layers", [8, 16])
+def test_layers_are_those_of_the_artifact_s_profile(num_layers: int) -> None:
+    """No layer is named in a recipe; dropout stands before every LSTM but the two that read embeddings."""
+    half = num_layers // 2
+    graph = trace(make(num_layers, dropout=0.2))
+    residual_encoder = ["Dropout", "LSTMLayer", "add"]
+    first = ["WordEmbedding", "BidirectionalLSTM", "Dropout", "LSTMLayer", *residual_encoder * (half - 2)]
+    attention = ["WordEmbedding", "RecurrentAttention", "getitem", "getitem", "Dropout", "cat", "LSTMLayer"]
+    decoder = ["Dropout", "cat", "LSTMLayer", "add"] * (half - 2)
+    assert [layer.kind for layer in graph.layers] == [*first, *attention, *decoder, "Classifier"]
+    attended = graph.layers[graph.index_of("getitem_1")].index
+    readers = [layer.kind for layer in graph.layers if attended in layer.reads]
+    assert readers == ["cat"] * (half - 1)
+
+
+def test_dropout_of_the_embeddings_is_an_option() -> None:
+    kinds = [layer.kind for layer in trace(make(input_dropout=0.2)).layers]
+    assert kinds[:3] == ["WordEmbedding", "Dropout", "BidirectionalLSTM"]
+    assert kinds.count("Dropout") == 6 + 2
+
+
+def test_initialisation() -> None:
+    torch.manual_seed(0)
+    model = gnmt8(hidden_size=32, source_vocabulary=50, target_vocabulary=60)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias_hh", "normalize_bias")):
+            assert not parameter.any()
+        elif name.endswith("normalize_scalar"):
+            assert parameter.item() == pytest.approx(32**-0.5)
+        else:
+            assert 0.08 < parameter.abs().max() <= 0.1
+    torch.manual_seed(0)
+    again = gnmt8(hidden_size=32, source_vocabulary=50, target_vocabulary=60)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_lstm_layer_is_torchs() -> None:
+    layer = make().encoder[0]
+    theirs = nn.LSTM(12, 6).double()
+    theirs.load_state_dict({f"{name}_l0": value for name, value in layer.state_dict().items()})
+    x = torch.randn(5, 3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    output, (hidden, cell) = theirs(x)
+    torch.testing.assert_close(layer(x), output)
+    state = torch.zeros(3, 2, 6, dtype=torch.float64)
+    for step in range(5):
+        y, state = layer.step(x[step], state)  # type: ignore[operator]
+        torch.testing.assert_close(y, output[step])
+    torch.testing.assert_close(state, torch.stack((hidden[0], cell[0]), 1))
+
+
+def test_the_first_layer_is_a_bidirectional_lstm_over_packed_sentences() -> None:
+    """Torch's own, on sentences packed by length, is the oracle."""
+    layer = make().bidirectional
+    theirs = nn.LSTM(6, 6, bidirectional=True).double()
+    weights = {f"{name}_l0": value for name, value in layer.there.state_dict().items()}
+    weights |= {f"{name}_l0_reverse": value for name, value in layer.back.state_dict().items()}
+    theirs.load_state_dict(weights)
+    lengths = torch.tensor([4, 1, 7, 5])
+    x = torch.randn(7, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    expected, _ = nn.utils.rnn.pad_packed_sequence(theirs(packed)[0])
+    is_token = (torch.arange(7).unsqueeze(1) < lengths).unsqueeze(2)
+    torch.testing.assert_close(layer(x, lengths) * is_token, expected)
+
+
+@pytest.mark.parametrize("num_layers", [8, 16])
+def test_padding_of_the_source_influences_nothing(num_layers: int) -> None:
+    """Neither other tokens in its place nor more of it change an output or a gradient."""
+    model, length = make(num_layers), torch.tensor([3, 5])
+    source, target = torch.tensor([[4, 5, 6, 0, 0], [7, 8, 9, 4, 5]]), torch.tensor([[BOS, 5, 6], [BOS, 7, 12]])
+    other, longer = source.clone(), nn.functional.pad(source, (0, 4))
+    other[0, 3:] = 10
+
+    def outcome(source: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        logits = model(source, length, target)
+        logits.square().sum().backward()
+        return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    expected = outcome(source)
+    for changed in (other, longer):
+        for found, wanted in zip(outcome(changed), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    assert not model.source_embedder.weight.grad[PAD].any()
+
+
+def test_what_is_not_padding_matters() -> None:
+    """The last token of the source reaches the first output, and no output depends on tokens after it."""
+    model, length = make(), torch.tensor([4])
+    source, target = torch.tensor([[4, 5, 6, 7]]), torch.tensor([[BOS, 5, 6, 7]])
+    plain = model(source, length, target)
+    assert not torch.equal(model(torch.tensor([[4, 5, 6, 8]]), length, target)[:, 0], plain[:, 0])
+    after = model(source, length, torch.tensor([[BOS, 5, 12, 7]]))
+    assert torch.equal(after[:, :2], plain[:, :2])
+    assert not torch.equal(after[:, 2], plain[:, 2])
+
+
+def test_every_cut_computes_the_whole() -> None:
+    """Sources of different lengths; the memory of the attention and what was attended to cross."""
+    assert check_every_cut(make(), Pairs(), 5) == 25
+    assert check_every_cut(make(), Pairs((12, 10)), 4, num_stages=5, num_random=4) == 16
+
+
+def test_every_cut_of_sixteen_layers() -> None:
+    assert check_every_cut(make(16), Pairs(), 3, every=3) == 18
+
+
+def test_cuts_that_part_a_shared_embedding_are_refused() -> None:
+    """Of all places, those after the embedding's second reader are left: there is none before the first."""
+    num_layers = len(trace(make()).layers)
+    shared = make(share_embedding=True, source_vocabulary=13)
+    between = trace(shared).index_of("source_embedder_1")
+    assert check_every_cut(shared, Pairs(), 3) == num_layers - 1 - between
+
+
+def greedily(model: GNMT, source: list[int], max_length: int) -> list[int]:
+    """Run the whole forward again for every token."""
+    written = [BOS]
+    for _ in range(max_length):
+        logits = model(torch.tensor([source]), torch.tensor([len(source)]), torch.tensor([written]))
+        written.append(int(logits[0, -1].argmax()))
+        if written[-1] == EOS:
+            break
+    return written[1 : len(written) - (written[-1] == EOS)]
+
+
+@pytest.mark.parametrize("num_layers", [8, 16])
+def test_carried_states_translate_as_the_whole_forward_does(num_layers: int) -> None:
+    model = make(num_layers, **LOUD).eval()
+    sentences = [[BOS, *row, EOS] for row in Pairs().tokens("source", "train", range(6))]
+    source, lengths = pad_rows(sentences), torch.tensor([len(row) for row in sentences])
+    found = model.translate(source, lengths, max_length=7, beam_size=1)
+    assert found == [greedily(model, row, 7) for row in sentences]
+    assert len({tuple(row) for row in found}) > 2
+
+
+def test_batches_translate_as_single_sentences_do() -> None:
+    model = make(**LOUD).eval()
+    sentences = [[BOS, *row, EOS] for row in Pairs().tokens("source", "train", range(6))]
+    source, lengths = pad_rows(sentences), torch.tensor([len(row) for row in sentences])
+    together = model.translate(source, lengths, max_length=7)
+    alone = [model.translate(torch.tensor([row]), torch.tensor([len(row)]), max_length=7)[0] for row in sentences]
+    assert together == alone
+    greedy = model.translate(source, lengths, max_length=7, beam_size=1)
+    assert together != greedy
+
+
+@pytest.mark.parametrize("make_model", [gnmt8, gnmt16])
+def test_a_v100_s_profile_takes_seconds(make_model: Any) -> None:
+    """Nothing is computed: shapes only, from the full-size model on the meta device."""
+    with torch.device("meta"):
+        graph = trace(make_model())
+    optimizer = OptimizerRecipe(name="adam", lr=3e-4)
+    profile = analytic_profile(graph, Pairs(typical=(50, 50)), [64], DEVICES["V100"], optimizer, "gnmt")
+    rows = {row.name: row for row in profile.layers[64]}
+    assert rows["encoder_1"].output_bytes == 50 * 64 * WIDTH * 4
+    assert rows["classifier"].output_bytes == 64 * 50 * VOCABULARY * 4
+    assert 0.1 < sum(row.forward_s + row.backward_s for row in rows.values()) < 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden_size": 0},
+        {"source_vocabulary": 3},
+        {"target_vocabulary": 3},
+        {"dropout": 1.0},
+        {"input_dropout": -0.1},
+        {"init_range": 0.0},
+        {"share_embedding": True, "source_vocabulary": 10},
+    ],
+)
+@pytest.mark.parametrize("name", ["gnmt8", "gnmt16"])
+def test_options_out_of_range(name: str, options: dict[str, Any]) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=rf"^{name}: {next(iter(options))} is .* allowed is"):
+        zoo.MODELS[name].make(**options)
