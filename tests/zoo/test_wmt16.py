@@ -1,0 +1,250 @@
+"""WMT16: files of MLPerf's layout, small; what is kept, bucketed, padded, put back into sentences and scored."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from zoo import line_index
+from zoo import wmt16 as module
+from zoo.text import BOS, EOS, PAD, UNK
+from zoo.translation import copy_baseline
+from zoo.wmt16 import Wmt16, wmt16
+
+FIELDS = ("source", "source_length", "target_in", "target_out")
+WORDS = [f"w{i}" for i in range(20)]
+VOCABULARY = [*WORDS, "Kat@@", "zen", "Katze", "und", ",", "sü@@", "ß", "cats", "and", "&quot;", "."]
+# Training pairs of 3, 48, 49 and 10 source tokens; the third is past MLPerf's 50 with begin and end, the fourth too.
+SOURCES = ["cats and w0", " ".join(["w1"] * 48), " ".join(["w2"] * 49), " ".join(["w3"] * 10), "w4"]
+TARGETS = ["Kat@@ zen und w0 .", "w1", "w2", " ".join(["w3"] * 49), " ".join(["w4"] * 18)]
+HELD_OUT_SOURCES = ["cats , cats and cats .", "&quot; w5 &quot; never seen"]
+HELD_OUT_TARGETS = ["Kat@@ zen , Katze und Kat@@ zen .", "&quot; sü@@ ß &quot; ."]
+REFERENCES = ["Katzen, Katze und Katzen.", '"süß".']
+
+
+def write(folder: Path, name: str, lines: Sequence[str]) -> None:
+    (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "wmt16"
+    folder.mkdir()
+    write(folder, "train.tok.clean.bpe.32000.en", SOURCES)
+    write(folder, "train.tok.clean.bpe.32000.de", TARGETS)
+    write(folder, "newstest2014.tok.bpe.32000.en", HELD_OUT_SOURCES)
+    write(folder, "newstest2014.tok.bpe.32000.de", HELD_OUT_TARGETS)
+    write(folder, "newstest2014.de", REFERENCES)
+    write(folder, "vocab.bpe.32000", VOCABULARY)
+    return folder
+
+
+def small(root: Path | str, num_train: int = 3, num_eval: int = 2, vocabulary: int = 40) -> Wmt16:
+    dataset: Wmt16 = wmt16(root=str(root), num_train=num_train, num_eval=num_eval, vocabulary=vocabulary)
+    return dataset
+
+
+class Dictionary(nn.Module):
+    """Translates by returning, for each source, what it was given for it."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
+        super().__init__()
+        self.known = known
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def translate(self, source: torch.Tensor, source_length: torch.Tensor, *, max_length: int) -> list[list[int]]:
+        assert max_length == 80
+        rows = [tuple(row[:n].tolist()) for row, n in zip(source, source_length.tolist(), strict=True)]
+        return [self.known[row] for row in rows]
+
+
+def test_declared_sizes_are_mlperfs_and_need_no_file() -> None:
+    dataset = wmt16()
+    assert (dataset.num_train, dataset.num_eval, dataset.options.vocabulary) == (3_498_161, 3003, 32_320)
+    assert zoo.DATASETS["wmt16"].make is wmt16
+    example = dataset.example(64)
+    assert all(tensor.is_meta for tensor in example.values())
+    assert {field: tuple(tensor.shape) for field, tensor in example.items()} == {
+        "source": (64, 30), "source_length": (64,), "target_in": (64, 30), "target_out": (64, 30),
+    }  # fmt: skip
+
+
+def test_the_layout_is_accepted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small(root).check()
+    monkeypatch.setenv("PIPEBENCH_DATA", str(root.parent))
+    small("").check()
+
+
+def test_pairs_too_long_on_a_side_are_left_out(root: Path) -> None:
+    """50 tokens with begin and end are kept, 51 aren't: what is left is the first, second and fifth pair."""
+    dataset = small(root)
+    found = dataset.tokens("source", "train", range(3))
+    assert [len(row) for row in found] == [3, 48, 1]
+    assert [len(row) for row in dataset.tokens("target", "train", range(3))] == [5, 1, 18]
+
+
+def test_buckets_are_a_fifth_of_the_length_wide(root: Path) -> None:
+    """Lengths 7, 50 and 20 with begin and end, over a width of 10: 0, 5 (of which there is none: 4), 2."""
+    assert list(small(root).buckets()) == [0, 4, 2]
+
+
+def test_tokens_are_numbered_in_the_vocabularys_order(root: Path) -> None:
+    dataset = small(root)
+    ids = {word: 4 + position for position, word in enumerate(VOCABULARY)}
+    assert dataset.tokens("source", "train", [0]) == [[ids["cats"], ids["and"], ids["w0"]]]
+    assert dataset.tokens("source", "eval", [1]) == [[ids["&quot;"], ids["w5"], ids["&quot;"], UNK, UNK]]
+
+
+def test_a_minibatch_is_as_wide_as_its_longest_sentence(root: Path) -> None:
+    dataset = small(root)
+    fields = dataset.fetch("train", [0, 2], FIELDS)
+    assert fields["source"].tolist() == [[BOS, 31, 32, 4, EOS], [BOS, 8, EOS, PAD, PAD]]
+    assert fields["source_length"].tolist() == [5, 3]
+    assert fields["target_in"].shape == fields["target_out"].shape == (2, 19)
+    assert fields["target_in"][0].tolist() == [BOS, 24, 25, 27, 4, 34] + [PAD] * 13
+    assert fields["target_out"][0].tolist() == [24, 25, 27, 4, 34, EOS] + [PAD] * 13
+    assert dataset.fetch("train", [2], ["source"])["source"].shape == (1, 3)
+
+
+def test_weight_is_the_number_of_target_tokens(root: Path) -> None:
+    dataset = small(root)
+    for split, indices in (("train", [0, 1, 2]), ("train", [2]), ("eval", [1, 0])):
+        written = dataset.fetch(split, indices, ["target_out"])["target_out"]
+        assert dataset.weight(split, indices) == int((written != PAD).sum())
+
+
+def test_only_the_side_asked_for_is_read(root: Path) -> None:
+    dataset = small(root)
+    dataset.weight("train", [0])  # both files are scanned once, before one goes
+    expected = dataset.fetch("train", [0, 1], ["source", "source_length"])
+    target = root / "train.tok.clean.bpe.32000.de"
+    content = target.read_bytes()
+    state = target.stat()
+    target.write_bytes(b"\n" * len(content))
+    os.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
+    again = dataset.fetch("train", [0, 1], ["source", "source_length"])
+    assert all(torch.equal(again[field], expected[field]) for field in expected)
+    assert int(dataset.fetch("train", [0], ["target_in"])["target_in"].max()) == BOS
+
+
+def test_the_index_is_kept_and_made_anew_when_files_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans: list[Path] = []
+    scan = line_index.scan
+
+    def counted(path: Path) -> line_index.LineIndex:
+        scans.append(path)
+        return scan(path)
+
+    monkeypatch.setattr(line_index, "scan", counted)
+    module._pairs.cache_clear()
+    small(root).tokens("source", "train", [0])
+    assert len(scans) == 2
+    module._pairs.cache_clear()
+    small(root).tokens("source", "train", [0])
+    assert len(scans) == 2
+    for kept in (root.parent / "cache" / "pipebench" / "wmt16").iterdir():
+        kept.write_bytes(kept.read_bytes()[:-10])
+    module._pairs.cache_clear()
+    assert len(small(root).tokens("source", "train", range(3))) == 3
+    assert len(scans) == 4
+    write(root, "train.tok.clean.bpe.32000.en", ["w0 w0", *SOURCES[1:]])
+    assert small(root).tokens("source", "train", [0]) == [[4, 4]]
+    assert len(scans) == 6
+
+
+def test_construction_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
+    small("/nowhere").example(3)
+    small("").example(3)
+
+
+def test_sentences_are_put_back_together(root: Path) -> None:
+    dataset = small(root)
+    for index, reference in enumerate(REFERENCES):
+        (ids,) = dataset.tokens("target", "eval", [index])
+        assert dataset.text(ids) == reference
+    assert dataset.held_out("target", [1, 0]) == REFERENCES[::-1]
+    assert dataset.held_out("source", [0]) == ["cats, cats and cats."]
+    assert dataset.text([BOS, 26, UNK, EOS, PAD, 39]) == "Katze <unk>"
+
+
+def test_bleu_of_the_whole_model(root: Path) -> None:
+    """A perfect model scores 100, one that copies less; the last batch of one sentence is no different."""
+    dataset = small(root)
+    sources = dataset.tokens("source", "eval", range(2))
+    targets = dataset.tokens("target", "eval", range(2))
+    framed = [(BOS, *row, EOS) for row in sources]
+    perfect = Dictionary(dict(zip(framed, targets, strict=True)))
+    assert dataset.whole_model_metrics(perfect) == {"bleu": pytest.approx(100)}
+    copying = Dictionary(dict(zip(framed, sources, strict=True)))
+    assert dataset.whole_model_metrics(copying)["bleu"] < 20
+    assert copy_baseline(dataset) < 20
+    assert dataset.notes()["bleu"].startswith("nrefs:1|case:lc|eff:no|tok:intl|smooth:exp|")
+
+
+@pytest.mark.parametrize("name", ["vocab.bpe.32000", "newstest2014.de", "train.tok.clean.bpe.32000.en"])
+def test_a_missing_file_is_one_sentence(root: Path, name: str) -> None:
+    (root / name).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"has no {name}; expected is what MLPerf's GNMT preparation leaves: "):
+        small(root).check()
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^wmt16: .*nothing is no folder; expected is one with train\.tok"):
+        small(tmp_path / "nothing").check()
+    monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
+    with pytest.raises(
+        FileNotFoundError, match=r"^wmt16: no folder is given, set its option root, or PIPEBENCH_DATA to"
+    ):
+        small("").check()
+
+
+def test_other_sizes_name_the_option_to_set(root: Path) -> None:
+    for dataset, message in (
+        (small(root, num_train=4), "^wmt16: 3 train pairs are there, set num_train, now 4, to that$"),
+        (small(root, num_eval=3), "^wmt16: 2 eval pairs are there, set num_eval, now 3, to that$"),
+        (small(root, vocabulary=48), r"^wmt16: vocab\.bpe\.32000 makes 40 token ids, set vocabulary, now 48, to that$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataset.check()
+
+
+def test_sides_of_unequal_length_are_refused(root: Path) -> None:
+    write(root, "train.tok.clean.bpe.32000.de", TARGETS[:-1])
+    with pytest.raises(ValueError, match=r"has 5 lines and train\.tok\.clean\.bpe\.32000\.de 4, expected is one per"):
+        small(root).check()
+    write(root, "train.tok.clean.bpe.32000.de", TARGETS)
+    write(root, "newstest2014.de", REFERENCES[:1])
+    with pytest.raises(ValueError, match=r"newstest2014\.de has 1 lines, expected is one for each of 2 pairs"):
+        small(root).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 4}, "max_length is 4, allowed is 5 or more"),
+        ({"max_written": 0}, "max_written is 0, allowed is 1 or more"),
+        ({"typical_length": 51}, "typical_length is 51, allowed is 3 to max_length, 50"),
+        ({"vocabulary": 32_317}, "vocabulary is 32317, allowed is a multiple of 8"),
+        ({"num_train": 0}, "num_train is 0, allowed is 1 or more"),
+        ({"num_scored": 3004}, r"num_scored is 3004, allowed is 0 \(all\) to num_eval, 3003"),
+        ({"label_smoothing": -0.1}, "label_smoothing is -0.1, allowed is 0 up to, not with, 1"),
+    ],
+)
+def test_wrong_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^wmt16: {message}"):
+        wmt16(**options)
+
+
+def test_missing_package_is_one_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module._detokenizer.cache_clear()
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    wanted = r"^wmt16 needs the package sacremoses: pip install \"pipebench\[data\]\"$"
+    with pytest.raises(ImportError, match=wanted):
+        small(root).check()

@@ -1,0 +1,239 @@
+"""WMT16 English-German as MLPerf's GNMT prepares it: tokenised text in byte pairs, and its vocabulary.
+
+PipeDream (SOSP'19), Table 1, trains GNMT on it to BLEU 21.8, MLPerf v0.5's target. MLPerf's preparation tokenises
+Europarl, Common Crawl and News Commentary as Moses does, leaves out pairs with more than 80 tokens on a side or
+characters that Latin-1 lacks, learns 32,000 merges on both languages, and leaves the files named below.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from zoo import line_index, registry
+from zoo.bpe import undo_marks
+from zoo.line_index import Integers, LineIndex
+from zoo.places import cache_folder, data_folder, write_whole
+from zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK, round_up
+from zoo.translation import SIDES, Translation, TranslationOptions, check_split
+
+# Pairs and ids in the logs of MLPerf Training v0.5's closed GNMT submissions: 4,068,191 pairs, 3,498,161 of them within
+# 50 tokens, and a vocabulary padded to 32,320 ids. newstest2014 has 3,003 sentences.
+NUM_TRAIN, NUM_EVAL, VOCABULARY = 3_498_161, 3003, 32_320
+MAX_LENGTH, NUM_BUCKETS = 50, 5
+# Mean of the same logs: 61,500 tokens/s in minibatches of 128 pairs and 0.101 s are 24 tokens a side; padding to the
+# top of a bucket that is 10 wide adds about half a bucket.
+TYPICAL_LENGTH = 30
+_VOCABULARY_MULTIPLE = 8  # as MLPerf pads it
+_FRAME = 2  # begin and end, which MLPerf counts as tokens
+_LANGUAGES = {"source": "en", "target": "de"}
+_VOCABULARY_FILE = "vocab.bpe.32000"
+_REFERENCE_FILE = "newstest2014.de"
+_LAYOUT = (
+    *(f"{text}.bpe.32000.{lang}" for text in ("train.tok.clean", "newstest2014.tok") for lang in ("en", "de")),
+    _VOCABULARY_FILE,
+    _REFERENCE_FILE,
+)
+
+
+class Wmt16(Translation):
+    """WMT16 English-German; fields as in `Translation`, a minibatch padded to its longest sentence.
+
+    Training pairs with a side of more than `max_length` tokens, begin and end included, are left out, as in MLPerf.
+    Held out is newstest2014. Tokens of the vocabulary file have ids from 4, in its order.
+    """
+
+    def __init__(self, options: TranslationOptions, root: str, max_length: int) -> None:
+        super().__init__(options)
+        self.root, self.max_length = root, max_length
+
+    def check(self) -> None:
+        """Raise OSError, ImportError or ValueError unless the files are there and of the declared sizes."""
+        folder = data_folder("wmt16", self.root)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"wmt16: {folder} is no folder; expected is one with {', '.join(_LAYOUT)}")
+        missing = [name for name in _LAYOUT if not (folder / name).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"wmt16: {folder} has no {', '.join(missing)}; expected is what MLPerf's GNMT preparation leaves: "
+                f"{', '.join(_LAYOUT)}"
+            )
+        self._check_sizes()
+        _detokenizer("target")
+
+    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of sentences, without begin and end."""
+        ids = _ids(self._place(_VOCABULARY_FILE))
+        return [[ids.get(token, UNK) for token in line.split()] for line in self._lines(side, split, indices)]
+
+    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
+        """Return sentences of newstest2014: German as published, English put together from its tokens."""
+        if side == "target":
+            path = data_folder("wmt16", self.root) / _REFERENCE_FILE
+            starts = _index(line_index.fingerprint(path), path).starts
+            return [line.decode().strip() for line in line_index.read_lines(path, starts[_rows(indices)])]
+        return [_detokenised(side, line.decode()) for line in self._lines(side, "eval", indices)]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what German tokens say: byte pairs joined, then detokenised as Moses does."""
+        words = _words(self._place(_VOCABULARY_FILE))
+        return _detokenised("target", " ".join(words[i] for i in ids if i == UNK or NUM_SPECIAL <= i < len(words)))
+
+    def target_lengths(self, split: str, indices: Sequence[int]) -> list[int]:
+        """Return the number of tokens of target sentences, without begin and end; known without reading them."""
+        lengths: list[int] = self._side("target", split)[1].counts[_rows(indices)].tolist()
+        return lengths
+
+    def buckets(self) -> Sequence[int]:
+        """Return each training pair's bucket of MLPerf's five: its longer side's length over a fifth of the most."""
+        width = -(-self.max_length // NUM_BUCKETS)
+        longer = numpy.maximum(*(self._side(side, "train")[1].counts for side in SIDES)) + _FRAME
+        found: list[int] = numpy.minimum(longer // width, NUM_BUCKETS - 1).tolist()
+        return found
+
+    def _check_sizes(self) -> None:
+        pairs = {split: len(self._side("source", split)[1].starts) for split in ("train", "eval")}
+        for split, option in (("train", "num_train"), ("eval", "num_eval")):
+            declared = getattr(self, option)
+            if pairs[split] != declared:
+                raise ValueError(
+                    f"wmt16: {pairs[split]} {split} pairs are there, set {option}, now {declared}, to that"
+                )
+        reference = data_folder("wmt16", self.root) / _REFERENCE_FILE
+        lines = len(_index(line_index.fingerprint(reference), reference).starts)
+        if lines != pairs["eval"]:
+            raise ValueError(f"wmt16: {reference} has {lines} lines, expected is one for each of {pairs['eval']} pairs")
+        tokens = round_up(len(_words(self._place(_VOCABULARY_FILE))), _VOCABULARY_MULTIPLE)
+        if tokens != self.options.vocabulary:
+            raise ValueError(
+                f"wmt16: {_VOCABULARY_FILE} makes {tokens} token ids, set vocabulary, now {self.options.vocabulary}, "
+                "to that"
+            )
+
+    def _place(self, name: str) -> tuple[Path, str]:
+        path = data_folder("wmt16", self.root) / name
+        return path, line_index.fingerprint(path)
+
+    def _lines(self, side: str, split: str, indices: Sequence[int]) -> list[bytes]:
+        path, index = self._side(side, split)
+        return line_index.read_lines(path, index.starts[_rows(indices)])
+
+    def _side(self, side: str, split: str) -> tuple[Path, LineIndex]:
+        """Return the file of one side of a split, and where its sentences are."""
+        check_split("wmt16", split)
+        text = "train.tok.clean" if split == "train" else "newstest2014.tok"
+        paths = [data_folder("wmt16", self.root) / f"{text}.bpe.32000.{_LANGUAGES[each]}" for each in SIDES]
+        most = self.max_length - _FRAME if split == "train" else None
+        both = _pairs(tuple(map(line_index.fingerprint, paths)), (paths[0], paths[1]), most)
+        return paths[SIDES.index(side)], both[SIDES.index(side)]
+
+
+@registry.dataset("wmt16", "WMT16 English-German as MLPerf's GNMT prepares it; scored on newstest2014")
+def wmt16(
+    root: str = "",
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    vocabulary: int = VOCABULARY,
+    max_length: int = MAX_LENGTH,
+    typical_length: int = TYPICAL_LENGTH,
+    max_written: int = 80,
+    label_smoothing: float = 0.1,
+    num_scored: int = 0,
+) -> Wmt16:
+    """Build the data set; reads nothing.
+
+    Args:
+        root: folder of the files; empty: `wmt16` in the folder that PIPEBENCH_DATA names.
+        num_train: training pairs within `max_length`.
+        num_eval: sentences of newstest2014.
+        vocabulary: token ids, special ones included, rounded up to a multiple of 8.
+        max_length: most tokens of a side of a training pair, begin and end included, as MLPerf counts.
+        typical_length: width of a minibatch that stands for all in profiles.
+        max_written: most tokens of a translation.
+        label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
+        num_scored: sentences of newstest2014 that BLEU is computed on; 0: all, which alone compares with others.
+
+    Raises:
+        ValueError: an option is out of range; the message says which.
+    """
+    for option, value, least in (("max_length", max_length, 5), ("max_written", max_written, 1)):
+        if value < least:
+            raise ValueError(f"wmt16: {option} is {value}, allowed is {least} or more")
+    if not 3 <= typical_length <= max_length:
+        raise ValueError(f"wmt16: typical_length is {typical_length}, allowed is 3 to max_length, {max_length}")
+    if vocabulary % _VOCABULARY_MULTIPLE:
+        raise ValueError(f"wmt16: vocabulary is {vocabulary}, allowed is a multiple of {_VOCABULARY_MULTIPLE}")
+    # MLPerf's command: case overlooked, mteval's international tokenisation.
+    options = TranslationOptions(
+        "wmt16", num_train, num_eval, vocabulary, None, None,
+        typical_columns=(typical_length, typical_length), max_written=max_written,
+        label_smoothing=label_smoothing, num_scored=num_scored, tokenize="intl", lowercase=True,
+    )  # fmt: skip
+    return Wmt16(options, root, max_length)
+
+
+def _rows(indices: Sequence[int]) -> Integers:
+    return numpy.asarray(indices, dtype=numpy.int64)
+
+
+@lru_cache(maxsize=4)
+def _pairs(fingerprints: tuple[str, ...], paths: tuple[Path, Path], most: int | None) -> tuple[LineIndex, LineIndex]:
+    """Return the indices of both sides' sentences that have at most so many tokens; in the cache from then on.
+
+    Raises:
+        ValueError: the files don't have equally many lines.
+    """
+    key = hashlib.sha256("\n".join([*fingerprints, str(most)]).encode()).hexdigest()[:32]
+    kept = cache_folder("wmt16") / f"{key}.npz"
+    found = line_index.from_file(kept, 2)
+    if found is None:
+        found = _scanned_pairs(paths, most)
+        with contextlib.suppress(OSError):
+            write_whole(kept, line_index.to_bytes(*found))
+    return found[0], found[1]
+
+
+def _scanned_pairs(paths: tuple[Path, Path], most: int | None) -> tuple[LineIndex, ...]:
+    both = [line_index.scan(path) for path in paths]
+    lines = [len(index.starts) for index in both]
+    if lines[0] != lines[1]:
+        raise ValueError(
+            f"wmt16: {paths[0]} has {lines[0]} lines and {paths[1].name} {lines[1]}, expected is one per pair in both"
+        )
+    if most is not None:
+        rows = numpy.flatnonzero((both[0].counts <= most) & (both[1].counts <= most)).astype(numpy.int64)
+        both = [index.take(rows) for index in both]
+    return tuple(both)
+
+
+@lru_cache(maxsize=2)
+def _index(fingerprint: str, path: Path) -> LineIndex:
+    return line_index.scan(path)
+
+
+@lru_cache(maxsize=2)
+def _words(place: tuple[Path, str]) -> list[str]:
+    """Return the tokens by id, the special ones first."""
+    return [*SPECIAL_TOKENS, *(line.strip().decode() for line in place[0].read_bytes().splitlines())]
+
+
+@lru_cache(maxsize=2)
+def _ids(place: tuple[Path, str]) -> dict[bytes, int]:
+    return {word.encode(): i for i, word in enumerate(_words(place)) if i >= NUM_SPECIAL}
+
+
+@lru_cache(maxsize=2)
+def _detokenizer(side: str) -> Any:
+    try:
+        from sacremoses import MosesDetokenizer  # late: an optional dependency
+    except ImportError as error:
+        raise ImportError('wmt16 needs the package sacremoses: pip install "pipebench[data]"') from error
+    return MosesDetokenizer(lang=_LANGUAGES[side])
+
+
+def _detokenised(side: str, line: str) -> str:
+    return str(_detokenizer(side).detokenize(undo_marks(line).split()))
