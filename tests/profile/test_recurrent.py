@@ -15,7 +15,8 @@ from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.recurrent import AsOnGpu
 from pipebench.profile.roofline import Roofline, priced
 from pipebench.profile.walk import walk
-from tests.profile.gnmt8 import LEAVES, Gnmt, Sentences
+from tests.profile.judging import Sentences
+from zoo.gnmt import gnmt16
 
 V100 = DEVICES["V100"]
 STEPS, SAMPLES, INPUT, HIDDEN = 5, 3, 8, 16
@@ -123,7 +124,7 @@ def test_frozen_weights_cost_no_gradient() -> None:
 
 def test_sixteen_layers_of_gnmt_are_profiled_without_walking_through_the_steps() -> None:
     with torch.device("meta"):
-        graph = trace(Gnmt(16).train(), LEAVES)
+        graph = trace(gnmt16().train())
     dataset, calls = Sentences(50, 50), 0
 
     def clock(work: Any) -> Any:
@@ -133,7 +134,7 @@ def test_sixteen_layers_of_gnmt_are_profiled_without_walking_through_the_steps()
 
     rows = walk(graph, graph.root, dataset, dataset.example(64), clock)
     assert calls < 200
-    assert [row.kind for row in rows].count("LSTM") == 14
+    assert [row.kind for row in rows].count("LSTMLayer") == 14
     lstm = next(row for row in rows if row.name == "encoder_1")
     assert 0 < lstm.forward_s < lstm.backward_s
     assert lstm.saved_bytes >= 50 * 64 * 1024 * 5 * 4

@@ -53,7 +53,7 @@ class Table:
                 c + float(a) for c, a in zip(coverage, self.attention[row, position, before, last], strict=True)
             ]
             before, last = last, token
-        norm = ((5 + 1 + len(tokens)) / (5 + 1)) ** penalties.length_power
+        norm: float = ((5 + 1 + len(tokens)) / (5 + 1)) ** penalties.length_power
         penalty = sum(math.log(min(c, 1.0)) for c in coverage if c > 0)
         return log_probability / norm + penalties.coverage * penalty
 

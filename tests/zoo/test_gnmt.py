@@ -18,7 +18,10 @@ from zoo.text import BOS, EOS, PAD, pad_rows
 from zoo.translation import Translation, TranslationOptions
 
 SMALL: dict[str, Any] = {"hidden_size": 6, "source_vocabulary": 11, "target_vocabulary": 13, "init_range": 0.5}
-LOUD = {"hidden_size": 16, "init_range": 1.0}  # outputs that differ from sentence to sentence without training
+LOUD: dict[str, Any] = {
+    "hidden_size": 16,
+    "init_range": 1.0,
+}  # outputs that differ from sentence to sentence without training
 WIDTH, VOCABULARY = 1024, 32320
 
 
@@ -49,7 +52,8 @@ class Pairs(Translation):
 
 def make(num_layers: int = 8, **options: Any) -> GNMT:
     torch.manual_seed(1)
-    return (gnmt8 if num_layers == 8 else gnmt16)(**(SMALL | {"dropout": 0.0} | options)).double()
+    model: GNMT = (gnmt8 if num_layers == 8 else gnmt16)(**(SMALL | {"dropout": 0.0} | options))
+    return model.double()
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -166,12 +170,15 @@ def test_padding_of_the_source_influences_nothing(num_layers: int) -> None:
         model.zero_grad()
         logits = model(source, length, target)
         logits.square().sum().backward()
-        return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert len(gradients) == len(list(model.parameters()))
+        return [logits.detach(), *gradients]
 
     expected = outcome(source)
     for changed in (other, longer):
         for found, wanted in zip(outcome(changed), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    assert model.source_embedder.weight.grad is not None
     assert not model.source_embedder.weight.grad[PAD].any()
 
 
