@@ -35,7 +35,8 @@ def write_tree(root: Path, train_per_class: int = 3, eval_per_class: int = 2) ->
 
 def small(root: Path | str, **options: Any) -> ImageNet:
     sizes = {"num_train": 9, "num_eval": 6, "num_classes": 3, "image_size": 24, "resize_size": 28}
-    return imagenet(root=str(root), **{**sizes, **options})
+    made: ImageNet = imagenet(root=str(root), **{**sizes, **options})
+    return made
 
 
 @pytest.fixture
@@ -222,7 +223,7 @@ def test_splits_with_other_classes(tree: Path) -> None:
 def test_options_out_of_range(options: dict[str, int]) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=f"^imagenet: {name} is {value}, allowed is"):
-        imagenet(**options)  # type: ignore[arg-type]
+        imagenet(**options)
 
 
 def test_unknown_split_and_sample(tree: Path) -> None:

@@ -6,6 +6,8 @@ import torchvision
 from torch import fx
 
 import zoo
+from tests.zoo.cuts import check_every_cut
+from zoo.synthetic import synthetic
 from zoo.vgg import vgg16
 
 
@@ -81,7 +83,30 @@ def test_traceable_and_registered() -> None:
     assert {"features_0", "avgpool", "flatten", "classifier_6"} <= set(names)
 
 
-@pytest.mark.parametrize("options", [{"init": "zeros"}, {"image_size": 31}, {"width": 0.0}])
+def test_every_cut_computes_what_the_whole_does() -> None:
+    torch.manual_seed(0)
+    plain, normed = (
+        vgg16(1 / 32, batch_norm, dropout=0, num_classes=4, in_channels=1, image_size=32, init="kaiming")
+        for batch_norm in (False, True)
+    )
+    dataset = synthetic(shape=(1, 32, 32), num_classes=4)
+    assert check_every_cut(normed, dataset, 3) == 52
+    assert check_every_cut(plain, dataset, 3, apart=10) == 39
+    assert check_every_cut(plain, dataset, 3, num_random=5) == 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init": "zeros"},
+        {"image_size": 31},
+        {"width": 0.0},
+        {"dropout": 1.0},
+        {"dropout": -0.1},
+        {"num_classes": 0},
+        {"in_channels": 0},
+    ],
+)
 def test_options_out_of_range(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))} is .* allowed"):
         zoo.MODELS["vgg16"].make(**options)

@@ -1,0 +1,63 @@
+"""Synthetic samples: shapes, determinism, loss."""
+
+import pytest
+import torch
+
+import zoo
+from zoo.synthetic import synthetic
+
+
+def test_published_sizes_and_no_metric() -> None:
+    dataset = zoo.DATASETS["synthetic"].make()
+    dataset.check()
+    assert (dataset.num_train, dataset.num_eval) == (1_281_167, 50_000)
+    assert dict(dataset.metrics) == {}
+    assert dataset.example(2)["image"].shape == (2, 3, 224, 224)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 9), (5,)])
+def test_fields_match_the_example(shape: tuple[int, ...]) -> None:
+    dataset = synthetic(shape=shape, num_classes=7)
+    for field, meta in dataset.example(3).items():
+        fetched = dataset.fetch("eval", [0, 1, 2], [field])
+        assert list(fetched) == [field]
+        assert (fetched[field].shape, fetched[field].dtype) == (meta.shape, meta.dtype)
+        assert meta.is_meta
+
+
+def test_fetch_is_a_pure_function_of_indices() -> None:
+    dataset = synthetic(shape=(1, 4, 4), num_classes=10)
+    torch.manual_seed(1)
+    first = dataset.fetch("train", [1_000_000, 3], ["image", "label"])
+    torch.manual_seed(2)
+    assert torch.equal(dataset.fetch("train", [3], ["image"])["image"][0], first["image"][1])
+    assert torch.equal(dataset.fetch("train", [3], ["label"])["label"][0], first["label"][1])
+    first["image"].zero_()
+    assert dataset.fetch("train", [3], ["image"])["image"].any()
+
+
+def test_samples_differ_and_labels_cover_the_classes() -> None:
+    fields = synthetic(shape=(1, 16, 16), num_classes=5).fetch("train", range(64), ["image", "label"])
+    assert len({tuple(row.tolist()) for row in fields["image"].flatten(1)}) == 64
+    assert fields["label"].unique().tolist() == [0, 1, 2, 3, 4]
+    assert fields["image"].mean().item() == pytest.approx(0, abs=0.05)
+    assert fields["image"].std().item() == pytest.approx(1, abs=0.05)
+
+
+def test_loss_is_the_sum() -> None:
+    dataset = synthetic(num_classes=4)
+    logits, targets = torch.eye(4) * 3, {"label": torch.tensor([0, 1, 2, 0])}
+    expected = 4 * torch.nn.functional.cross_entropy(logits, targets["label"])
+    assert torch.allclose(dataset.loss(logits, targets), expected)
+    assert dataset.weight("train", range(4)) == 4
+
+
+@pytest.mark.parametrize("options", [{"shape": ()}, {"shape": (3, 0)}, {"num_classes": 0}, {"num_train": 0}])
+def test_options_out_of_range(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"^synthetic: {next(iter(options))} is .* allowed"):
+        zoo.DATASETS["synthetic"].make(**options)
+
+
+def test_unknown_split() -> None:
+    with pytest.raises(ValueError, match="split is 'test', allowed are train, eval"):
+        synthetic().fetch("test", [0], ["label"])

@@ -1,0 +1,90 @@
+"""Images of noise with labels to match, for measuring throughput: nothing to read and nothing to learn."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from zoo import metrics, registry
+from zoo.registry import Dataset
+
+# PipeDream's artifact repeats one image. A few more keep a minibatch's statistics, and so BatchNorm, from degenerating.
+_NUM_DISTINCT = 64
+_SEED = 0
+
+
+class Synthetic(Dataset):
+    """Noise; fields `image` and `label`.
+
+    `image`: [samples, *shape] float32, standard normal; `label`: [samples] int64. Both are pure functions of a
+    sample's index and repeat every 64 samples. There is no metric: such a run can have no target.
+    """
+
+    inputs: Sequence[str] = ("image",)
+    targets: Sequence[str] = ("label",)
+    metrics: Mapping[str, str] = {}
+
+    def __init__(self, shape: Sequence[int], num_classes: int, num_train: int, num_eval: int) -> None:
+        self.shape = tuple(shape)
+        self.num_classes = num_classes
+        self.num_train = num_train
+        self.num_eval = num_eval
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return both fields for `num_samples` samples on the meta device."""
+        image = torch.empty(num_samples, *self.shape, device="meta")
+        return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return the fields asked for of the samples at `indices`, in that order; both splits hold the same noise."""
+        if split not in ("train", "eval"):
+            raise ValueError(f"synthetic: split is {split!r}, allowed are train, eval")
+        rows = torch.as_tensor(indices, dtype=torch.int64) % _NUM_DISTINCT
+        return {
+            field: (_images(self.shape) if field == "image" else _labels(self.num_classes))[rows] for field in fields
+        }
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the summed cross-entropy, a scalar; output: [samples, num_classes] or (logits, auxiliary logits)."""
+        return metrics.classification_loss(output, targets["label"])
+
+
+@registry.dataset("synthetic", "noise in the shape of images, for throughput: nothing to read, nothing to learn")
+def synthetic(
+    shape: tuple[int, ...] = (3, 224, 224),
+    num_classes: int = 1000,
+    num_train: int = 1_281_167,
+    num_eval: int = 50_000,
+) -> Synthetic:
+    """Build the data set: PipeDream (SOSP'19), section 5.1, measures AlexNet's throughput on synthetic data.
+
+    Args:
+        shape: of one sample: channels, height and width of an image, or any other; every size at least 1.
+        num_classes: labels are 0 to num_classes - 1, at least 1.
+        num_train: samples of an epoch, at least 1; ImageNet's, as in PipeDream's artifact.
+        num_eval: held-out samples, at least 1; ImageNet's.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    if not shape or any(size < 1 for size in shape):
+        raise ValueError(f"synthetic: shape is {list(shape)}, allowed are one or more sizes of at least 1")
+    for name, count in (("num_classes", num_classes), ("num_train", num_train), ("num_eval", num_eval)):
+        if count < 1:
+            raise ValueError(f"synthetic: {name} is {count}, allowed is 1 or more")
+    return Synthetic(shape, num_classes, num_train, num_eval)
+
+
+@lru_cache(maxsize=2)
+def _images(shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randn(_NUM_DISTINCT, *shape, generator=generator)
+
+
+@lru_cache(maxsize=2)
+def _labels(num_classes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randint(num_classes, (_NUM_DISTINCT,), generator=generator)
