@@ -108,6 +108,12 @@ def carries_state(module: nn.Module) -> bool:
     return hasattr(module, "carried_state")
 
 
+def forget_states(root: nn.Module) -> None:
+    """Let modules that carry something start anew."""
+    for module in filter(carries_state, root.modules()):
+        module.carried_state = None  # type: ignore[assignment]
+
+
 def _draws(module: nn.Module) -> bool:
     fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
     return isinstance(module, _RANDOM_MODULES) or fused or bool(getattr(module, "random_layer", False))

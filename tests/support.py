@@ -15,7 +15,7 @@ from pipebench.costs import stage_costs
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
-from pipebench.graph import Layer, LayerGraph, run_node, trace
+from pipebench.graph import Layer, LayerGraph, forget_states, run_node, trace
 from pipebench.network import Network
 from pipebench.plan import Plan, make_plan
 from pipebench.profile.model import LayerProfile, Profile
@@ -89,6 +89,7 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
     layers = {}
     root = copy.deepcopy(graph.root).train()  # running the model here must not touch its statistics
     for size in sizes:
+        forget_states(root)
         env: dict[Any, Any] = {}
         fields = dataset.fetch("train", range(size), dataset.inputs)
         for node in graph.graph.find_nodes(op="placeholder"):

@@ -50,7 +50,7 @@ def test_a_run_repeats_itself_to_the_bit() -> None:
     def flat() -> torch.Tensor:
         engine = make_engine(digits([14, 27, 40], [2, 1, 1, 1]))
         engine.train(0, 10)
-        return engine.replicas[0].weights.newest.flat
+        return engine.replicas[0].weights.newest.flats[0]
 
     assert torch.equal(flat(), flat())
 
@@ -59,7 +59,7 @@ def test_weight_versions_are_held_in_gpu_memory() -> None:
     engine = make_engine(digits([14, 27, 40], [1, 1, 1, 1]))
     engine.train(0, 10)
     assert [replica.weights.most_alive for replica in engine.replicas] == [4, 3, 2, 1]
-    assert all(replica.weights.newest.flat.is_cuda for replica in engine.replicas)
+    assert all(replica.weights.newest.flats[0].is_cuda for replica in engine.replicas)
 
 
 def test_recomputation_draws_the_same_dropout_masks() -> None:

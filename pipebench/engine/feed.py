@@ -4,7 +4,7 @@ Inputs are fetched ahead, in other processes if the dataset says in how many (`l
 The order is fixed beforehand: what is fetched, and when it arrives, changes no result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Feed:
         self._trains = split == "train"
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
-        self._ahead: dict[int, Iterator[tuple[int, dict[str, torch.Tensor]]]] = {}
+        self._ahead: dict[int, _Ahead] = {}
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
@@ -82,7 +82,12 @@ class Feed:
         fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
         return {name: value.to(self._setup.device) for name, value in fetched.items()}
 
-    def _fetch_ahead(self, worker: int, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    def close(self) -> None:
+        """End the processes that fetch ahead: left to garbage collection, each would be waited for for seconds."""
+        for ahead in self._ahead.values():
+            ahead.close()
+
+    def _fetch_ahead(self, worker: int, fields: Sequence[str]) -> "_Ahead":
         """Yield a worker's units in order with their fields."""
         tasks = _Tasks(self._setup.dataset, self.split, fields)
         processes = int(getattr(self._setup.dataset, "loader_processes", 0))
@@ -122,6 +127,7 @@ class Feed:
 
 
 _Task = tuple[list[int], int]
+_Ahead = Generator[tuple[int, dict[str, torch.Tensor]], None, None]
 
 
 class _Tasks(data.Dataset[dict[str, torch.Tensor]]):

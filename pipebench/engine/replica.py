@@ -193,8 +193,8 @@ class Replica:
 
     def _take_up(self, place: Place) -> list[Any]:
         """Let stateful modules carry on where the stream's minibatch before left off; return what they carry."""
-        nothing = [None] * len(self._stateful)
-        carried = nothing if place.starts else self.states[place[:3]]
+        goes_on = self._stateful and not place.starts
+        carried = self.states[place[:3]] if goes_on else [None] * len(self._stateful)
         self._carry(carried)
         return carried
 

@@ -162,18 +162,18 @@ class VirtualEngine:
         setup = self.setup
         simulation = Simulation(setup.pipeline, lists, setup.costs, self.network, size_of, self.clock_s)
         verbose = _LOG.isEnabledFor(logging.DEBUG)
-        for event in simulation:
-            self.now_s = event.end_s
-            if verbose:
-                _LOG.debug(
-                    "t=%.9f s worker %d %s (%.3g s)",
-                    event.start_s,
-                    event.worker,
-                    event.instruction,
-                    event.end_s - event.start_s,
-                )
-            execute(event)
-            self._observe(event)
+        try:
+            for event in simulation:
+                self.now_s = event.end_s
+                if verbose:
+                    duration_s = event.end_s - event.start_s
+                    _LOG.debug(
+                        "t=%.9f s worker %d %s (%.3g s)", event.start_s, event.worker, event.instruction, duration_s
+                    )
+                execute(event)
+                self._observe(event)
+        finally:
+            self._feed.close()
         self.clock_s = simulation.end_s
 
     def _execute(self, event: Event) -> None:

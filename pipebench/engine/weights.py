@@ -1,12 +1,16 @@
 """Weight versions of one stage replica, kept by reference.
 
-A version is a flat buffer of its own with one view per parameter. A minibatch in flight refers to the version it ran
-forward with; an update writes the next version into a buffer nobody refers to, or in place when nobody refers to the
+A version is a few flat buffers of its own with one view per parameter. A minibatch in flight refers to the version it
+ran forward with; an update writes the next version into buffers nobody refers to, or in place when nobody refers to the
 newest. Every buffer is its own storage: slices of one storage would share autograd's version counter, and writing one
 version would look like overwriting all.
+
+A recurrent module has a buffer to itself, laid out as cuDNN wants it: anywhere else in a storage, or in another order,
+cuDNN would copy the weights at every call.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -18,26 +22,32 @@ MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 class Version:
     """The parameters of a stage after some number of updates.
 
+    Args:
+        shapes: of the parameters, in the stage's order.
+        groups: positions of the parameters of every buffer, in the order in which they stand in it.
+        like: a tensor of their type and device.
+
     Attributes:
         number: updates since the start of the run.
-        flat: one-dimensional buffer.
-        parameters: leaf views of it, in the stage's order.
+        flats: one-dimensional buffers, one per group.
+        parameters: leaf views of them, in the stage's order.
         users: minibatches in flight that refer to it.
     """
 
-    __slots__ = ("flat", "number", "parameters", "users")
+    __slots__ = ("flats", "number", "parameters", "users")
 
-    def __init__(self, shapes: Sequence[torch.Size], like: torch.Tensor) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], groups: Sequence[Sequence[int]], like: torch.Tensor) -> None:
         self.number = 0
         self.users = 0
-        self.flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=like.dtype, device=like.device)
-        offsets = [0]
-        for shape in shapes:
-            offsets.append(offsets[-1] + shape.numel())
-        self.parameters = [
-            self.flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
-            for start, shape in zip(offsets, shapes, strict=False)
-        ]
+        self.flats: list[torch.Tensor] = []
+        views: dict[int, torch.Tensor] = {}
+        for group in groups:
+            sizes = [shapes[index].numel() for index in group]
+            flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+            self.flats.append(flat)
+            for index, piece in zip(group, torch.split(flat, sizes), strict=True):
+                views[index] = piece.view(shapes[index]).detach().requires_grad_()
+        self.parameters = [views[index] for index in range(len(shapes))]
 
 
 class Weights:
@@ -55,9 +65,11 @@ class Weights:
         self.names = tuple(name for name, _ in named)
         self._overwrite = overwrite
         self._places = _places(module, [p for _, p in named])
+        self._recurrent = list(_recurrent(module, [p for _, p in named]))
         self._shapes = [p.shape for _, p in named]
+        self._groups = _groups([order for _, order in self._recurrent], len(named))
         self._like = named[0][1] if named else torch.empty(0)
-        self.newest = Version(self._shapes, self._like)
+        self.newest = self._new_version()
         with torch.no_grad():
             for mine, given in zip(self.newest.parameters, (p for _, p in named), strict=True):
                 mine.copy_(given)
@@ -77,7 +89,7 @@ class Weights:
     @property
     def version_bytes(self) -> int:
         """Bytes of one version."""
-        return self.newest.flat.nbytes
+        return sum(flat.nbytes for flat in self.newest.flats)
 
     @property
     def state_bytes(self) -> int:
@@ -94,6 +106,12 @@ class Weights:
         if self._bound is not version:
             for parameters, key, index in self._places:
                 parameters[key] = version.parameters[index]  # type: ignore[assignment]
+            for module, _ in self._recurrent:
+                # What a recurrent module would do itself at its next call, but for flattening its weights anew, which
+                # on a GPU would move them out of this version's buffer.
+                weights = [getattr(module, name) for name in module._flat_weights_names]
+                module._flat_weights = weights
+                module._flat_weight_refs = [weakref.ref(weight) for weight in weights]
             self._bound = version
 
     def release(self, version: Version) -> None:
@@ -113,7 +131,7 @@ class Weights:
             group["lr"] = lr
         if self._overwrite and target.users:
             # The naive pipeline on purpose: graphs in flight go on with the overwritten weights, unnoticed.
-            with _unsafe_preserve_version_counter((target.flat, *target.parameters)):
+            with _unsafe_preserve_version_counter((*target.flats, *target.parameters)):
                 self.optimizer.step()
         else:
             self.optimizer.step()
@@ -122,14 +140,18 @@ class Weights:
         target.number += 1
         self._collect()
 
+    def _new_version(self) -> Version:
+        return Version(self._shapes, self._groups, self._like)
+
     def _target(self) -> Version:
         """Return the buffer the next version goes into, holding the newest parameters."""
         newest = self.newest
         if self._overwrite or not self._is_needed(newest):
             return newest
-        target = self._free.pop() if self._free else Version(self._shapes, self._like)
+        target = self._free.pop() if self._free else self._new_version()
         with torch.no_grad():
-            target.flat.copy_(newest.flat)
+            for theirs, mine in zip(target.flats, newest.flats, strict=True):
+                theirs.copy_(mine)
         target.number = newest.number
         self._move_optimizer(newest, target)
         self.newest = target
@@ -166,3 +188,28 @@ def _places(
         for key, parameter in part._parameters.items()
         if id(parameter) in index
     ]
+
+
+def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[nn.RNNBase, list[int]]]:
+    """Yield every recurrent module whose weights cuDNN can take as they are, with the order of its parameters.
+
+    In cuDNN's buffer all matrices come first, layer by layer, then all biases; PyTorch looks for them from the start of
+    their storage on. Modules with projections, or with parameters that are frozen or shared, are left to PyTorch.
+    """
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    taken: set[int] = set()
+    for part in module.modules():
+        if not isinstance(part, nn.RNNBase) or part.proj_size > 0:
+            continue
+        names = sorted(part._flat_weights_names, key=lambda name: name.startswith("bias"))  # stable
+        order = [index.get(id(getattr(part, name)), -1) for name in names]
+        if -1 not in order and len({*order}) == len(order) and taken.isdisjoint(order):
+            taken.update(order)
+            yield part, order
+
+
+def _groups(recurrent: Sequence[Sequence[int]], num_parameters: int) -> list[Sequence[int]]:
+    """Return the parameters of every buffer: all that are not a recurrent module's together, then each of those."""
+    apart = {index for order in recurrent for index in order}
+    rest = [index for index in range(num_parameters) if index not in apart]
+    return [group for group in (rest, *recurrent) if group]

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
-from pipebench.graph import Layer, LayerGraph, bind_node, is_inplace, run_node
+from pipebench.graph import Layer, LayerGraph, bind_node, forget_states, is_inplace, run_node
 from pipebench.profile.model import LayerProfile
 from zoo.registry import Dataset
 
@@ -104,7 +104,7 @@ def walk(
 
     Args:
         graph: the layer graph.
-        root: a copy of `graph.root` to run on; its buffers change.
+        root: a copy of `graph.root` to run on; its buffers, and what its modules carry, change.
         dataset: gives the loss.
         samples: every input and target of the dataset, on the device of `root`.
         clock: times each piece of work.
@@ -116,6 +116,7 @@ def walk(
     Raises:
         ProfileError: a layer fails; names it.
     """
+    forget_states(root)  # of another number of samples
     steps = _forwards(graph, root, dataset, samples, clock, count_saved)
     for output in steps[-1].outputs.values():
         output.num_arrived = 1

@@ -134,9 +134,9 @@ def test_clipping_without_a_flush_uses_the_stage_s_own_norm() -> None:
     """The first update of the last stage, clipped to a hundredth, is a hundredth of a unit long."""
     setup = make_setup(SkipNet(), ([9], [1, 1]), clip_norm=0.01, lr=lambda s, b, o: 1.0)
     engine = make_engine(setup)
-    before = engine.replicas[1].weights.newest.flat.clone()
+    before = engine.replicas[1].weights.newest.flats[0].clone()
     engine.train(0, 1)
-    moved = (engine.replicas[1].weights.newest.flat - before).norm().item()
+    moved = (engine.replicas[1].weights.newest.flats[0] - before).norm().item()
     assert moved == pytest.approx(0.01, rel=1e-3)
 
 
@@ -197,7 +197,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
         setup = make_setup(ConvNet(dropout=0.5), ([4], [2, 1]), dataset=images(), seed=seed)
         engine = make_engine(setup)
         engine.train(0, 12)
-        return engine.replicas[0].weights.newest.flat
+        return engine.replicas[0].weights.newest.flats[0]
 
     assert torch.equal(flat(1), flat(1))
     assert not torch.equal(flat(1), flat(2))
@@ -225,7 +225,7 @@ def test_evaluation_sees_every_sample_once_and_leaves_no_trace() -> None:
     setup = make_setup(ConvNet(), ([4], [2, 1]), dataset=images())
     engine = make_engine(setup)
     engine.train(0, 12)
-    before = [(r.weights.newest.flat.clone(), [b.clone() for b in r.module.buffers()]) for r in engine.replicas]
+    before = [(r.weights.newest.flats[0].clone(), [b.clone() for b in r.module.buffers()]) for r in engine.replicas]
     scores, counts = engine.evaluate(), dict(engine.num_bytes)
     model = ConvNet()
     state = parameters_of(engine) | {n: b for r in engine.replicas for n, b in r.module.named_buffers()}
@@ -236,7 +236,7 @@ def test_evaluation_sees_every_sample_once_and_leaves_no_trace() -> None:
     assert scores["top1"] == (output.argmax(1) == fields["label"]).double().mean().item()
     assert scores["eval_loss"] == pytest.approx(functional.cross_entropy(output, fields["label"]).item(), rel=1e-6)
     for replica, (flat, buffers) in zip(engine.replicas, before, strict=True):
-        assert torch.equal(replica.weights.newest.flat, flat)
+        assert torch.equal(replica.weights.newest.flats[0], flat)
         assert all(torch.equal(a, b) for a, b in zip(replica.module.buffers(), buffers, strict=True))
         assert replica.module.training
     assert counts["evaluation", "server"] > 0

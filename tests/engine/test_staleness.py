@@ -129,7 +129,7 @@ def test_without_stashing_the_gradients_are_wrong(plan: tuple[list[int], list[in
 def test_a_straight_pipeline_holds_n_minus_s_versions() -> None:
     _, engine = worst_difference([2, 4, 6], [1, 1, 1, 1])
     assert [replica.weights.most_alive for replica in engine.replicas] == [4, 3, 2, 1]
-    storages = [{v.flat.data_ptr() for v in (*r.weights._alive, *r.weights._free)} for r in engine.replicas]
+    storages = [{v.flats[0].data_ptr() for v in (*r.weights._alive, *r.weights._free)} for r in engine.replicas]
     assert [len(found) for found in storages] == [4, 3, 2, 1], "buffers are reused, never more than the versions held"
 
 
@@ -162,4 +162,4 @@ def test_versions_start_over_after_a_drain() -> None:
     again = make_engine(make_setup(model, ([2, 4], [1, 1, 1])))
     again.train(5, 5)
     for mine, theirs in zip(engine.replicas, again.replicas, strict=True):
-        assert torch.equal(mine.weights.newest.flat, theirs.weights.newest.flat)
+        assert torch.equal(mine.weights.newest.flats[0], theirs.weights.newest.flats[0])

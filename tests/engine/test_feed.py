@@ -1,0 +1,104 @@
+"""What stages read: fetched ahead in other processes or not, the same bits in the same order; and the whole model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import ConvNet
+from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+
+
+class Noisy(Blobs):
+    """Random augmentation: a sample's noise follows from its index and the draw."""
+
+    loader_processes = 0
+
+    def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
+        """Return rows with noise."""
+        fetched = super().fetch(split, indices, fields)
+        if split == "train" and "x" in fetched:
+            noise = [torch.randn(6, generator=torch.Generator().manual_seed(draw % 1000003 + i)) for i in indices]
+            fetched["x"] = fetched["x"] + torch.stack(noise)
+        return fetched
+
+
+@pytest.mark.parametrize(
+    ("plan", "columns"),
+    [(([4], [2, 1]), {}), (([4], [1, 2]), {"weights": "one", "microbatches": 2, "accumulate": 2})],
+    ids=["pipedream", "flush"],
+)
+def test_loading_ahead_changes_nothing(plan: Any, columns: Any) -> None:
+    found = []
+    for processes in (0, 2):
+        data = Noisy(num_train=46)
+        data.loader_processes = processes
+        engine = make_engine(make_setup(Mlp(), plan, dataset=data, **columns))
+        engine.train(0, 13)
+        found.append((engine.evaluate(), parameters_of(engine)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+def test_microbatches_and_stages_see_the_same_augmentation() -> None:
+    """Gpipe on parts of a minibatch takes the gradient that one worker takes on the whole."""
+    found = []
+    for plan, parts in ((([], [1]), 1), (([4], [1, 1]), 4)):
+        engine = make_engine(make_setup(Mlp(), plan, dataset=Noisy(), weights="one", microbatches=parts))
+        engine.train(0, 10)
+        found.append(parameters_of(engine))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-12, atol=1e-12)
+
+
+def test_augmentation_differs_from_epoch_to_epoch() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Watching(Noisy):
+        def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
+            if 7 in indices and "x" in fields:
+                seen.append(super().fetch(split, [7], fields, draw)["x"])
+            return super().fetch(split, indices, fields, draw)
+
+    data = Watching(num_train=8)
+    make_engine(make_setup(Mlp(), ([], [1]), dataset=data)).train(0, 4)
+    assert len(seen) == 2
+    assert not torch.equal(seen[0], seen[1])
+
+
+class Writing(Blobs):
+    """A metric that needs the whole model."""
+
+    generates_with = "forward"
+    metrics: Mapping[str, str] = {"whole": "max"}
+
+    def __init__(self) -> None:
+        super().__init__(shape=(2, 8, 8))
+        self._x = self._x.float()
+        self.models: list[nn.Module] = []
+
+    def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+        """Keep the model."""
+        self.models.append(model)
+        with torch.no_grad():
+            return {"whole": float(model(self._x).square().sum())}
+
+
+def test_the_whole_model_has_the_newest_weights_and_statistics() -> None:
+    data = Writing()
+    engine = make_engine(make_setup(ConvNet(), ([2, 5], [1, 2, 1]), dataset=data))
+    values = []
+    for start in (0, 5):
+        engine.train(start, 5)
+        values.append(engine.evaluate()["whole"])
+        model = data.models[-1]
+        assert isinstance(model, ConvNet)
+        assert not model.training
+        newest = parameters_of(engine)
+        assert all(torch.equal(p, newest[name]) for name, p in model.named_parameters())
+        buffers = {n: b for r in engine.replicas for n, b in r.module.named_buffers()}
+        assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+        assert len(buffers) == len(list(model.named_buffers())) == 6
+    assert values[0] != values[1]
