@@ -1,0 +1,195 @@
+"""English-German sentence pairs that translators wrote: the messages of two programs, without a large download.
+
+Short and about few things, but real: what number words are for grammar, these are for vocabulary. The catalogues of
+Mercurial and pretalx are read where they are; nothing of them is in this package.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from zoo import bpe, catalogues, registry
+from zoo.catalogues import Pair
+from zoo.places import DATA_VARIABLE, data_folder
+from zoo.translation import SIDES, Translation, TranslationOptions, check_split
+
+# Text as people write it (the last six: dashes and quotation marks); placeholders, markup and code have other
+# characters.
+_PLAIN = re.compile("[A-Za-zÄÖÜäöüß0-9 .,;:!?'\"()/…\\-\u2013\u2014\u2018\u2019\u201c-\u201e]+")
+# Names of options, templates and files: `--all`, `:firstline:`, `.hgtags`, `a::`, `host:port`.
+_CODE = re.compile(r"(^|\s)[:\-./]\w|::|--|\w[:.]\w")
+_LEAST_VOCABULARY = 128  # two alphabets, digits and punctuation are some 90
+
+
+class GettextPairs(Translation):
+    """Messages of programs with their German translations; fields as in `Translation`.
+
+    A message is kept if both sides are plain text of at most `max_words` words and differ, and neither side, case and
+    punctuation aside, was there before: so nothing held out is trained on. A minibatch is padded to its longest.
+    """
+
+    def __init__(self, options: TranslationOptions, root: str, max_words: int, split_seed: int) -> None:
+        super().__init__(options)
+        self.root, self.max_words, self.split_seed = root, max_words, split_seed
+
+    def check(self) -> None:
+        """Raise FileNotFoundError, ImportError or ValueError unless the catalogues are there and have enough pairs."""
+        found, declared = len(_kept(self._places(), self.max_words)), self.num_train + self.num_eval
+        if found < declared:
+            raise ValueError(
+                f"gettext_pairs: {found} pairs of at most {self.max_words} words are there, set num_train and "
+                f"num_eval, now {self.num_train} and {self.num_eval}, to no more together, or raise max_words"
+            )
+        _encoding(self._selection())
+
+    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of sentences, without begin and end."""
+        check_split("gettext_pairs", split)
+        rows = _encoded(side, self._selection())[split]
+        return [rows[index] for index in indices]
+
+    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
+        """Return held-out sentences."""
+        pairs = _split(self._selection())["eval"]
+        return [pairs[index][SIDES.index(side)] for index in indices]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the sentence that tokens spell."""
+        return _encoding(self._selection()).decode(ids)
+
+    def notes(self) -> dict[str, str]:
+        """Return how BLEU was computed, and a hash of the pairs, which differ between versions of the programs."""
+        content = repr(sorted(_split(self._selection()).items())).encode()
+        pairs = f"{self.num_train} + {self.num_eval} pairs, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+        return {**super().notes(), "pairs": pairs}
+
+    def _places(self) -> tuple[str, ...]:
+        folder = data_folder("gettext_pairs", self.root) if self.root or os.environ.get(DATA_VARIABLE) else None
+        return tuple(map(str, catalogues.find(folder, in_packages=not self.root)))
+
+    def _selection(self) -> "_Selection":
+        options = self.options
+        return _Selection(
+            self._places(), self.max_words, self.num_train, self.num_eval, options.vocabulary, self.split_seed
+        )
+
+
+@registry.dataset("gettext_pairs", "English-German messages of Mercurial and pretalx, from their gettext catalogues")
+def gettext_pairs(
+    root: str = "",
+    num_train: int = 1880,
+    num_eval: int = 200,
+    vocabulary: int = 1000,
+    max_words: int = 12,
+    typical_length: int = 18,
+    max_written: int = 60,
+    label_smoothing: float = 0.1,
+    num_scored: int = 0,
+    split_seed: int = 0,
+) -> GettextPairs:
+    """Build the data set; reads nothing and needs no package yet.
+
+    Args:
+        root: folder of catalogues; empty: `gettext_pairs` in the folder that PIPEBENCH_DATA names, or else the
+            installed packages.
+        num_train: pairs to train on; at the versions that `nox -s data` fetches there are 2,088 to share.
+        num_eval: other pairs, held out.
+        vocabulary: most tokens of the shared byte-pair encoding, the special ones included.
+        max_words: most words of a side of a pair.
+        typical_length: width of a minibatch that stands for all in profiles.
+        max_written: most tokens of a translation.
+        label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
+        num_scored: held-out sentences that BLEU is computed on; 0: all.
+        split_seed: which pairs are held out.
+
+    Raises:
+        ValueError: an option is out of range; the message says which.
+    """
+    for option, value, least in (
+        ("vocabulary", vocabulary, _LEAST_VOCABULARY),
+        ("max_words", max_words, 2),
+        ("typical_length", typical_length, 3),
+        ("max_written", max_written, 1),
+    ):
+        if value < least:
+            raise ValueError(f"gettext_pairs: {option} is {value}, allowed is {least} or more")
+    options = TranslationOptions(
+        "gettext_pairs", num_train, num_eval, vocabulary, None, None,
+        typical_columns=(typical_length, typical_length), max_written=max_written,
+        label_smoothing=label_smoothing, num_scored=num_scored,
+    )  # fmt: skip
+    return GettextPairs(options, root, max_words, split_seed)
+
+
+def keep(pairs: Iterable[Pair], max_words: int) -> list[Pair]:
+    """Return the pairs worth training on, each text once; lines are joined.
+
+    Args:
+        pairs: message and translation.
+        max_words: most words of either.
+    """
+    found: list[Pair] = []
+    seen: tuple[set[str], set[str]] = (set(), set())
+    for pair in pairs:
+        source, target = (" ".join(text.split()) for text in pair)
+        plain = all(_PLAIN.fullmatch(text) and not _CODE.search(text) for text in (source, target))
+        num_words = len(source.split()), len(target.split())
+        if not plain or num_words[0] < 2 or max(num_words) > max_words or source.casefold() == target.casefold():
+            continue
+        alike = _letters(source), _letters(target)
+        if alike[0] in seen[0] or alike[1] in seen[1]:
+            continue
+        seen[0].add(alike[0])
+        seen[1].add(alike[1])
+        found.append((source, target))
+    return found
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """What determines the pairs and their encoding."""
+
+    places: tuple[str, ...]
+    max_words: int
+    num_train: int
+    num_eval: int
+    vocabulary: int
+    split_seed: int
+
+
+def _letters(text: str) -> str:
+    """Return a text without what doesn't tell sentences apart: case and punctuation."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+@lru_cache(maxsize=4)
+def _kept(places: tuple[str, ...], max_words: int) -> list[Pair]:
+    return keep((pair for place in places for pair in catalogues.read(Path(place))), max_words)
+
+
+@lru_cache(maxsize=4)
+def _split(selection: _Selection) -> dict[str, list[Pair]]:
+    """Return the pairs of each split: the first of a shuffled list are held out."""
+    pairs = _kept(selection.places, selection.max_words)
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(selection.split_seed)).tolist()
+    held_out, train = order[: selection.num_eval], order[selection.num_eval :][: selection.num_train]
+    return {"train": [pairs[i] for i in train], "eval": [pairs[i] for i in held_out]}
+
+
+@lru_cache(maxsize=4)
+def _encoding(selection: _Selection) -> bpe.BytePairEncoding:
+    train = _split(selection)["train"]
+    return bpe.learnt([pair[side] for side in range(len(SIDES)) for pair in train], selection.vocabulary)
+
+
+@lru_cache(maxsize=8)
+def _encoded(side: str, selection: _Selection) -> dict[str, list[list[int]]]:
+    encoding = _encoding(selection)
+    pairs = _split(selection)
+    return {split: [encoding.encode(pair[SIDES.index(side)]) for pair in pairs[split]] for split in pairs}
