@@ -40,6 +40,7 @@ class GettextPairs(Translation):
 
     def check(self) -> None:
         """Raise FileNotFoundError, ImportError or ValueError unless the catalogues are there and have enough pairs."""
+        super().check()
         found, declared = len(_kept(self._places(), self.max_words)), self.num_train + self.num_eval
         if found < declared:
             raise ValueError(

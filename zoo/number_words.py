@@ -32,6 +32,7 @@ class NumberWords(Translation):
 
     def check(self) -> None:
         """Raise ImportError if a package is missing, ValueError if a sentence is wider than declared."""
+        super().check()
         for side in SIDES:
             columns = getattr(self.options, f"{side}_columns")
             framed = 1 + (side == "source")  # a target row holds begin or end, a source both

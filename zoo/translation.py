@@ -88,6 +88,13 @@ class Translation(Dataset):
         self.options = options
         self.num_train, self.num_eval = options.num_train, options.num_eval
 
+    def check(self) -> None:
+        """Raise ImportError, with one readable sentence, if the package that computes BLEU is missing.
+
+        What a subclass has to check besides comes after it.
+        """
+        bleu.signature(tokenize=self.options.tokenize, lowercase=self.options.lowercase)
+
     @abstractmethod
     def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
         """Return the token ids of sentences, without begin and end.
