@@ -1,0 +1,191 @@
+"""AWD-LM: sizes, state, tying, and every cut."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from pipebench.graph import trace
+from pipebench.profile import DEVICES
+from pipebench.profile.analytic import analytic_profile
+from pipebench.recipe.schema import OptimizerRecipe
+from tests.zoo.cuts import check_every_cut
+from tests.zoo.texts import Letters
+from zoo.awd_lm import AwdLm, awd_lm
+from zoo.recurrent import CarriedLSTM
+
+NO_DROPOUT = {
+    "weight_drop": 0.0,
+    "dropout_embedding": 0.0,
+    "dropout_input": 0.0,
+    "dropout_hidden": 0.0,
+    "dropout_output": 0.0,
+}
+
+
+def small(*, tied: bool = False, num_layers: int = 3, dropout: bool = False) -> AwdLm:
+    torch.manual_seed(0)
+    rates = {} if dropout else NO_DROPOUT
+    model: AwdLm = awd_lm(vocabulary=27, embedding_size=6, hidden_size=8, num_layers=num_layers, tied=tied, **rates)
+    return model
+
+
+def lstms(model: nn.Module) -> list[CarriedLSTM]:
+    return [module for module in model.modules() if isinstance(module, CarriedLSTM)]
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("tied", "hidden"), [(False, 1570), (True, 1600)])
+def test_full_size_is_six_lstm_layers_of_041_gb(tied: bool, hidden: int) -> None:
+    """PipeDream, SOSP'19, section 5.2: six LSTM layers, 0.41 GB."""
+    with torch.device("meta"):
+        model = awd_lm() if not tied else awd_lm(tied=True, hidden_size=hidden)
+    words, embedding = 10_000, 400
+    widths = [embedding, *[hidden] * 5, embedding]
+    recurrent = sum(4 * b * (a + b) + 2 * 4 * b for a, b in pairwise(widths))
+    expected = recurrent + words * embedding * (1 if tied else 2) + words
+    assert num_parameters(model) == expected
+    assert expected == (101_997_200 if tied else 102_476_400)
+    assert round(4 * expected / 1e9, 2) == 0.41
+    assert len(lstms(model)) == 6
+    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_default_width_is_the_multiple_of_ten_nearest_to_041_gb() -> None:
+    def distance(hidden_size: int) -> float:
+        with torch.device("meta"):
+            return abs(4 * num_parameters(awd_lm(hidden_size=hidden_size)) - 0.41e9)
+
+    assert min((1560, 1570, 1580), key=distance) == 1570
+
+
+def test_dropouts_of_the_paper_in_their_places() -> None:
+    """Merity et al. (2018), section 4: 0.4 on the first input and the output, 0.25 between layers, 0.1, 0.5."""
+    with torch.device("meta"):
+        model = awd_lm()
+    kinds = [type(module).__name__ for module in model.layers]
+    assert kinds == ["VariationalDropout", *["CarriedLSTM", "VariationalDropout"] * 6]
+    assert [module.p for module in model.layers[::2]] == [0.4, *[0.25] * 5, 0.4]
+    assert {module.weight_drop for module in lstms(model)} == {0.5}
+    assert model.embedding.p == 0.1
+
+
+def test_logits_and_initial_weights() -> None:
+    model = small()
+    tokens = torch.randint(27, (4, 5), generator=torch.Generator().manual_seed(1))
+    assert model(tokens).shape == (4, 5, 27)
+    assert model.embedding.weight.abs().max() <= 0.1
+    assert model.decoder.weight.abs().max() <= 0.1
+    assert model.embedding.weight.std() > 0.04
+    assert not model.decoder.bias.any()
+    again = small().state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+
+
+def test_state_is_carried_until_reset() -> None:
+    model = small().eval()
+    tokens = torch.randint(27, (4, 6), generator=torch.Generator().manual_seed(1))
+    whole = model(tokens)
+    model.reset_state()
+    assert all(lstm.carried_state is None for lstm in lstms(model))
+    halves = [model(tokens[:, :3]), model(tokens[:, 3:])]
+    torch.testing.assert_close(torch.cat(halves, dim=1), whole, rtol=1e-5, atol=1e-6)
+    model.reset_state()
+    assert not torch.allclose(model(tokens[:, 3:]), halves[1])
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model = small(tied=True)
+    assert model.decoder.weight is model.embedding.weight
+    assert num_parameters(model) == num_parameters(small()) - 27 * 6
+    tokens = torch.tensor([[0, 1]])
+    model(tokens).sum().backward()
+    gradient = model.embedding.weight.grad
+    assert gradient is not None
+    assert bool((gradient[5] != 0).any())  # from the decoder: the word isn't among the tokens
+
+
+def test_layers_that_are_traced() -> None:
+    """Without naming leaves: an LSTM is one layer, and so is every dropout."""
+    layers = trace(small(dropout=True)).layers
+    kinds = [layer.kind for layer in layers]
+    middle = ["VariationalDropout", *["CarriedLSTM", "VariationalDropout"] * 3]
+    assert kinds == ["WordDropoutEmbedding", *middle, "Linear"]
+    assert [len(layer.parameters) for layer in layers] == [1, 0, 4, 0, 4, 0, 4, 0, 2]
+
+
+def test_every_cut() -> None:
+    assert check_every_cut(small(num_layers=2), Letters(), 4) == 6
+    assert check_every_cut(small(), Letters(), 4, num_stages=4, num_random=5) == 15  # three in each of five plans
+
+
+def test_every_cut_of_tied_weights_is_refused() -> None:
+    assert check_every_cut(small(tied=True), Letters(), 4) == 0
+
+
+def test_it_learns() -> None:
+    """A plain loop, all dropouts on: a text that repeats is predicted far better than by its letters' frequencies."""
+    torch.manual_seed(0)
+    model = awd_lm(vocabulary=27, embedding_size=24, hidden_size=24, num_layers=2, weight_drop=0.1, dropout_input=0.1)
+    data = Letters("the cat sat on the mat and " * 80, bptt=9)
+    optimizer = torch.optim.SGD(model.parameters(), 10.0)
+    row = data.num_train // 8
+
+    def mean(split: str, chunk: int) -> torch.Tensor:
+        indices = range(chunk, chunk + 8 * row, row)
+        fields = data.fetch(split, indices, ["tokens", "next_tokens"])
+        return data.loss(model(fields["tokens"]), fields) / data.weight(split, indices)
+
+    before = mean("train", 0).item()
+    for _ in range(4):
+        model.reset_state()
+        for chunk in range(row):
+            optimizer.zero_grad()
+            mean("train", chunk).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            optimizer.step()
+    model.eval()
+    model.reset_state()
+    mean("train", 0)  # warms the state up
+    assert before == pytest.approx(3.3, abs=0.1)  # ln 27
+    assert mean("train", 1).item() < 1
+
+
+def test_analytic_profile_of_the_full_size() -> None:
+    """A V100 spends its time in the LSTM layers and the decoder; no layer is slower than its arithmetic explains."""
+    with torch.device("meta"):
+        graph = trace(awd_lm().train())
+    recipe = OptimizerRecipe(name="sgd", lr=30.0, clip_norm=0.25)
+    dataset = zoo.DATASETS["ptb"].make()
+    rows = analytic_profile(graph, dataset, [80], DEVICES["V100"], recipe, "awd_lm").layers[80]
+    by_kind: dict[str, list[float]] = {}
+    for row in rows:
+        by_kind.setdefault(row.kind, []).append(row.forward_s + row.backward_s)
+    total = sum(sum(times) for times in by_kind.values())
+    assert len(by_kind["CarriedLSTM"]) == 6
+    assert sum(by_kind["CarriedLSTM"]) > 0.6 * total
+    inner = by_kind["CarriedLSTM"][2]
+    flops = 3 * 2 * 80 * 70 * 4 * 1570 * 3140
+    assert flops / 15.7e12 < inner < 6 * flops / 15.7e12
+    assert rows[2].output_bytes == 80 * 70 * 1570 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary": 0}, "awd_lm: vocabulary is 0, allowed is 1 or more"),
+        ({"embedding_size": 0}, "awd_lm: embedding_size is 0, allowed is 1 or more"),
+        ({"hidden_size": -1}, "awd_lm: hidden_size is -1, allowed is 1 or more"),
+        ({"num_layers": 0}, "awd_lm: num_layers is 0, allowed is 1 or more"),
+        ({"weight_drop": 1.0}, "awd_lm: weight_drop is 1.0, allowed is 0 to 1, 1 excluded"),
+        ({"dropout_output": -0.1}, "awd_lm: dropout_output is -0.1, allowed is 0 to 1, 1 excluded"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        zoo.MODELS["awd_lm"].make(**options)

@@ -1,0 +1,106 @@
+"""Penn Treebank as language models use it: Mikolov's text of 10,000 words, read from three files."""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from zoo import registry
+from zoo.language import END, Text, encode, most_frequent
+
+# Tokens with one <eos> per line, and words: the sizes of the files ptb.{train,valid,test}.txt that everyone uses.
+TRAIN_TOKENS, VALID_TOKENS, TEST_TOKENS = 929_589, 73_760, 82_430
+VOCABULARY = 10_000
+_SPLITS = ("train", "valid", "test")
+
+
+class PennTreebank(Text):
+    """The training text and one of the two held-out texts; ids are 0 to vocabulary - 1, most frequent first."""
+
+    def __init__(self, folder: Path, bptt: int, tokens: dict[str, int], vocabulary: int, evaluate_on: str) -> None:
+        super().__init__("ptb", bptt, {"train": tokens["train"], "eval": tokens[evaluate_on]})
+        self.folder = folder
+        self.file_tokens, self.vocabulary, self.evaluate_on = tokens, vocabulary, evaluate_on
+
+    def check(self) -> None:
+        """Raise an exception, with one readable sentence, if the files aren't what the options say.
+
+        Raises:
+            FileNotFoundError: no folder or no file.
+            ValueError: another number of tokens or of words than declared.
+        """
+        missing = [_file(self.folder, split) for split in _SPLITS if not _file(self.folder, split).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"ptb: there is no file {missing[0]}; expected are ptb.train.txt, ptb.valid.txt and ptb.test.txt in a "
+                f"folder that dataset.root names, or in the folder ptb of the one that PIPEBENCH_DATA names"
+            )
+        for split, declared in self.file_tokens.items():
+            found = len(_words(_file(self.folder, split)))
+            if found != declared:
+                raise ValueError(
+                    f"ptb: {_file(self.folder, split)} has {found} tokens with one {END} per line, expected are "
+                    f"{declared}; for another text set dataset.{split}_tokens"
+                )
+        words = len(set(_words(_file(self.folder, "train"))))
+        if words != self.vocabulary:
+            raise ValueError(
+                f"ptb: {_file(self.folder, 'train')} has {words} different words with {END}, expected are "
+                f"{self.vocabulary}; for another text set dataset.vocabulary"
+            )
+
+    def text(self, split: str) -> torch.Tensor:
+        """Return the ids of a split's tokens, [num_tokens[split]] int64."""
+        return _text(self.folder, "train" if split == "train" else self.evaluate_on, self.vocabulary)
+
+
+@registry.dataset("ptb", "Penn Treebank, 929,589 training tokens of 10,000 words, from ptb.{train,valid,test}.txt")
+def ptb(
+    root: str = "",
+    bptt: int = 70,
+    evaluate_on: str = "valid",
+    train_tokens: int = TRAIN_TOKENS,
+    valid_tokens: int = VALID_TOKENS,
+    test_tokens: int = TEST_TOKENS,
+    vocabulary: int = VOCABULARY,
+) -> PennTreebank:
+    """Declare the data set; reads nothing.
+
+    Args:
+        root: folder of the three files; empty means the folder `ptb` in the one that PIPEBENCH_DATA names.
+        bptt: tokens of a chunk; 70 is Merity's (2018).
+        evaluate_on: `valid` or `test`.
+        train_tokens: tokens of ptb.train.txt, counting one `<eos>` per line; likewise the next two.
+        valid_tokens: tokens of ptb.valid.txt.
+        test_tokens: tokens of ptb.test.txt.
+        vocabulary: different words of ptb.train.txt, with `<eos>`.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    if evaluate_on not in _SPLITS[1:]:
+        raise ValueError(f"ptb: evaluate_on is {evaluate_on!r}, allowed are valid, test")
+    tokens = {"train": train_tokens, "valid": valid_tokens, "test": test_tokens}
+    for split, number in tokens.items():
+        if number < 2:
+            raise ValueError(f"ptb: {split}_tokens is {number}, allowed is 2 or more")
+    if vocabulary < 2:
+        raise ValueError(f"ptb: vocabulary is {vocabulary}, allowed is 2 or more")
+    folder = Path(root) if root else Path(os.environ.get("PIPEBENCH_DATA", "")) / "ptb"
+    return PennTreebank(folder, bptt, tokens, vocabulary, evaluate_on)
+
+
+def _file(folder: Path, split: str) -> Path:
+    return folder / f"ptb.{split}.txt"
+
+
+def _words(path: Path) -> list[str]:
+    """Return the words of a file, `<eos>` for the end of every line."""
+    return path.read_text(encoding="utf-8").replace("\n", f" {END} ").split()
+
+
+@lru_cache(maxsize=4)
+def _text(folder: Path, split: str, vocabulary: int) -> torch.Tensor:
+    ids = most_frequent(_words(_file(folder, "train")), vocabulary)
+    return encode(_words(_file(folder, split)), ids)
