@@ -189,9 +189,11 @@ def profile_(
     if file is not None and overrides:
         raise click.UsageError(f"{overrides[0]} changes a recipe, and {file} is a profile")
     loaded = _load_one(words) if file is None else None
-    if loaded is not None:
-        _preflight_profile(loaded)
     from pipebench import profiling
+    from pipebench.recipe.preflight import preflight
+
+    if loaded is not None:
+        preflight(loaded, trains=False)
 
     name = profiling.plain_name(file) if file is not None else loaded.recipe.name if loaded is not None else ""
     json_path = json_file or (None if file is not None else f"{name}.profile.json")
@@ -250,13 +252,14 @@ def plan(words: tuple[str, ...], **given: Any) -> None:
     if files:
         raise UserError(f"{files[0]} looks like a profile and not like a recipe: write --profile {files[0]}")
     from pipebench import planning
+    from pipebench.recipe.preflight import preflight
 
     asked = planning.Asked(**given)
     planning.check(asked, with_recipe=bool(words))
     loaded = None
     if words:
         loaded = planning.with_options(_load_one(words), asked)
-        _preflight_profile(loaded)
+        preflight(loaded, trains=False)
     planning.plan(loaded, asked)
 
 
@@ -375,20 +378,6 @@ def _preflight_all(loaded: Sequence["LoadedRecipe"]) -> None:
             faults += error.faults
     if faults:
         raise RecipeError(dict.fromkeys(faults))
-
-
-def _preflight_profile(loaded: "LoadedRecipe") -> None:
-    """Check what profiling needs: the data only where it is measured."""
-    from pipebench.recipe.preflight import preflight
-
-    timing, local = loaded.recipe.engine.timing, loaded.recipe.cluster.name == "local"
-    try:
-        preflight(loaded)
-    except RecipeError as error:
-        measured = timing == "measured" or (timing == "auto" and local)
-        faults = [fault for fault in error.faults if measured or fault.key != "dataset"]
-        if faults:
-            raise RecipeError(faults) from error
 
 
 def _suite(loaded: Sequence["LoadedRecipe"], references: Sequence[str]) -> str:

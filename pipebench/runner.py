@@ -121,6 +121,7 @@ def _run_one(
             "engine": recipe.engine.kind,
             "seed": str(seed),
             "timing": prepared.profile.note,
+            **{f"metric.{metric}": note for metric, note in prepared.setup.dataset.notes().items()},
             **facts,
         }
         params = {**loaded.flat, "train.seed": str(seed)}

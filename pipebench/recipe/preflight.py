@@ -11,15 +11,24 @@ from pipebench.recipe.options import import_target, make_dataset, options
 _WORDS = ("auto", "measured", "analytic")
 
 
-def preflight(loaded: LoadedRecipe) -> None:
+def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     """Check environment variables, data, device and files that a run of this recipe needs.
+
+    Args:
+        loaded: a recipe.
+        trains: False if it is only planned or profiled: like a simulation, that needs the data's sizes alone, unless
+            times are measured here.
 
     Raises:
         RecipeError: with everything that is missing.
     """
     if loaded.pending:
         raise RecipeError(loaded.pending)
-    problems = (problem for check in _CHECKS for problem in check(loaded))
+    engine = loaded.recipe.engine
+    measured = engine.timing == "measured" or (engine.timing == "auto" and loaded.recipe.cluster.name == "local")
+    needs_data = (trains and engine.kind != "simulated") or measured
+    checks = (*([_dataset] if needs_data else []), *_CHECKS)
+    problems = (problem for check in checks for problem in check(loaded))
     faults = [Fault(loaded.origin(key), key, problem) for key, problem in problems]
     if faults:
         raise RecipeError(faults)
@@ -63,7 +72,7 @@ def _target(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
         yield "model", f"the options don't suit {model['target']}: {_one_line(error)}"
 
 
-_CHECKS: tuple[Callable[[LoadedRecipe], Iterator[tuple[str, str]]], ...] = (_dataset, _device, _timing, _target)
+_CHECKS: tuple[Callable[[LoadedRecipe], Iterator[tuple[str, str]]], ...] = (_device, _timing, _target)
 
 
 def _one_line(error: Exception) -> str:

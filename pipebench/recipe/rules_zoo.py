@@ -11,7 +11,7 @@ from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.validate import Draft, Problems, rule
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-FRACTIONS = ("top1", "top5")
+FRACTIONS = ("top1", "top5", "token_accuracy", "meteor")
 
 
 @rule("@draft")
