@@ -4,6 +4,7 @@ Short and about few things, but real: what number words are for grammar, these a
 Mercurial and pretalx are read where they are; nothing of them is in this package.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -65,10 +66,12 @@ class GettextPairs(Translation):
         return _encoding(self._selection()).decode(ids)
 
     def notes(self) -> dict[str, str]:
-        """Return how BLEU was computed, and a hash of the pairs, which differ between versions of the programs."""
-        content = repr(sorted(_split(self._selection()).items())).encode()
-        pairs = f"{self.num_train} + {self.num_eval} pairs, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
-        return {**super().notes(), "pairs": pairs}
+        """Return how BLEU is computed and, if they are there, a hash of the pairs: versions of the programs differ."""
+        notes = super().notes()
+        with contextlib.suppress(OSError, ValueError):
+            content = repr(sorted(_split(self._selection()).items())).encode()
+            notes = {name: f"{note}, pairs {hashlib.sha256(content).hexdigest()[:16]}" for name, note in notes.items()}
+        return notes
 
     def _places(self) -> tuple[str, ...]:
         folder = data_folder("gettext_pairs", self.root) if self.root or os.environ.get(DATA_VARIABLE) else None

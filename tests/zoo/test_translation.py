@@ -1,5 +1,6 @@
 """What translation data sets share: loss, weight, token accuracy, and BLEU of a whole model."""
 
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -149,6 +150,11 @@ def test_only_the_first_are_scored_when_few_are_asked_for() -> None:
     assert dataset.whole_model_metrics(model) == {"bleu": pytest.approx(100)}
     assert model.batches == [2]
     assert dataset.notes()["bleu"].endswith(", first 2 of 4 held-out sentences")
+
+
+def test_notes_need_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
+    assert Counting().notes() == {}
 
 
 def test_copying_scores_nothing_where_languages_share_no_word() -> None:
