@@ -59,6 +59,27 @@ def reports(session: nox.Session) -> None:
         Path("reports", f"{name}.md").write_text(str(page).rstrip() + "\n")
 
 
+@nox.session(venv_backend="none")
+def zoo(session: nox.Session) -> None:
+    """Train the small recipes in every mode, those that aren't in `reports/small_zoo/` yet, and write their report."""
+    page = session.run(
+        python_with_pipebench(session),
+        "-m",
+        "reports.small_zoo",
+        *session.posargs,
+        external=True,
+        silent=True,
+        stderr=None,
+    )
+    Path("reports", "small_zoo.md").write_text(str(page).rstrip() + "\n")
+
+
+@nox.session(venv_backend="none")
+def data(session: nox.Session) -> None:
+    """Fetch the translation catalogues that the data set `gettext_pairs` reads: `nox -s data -- FOLDER`."""
+    session.run(python_with_pipebench(session), "-m", "zoo.catalogues", *session.posargs, external=True)
+
+
 def python_with_pipebench(session: nox.Session) -> str:
     """Return the interpreter of one environment that all sessions share, with pipebench installed in place.
 

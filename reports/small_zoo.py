@@ -1,0 +1,355 @@
+"""Train the small recipes in every mode and print what came of it: `nox -s zoo`, or `python -m reports.small_zoo`.
+
+Every run leaves a file in `reports/small_zoo/`; a run whose file is there, made by the same recipe, is not made again,
+so that a session that was cut short goes on where it ended. What is printed is `small_zoo.md`.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipebench.device import environment, torch_settings
+from pipebench.formats import num_bytes, seconds
+from pipebench.prepare import Prepared, prepare
+from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.load import LoadedRecipe, load
+from pipebench.recipe.options import make_dataset
+from pipebench.result import Point, RunResult
+from pipebench.simulated import simulate_epoch
+from pipebench.training import train_to_target
+from reports.planned_models import table
+from zoo.captions import Captions
+from zoo.language import Text
+from zoo.ngram import Trigram
+from zoo.translation import Translation, copy_baseline
+
+RESULTS = Path(__file__).parent / "small_zoo"
+MODELS = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")
+MODES = ("single", "dp", "model", "gpipe", "pipedream", "pipedream-replicated")
+THREE = (0, 1, 2)
+OF_THREE_SEEDS = ("vgg16", "gnmt8")
+# model and gpipe take single's updates, so single's epochs are theirs. One of each is trained all the same, as a check,
+# and gpipe on every model with BatchNorm, whose statistics are then a microbatch's: that is another training.
+CHECKS = (("vgg16", "model"), ("gnmt8", "gpipe"))
+WITH_BATCH_NORM = ("vgg16", "resnet50")
+
+HEAD = """# The small zoo: every model and mode, trained here
+
+`nox -s zoo` makes this page: it trains what isn't in `reports/small_zoo/` yet, two runs at a time, one thread each. The
+recipes are those of `recipes/small/`; clock and bytes are those of four V100s of Cluster-A, computed, while accuracy is
+of real training with exact weight versions. All modes of a model share its optimizer, learning rate, schedule,
+minibatch per worker and number of epochs: data parallelism takes fewer, larger updates at the same rate here, as does
+a stage with replicas, and nothing is tuned to make up for that.
+
+## Targets
+
+A target is what `single` reaches after two thirds of its epochs, the median of three seeds, rounded to the easier side
+of a round figure; it was fixed before any other mode ran. `single` is run to its last epoch for this; its epochs and
+times below are those of the first evaluation that reaches the target.
+"""
+NOTES = """
+Time to accuracy is on the virtual clock, with and without the forward passes of evaluations; text that models write
+for BLEU and METEOR costs no virtual time. Where three seeds ran: the median of those that reached the target, and the
+range. *single's*: epochs and target are `single`'s, whose updates `model` and `gpipe` take, times are simulated; rows of
+these modes without that word were trained as a check. `gpipe` on a model with BatchNorm is always trained: its
+statistics are those of a microbatch. "wall" is the whole command here, beside another one.
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the study."""
+
+    model: str
+    mode: str
+    seed: int
+
+    @property
+    def loaded(self) -> LoadedRecipe:
+        """The recipe; `single` goes on to its last epoch, which is what a target is made of."""
+        overrides = [f"train.seed={self.seed}", *(["train.target=null"] if self.mode == "single" else [])]
+        return load(f"small/{self.model}/{self.mode}", overrides)
+
+    @property
+    def path(self) -> Path:
+        """Where its result is kept."""
+        return RESULTS / f"{self.model}-{self.mode}-{self.seed}.json"
+
+    @property
+    def key(self) -> str:
+        """What its result depends on: the recipe."""
+        return hashlib.sha256(json.dumps(self.loaded.flat, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a result of this very recipe is there."""
+        return self.path.is_file() and json.loads(self.path.read_text())["key"] == self.key
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """When a run reached the target of its recipe.
+
+    Attributes:
+        epochs, clock_s, training_s: of the first evaluation at the target, with evaluations and without; None if it
+            was missed.
+        best: the best value of the target's metric.
+        wall_s: of the whole command here.
+    """
+
+    epochs: float | None
+    clock_s: float | None
+    training_s: float | None
+    best: float
+    wall_s: float
+
+
+def study() -> list[Run]:
+    """Return every run of the study, `single` first."""
+    found = [Run(model, "single", seed) for model in MODELS for seed in THREE]
+    for model in MODELS:
+        modes = [mode for mode in MODES[1:] if is_trained(model, mode)]
+        found += [Run(model, mode, seed) for mode in modes for seed in seeds_of(model, mode)]
+    return found
+
+
+def is_trained(model: str, mode: str) -> bool:
+    """Return whether a mode is trained on a model, or takes what `single` did."""
+    takes_singles = mode == "model" or (mode == "gpipe" and model not in WITH_BATCH_NORM)
+    return not takes_singles or (model, mode) in CHECKS
+
+
+def seeds_of(model: str, mode: str) -> Sequence[int]:
+    """Return the seeds of a row."""
+    return THREE if mode == "single" or (model in OF_THREE_SEEDS and (model, mode) not in CHECKS) else (0,)
+
+
+def train(run: Run) -> None:
+    """Train, and keep the result aside before it takes its name."""
+    started = time.perf_counter()
+    loaded = run.loaded
+    with torch_settings(loaded.recipe.engine):
+        prepared = prepared_of(loaded)
+        result, _ = train_to_target(prepared, _Silent(), lambda point: None)
+        facts = environment(prepared.setup.device)
+    kept = {
+        "key": run.key,
+        "wall_s": time.perf_counter() - started,
+        "environment": facts,
+        "result": json.loads(result.to_json()),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    aside = run.path.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(kept, indent=1) + "\n")
+    aside.replace(run.path)
+
+
+def prepared_of(loaded: LoadedRecipe) -> Prepared:
+    """Return a recipe, ready to run."""
+    recipe = loaded.recipe
+    return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent))
+
+
+class _Silent:
+    """Progress that nobody watches."""
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Ignore."""
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Ignore."""
+
+
+def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
+    """Make every run that isn't there yet, each in a process of its own."""
+    todo = [run for run in study() if not run.is_done]
+    tell(f"{len(todo)} of {len(study())} runs to make, {jobs} at a time")
+
+    def make(run: Run) -> None:
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "reports.small_zoo", "--one", run.model, run.mode, str(run.seed)]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        wall_s = time.perf_counter() - started
+        if done.returncode:
+            raise RuntimeError(f"{run}: {done.stderr.strip()[-2000:]}")
+        kept = json.loads(run.path.read_text())
+        run.path.write_text(json.dumps(kept | {"wall_s": wall_s}, indent=1) + "\n")
+        tell(f"{run.model} {run.mode} seed {run.seed}: {wall_s:.0f} s, {kept['result']['sentence']}")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(make, todo))
+
+
+def result_of(run: Run) -> RunResult:
+    """Return a run's result."""
+    return RunResult.from_json(json.dumps(json.loads(run.path.read_text())["result"]))
+
+
+def outcome_of(run: Run) -> Outcome:
+    """Return when a run reached its recipe's target."""
+    recipe = load(f"small/{run.model}/{run.mode}").recipe
+    target, result = recipe.train.target, result_of(run)
+    assert target is not None
+    best = make_dataset(recipe.dataset).metrics[target.metric]
+    values = [point.metrics[target.metric] for point in result.points]
+    reaches = [value >= target.value if best == "max" else value <= target.value for value in values]
+    wall_s = json.loads(run.path.read_text())["wall_s"]
+    top = max(values) if best == "max" else min(values)
+    if True not in reaches:
+        return Outcome(None, None, None, top, wall_s)
+    point = result.points[reaches.index(True)]
+    evaluations = result.metrics["evaluation_time_s"] / len(values) * (reaches.index(True) + 1)
+    return Outcome(point.samples / _epoch(run.model), point.clock_s, point.clock_s - evaluations, top, wall_s)
+
+
+@cache
+def _epoch(model: str) -> float:
+    """Return the samples of an epoch."""
+    single = Run(model, "single", 0)
+    return result_of(single).points[-1].samples / single.loaded.recipe.train.max_epochs
+
+
+@cache
+def simulated(model: str, mode: str) -> RunResult:
+    """Return a simulated epoch of a recipe."""
+    loaded = load(f"small/{model}/{mode}", ["engine.kind=simulated"])
+    return simulate_epoch(prepared_of(loaded))[0]
+
+
+def target_rows() -> Iterator[list[object]]:
+    """Yield what every model's target is made of."""
+    for model in MODELS:
+        recipe = load(f"small/{model}/single").recipe
+        target = recipe.train.target
+        assert target is not None
+        reached = [value_at(result_of(Run(model, "single", seed)), target.metric, 2 / 3) for seed in THREE]
+        yield [
+            model,
+            recipe.dataset["name"],
+            target.metric,
+            f"{recipe.train.max_epochs}",
+            ", ".join(f"{value:.4g}" for value in reached),
+            f"{statistics.median(reached):.4g}",
+            f"**{target.value:g}**",
+            baseline(recipe.dataset),
+        ]
+
+
+def value_at(result: RunResult, metric: str, fraction: float) -> float:
+    """Return a metric at the last evaluation of the first so much of a run."""
+    limit = fraction * result.points[-1].samples * (1 + 1e-9)
+    return [point.metrics[metric] for point in result.points if point.samples <= limit][-1]
+
+
+def baseline(options: Any) -> str:
+    """Return what can be had without learning, or by counting alone, where that says something."""
+    dataset = make_dataset(options)
+    if isinstance(dataset, Translation):
+        return f"copying the source: {copy_baseline(dataset):.3g}"
+    if isinstance(dataset, Captions):
+        return f"commonest caption: {dataset.majority_baseline():.3g}"
+    if isinstance(dataset, Text):
+        trigram = Trigram(dataset.text("train"), options["vocabulary"])
+        return f"smoothed trigram: {trigram.perplexity(dataset.text('eval')):.4g}"
+    return ""
+
+
+def mode_rows() -> Iterator[list[object]]:
+    """Yield a row per model and mode."""
+    for model in MODELS:
+        for mode in MODES:
+            yield trained_row(model, mode) if is_trained(model, mode) else derived_row(model, mode)
+
+
+def trained_row(model: str, mode: str) -> list[object]:
+    """Return the row of a mode that was trained."""
+    runs = [Run(model, mode, seed) for seed in seeds_of(model, mode)]
+    outcomes, result = [outcome_of(run) for run in runs], result_of(runs[0])
+    reached = [outcome for outcome in outcomes if outcome.epochs is not None]
+    best = ", ".join(f"{outcome.best:.4g}" for outcome in outcomes)
+    return [
+        model,
+        mode,
+        result.plan,
+        f"{len(reached)} of {len(runs)}" + ("" if len(reached) == len(runs) else f" (best {best})"),
+        spread([outcome.epochs for outcome in reached], lambda value: f"{value:g}"),
+        spread([outcome.clock_s for outcome in reached], seconds),
+        spread([outcome.training_s for outcome in reached], seconds),
+        num_bytes(result.metrics["comm_bytes_per_sample"]),
+        f"{statistics.median(outcome.wall_s for outcome in outcomes):.0f} s",
+    ]
+
+
+def derived_row(model: str, mode: str) -> list[object]:
+    """Return the row of a mode that takes `single`'s updates: its epochs, and simulated times."""
+    epochs = [outcome_of(Run(model, "single", seed)).epochs for seed in THREE]
+    reached, result = [value for value in epochs if value is not None], simulated(model, mode)
+    return [
+        model,
+        mode,
+        result.plan,
+        "*single's*",
+        spread(reached, lambda value: f"{value:g}"),
+        "",
+        spread([value * result.metrics["epoch_time_s"] for value in reached], seconds),
+        num_bytes(result.metrics["comm_bytes_per_sample"]),
+        "",
+    ]
+
+
+def spread(values: Iterable[float | None], text: Callable[[float], str]) -> str:
+    """Return the median and the range of what is there."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    middle = text(statistics.median(known))
+    return middle if len({*known}) == 1 else f"{middle} ({text(min(known))} to {text(max(known))})"
+
+
+def page() -> str:
+    """Return the report."""
+    facts = json.loads(Run("vgg16", "single", 0).path.read_text())["environment"]
+    told = ", ".join(f"{name} {value}" for name, value in facts.items() if name in ("torch", "python", "pipebench"))
+    walls = [json.loads(run.path.read_text())["wall_s"] for run in study()]
+    total = f"{len(walls)} runs, {sum(walls) / 60:.0f} minutes of single threads, the longest {max(walls):.0f} s"
+    targets = ["model", "data", "metric", "epochs", "at two thirds", "median", "target", "without learning"]
+    modes = ["model", "mode", "plan", "reached", "epochs", "time to accuracy", "without evaluation", "sent per sample"]
+    return "\n".join(
+        [
+            HEAD,
+            table(targets, target_rows()),
+            "\n## Modes\n",
+            table([*modes, "wall"], mode_rows()),
+            NOTES,
+            f"{total}; {told}.",
+        ]
+    )
+
+
+def main() -> None:
+    """Train what is missing and print the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "MODE", "SEED"), help="make this run, and no page")
+    given = parser.parse_args()
+    if given.one:
+        model, mode, seed = given.one
+        train(Run(model, mode, int(seed)))
+        return
+    train_missing(given.jobs, lambda line: print(line, file=sys.stderr, flush=True))
+    print(page())
+
+
+if __name__ == "__main__":
+    main()
