@@ -7,10 +7,14 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import zoo
 from zoo import king_james as module
 from zoo.king_james import EVAL_TOKENS, TEST_TOKENS, TRAIN_TOKENS, king_james, normalise
+from zoo.ngram import Trigram
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def test_treatment_is_penn_treebank_s() -> None:
@@ -76,6 +80,18 @@ def test_another_text_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ):
         king_james().check()
     module._splits.cache_clear()
+
+
+def test_the_small_recipe_s_target_is_below_the_trigram() -> None:
+    """What the recipe's comment says: the network has to beat counting, on the same tokens."""
+    recipe = yaml.safe_load((RECIPES / "small" / "awd_lm" / "base.yaml").read_text(encoding="utf-8"))
+    options = {key: value for key, value in recipe["dataset"].items() if key != "name"}
+    data = king_james(**options)
+    trigram = Trigram(data.text("train"), data.vocabulary)
+    perplexity = trigram.perplexity(data.text("eval"))
+    assert round(perplexity, 1) == 51.1
+    assert recipe["train"]["target"]["value"] < perplexity
+    assert recipe["model"]["vocabulary"] == data.vocabulary
 
 
 @pytest.mark.parametrize(
