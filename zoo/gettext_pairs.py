@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from zoo import bpe, catalogues, registry
-from zoo.catalogues import Pair
+from zoo import bpe, gettext_files, registry
+from zoo.gettext_files import Pair
 from zoo.places import DATA_VARIABLE, data_folder
 from zoo.translation import SIDES, Translation, TranslationOptions, check_split
 
@@ -75,7 +75,7 @@ class GettextPairs(Translation):
 
     def _places(self) -> tuple[str, ...]:
         folder = data_folder("gettext_pairs", self.root) if self.root or os.environ.get(DATA_VARIABLE) else None
-        return tuple(map(str, catalogues.find(folder, in_packages=not self.root)))
+        return tuple(map(str, gettext_files.find(folder, in_packages=not self.root)))
 
     def _selection(self) -> "_Selection":
         options = self.options
@@ -174,7 +174,7 @@ def _letters(text: str) -> str:
 
 @lru_cache(maxsize=4)
 def _kept(places: tuple[str, ...], max_words: int) -> list[Pair]:
-    return keep((pair for place in places for pair in catalogues.read(Path(place))), max_words)
+    return keep((pair for place in places for pair in gettext_files.read(Path(place))), max_words)
 
 
 @lru_cache(maxsize=4)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import zoo
-from tests.zoo.test_catalogues import mo
-from zoo import catalogues
+from tests.zoo.test_gettext_files import mo
+from zoo import gettext_files
 from zoo import gettext_pairs as module
 from zoo.gettext_pairs import GettextPairs, gettext_pairs, keep
 from zoo.text import BOS, EOS, PAD
@@ -24,7 +24,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
     folder = tmp_path / "gettext_pairs"
     rows = list(PAIRS.items())
-    paths = [folder / name for _, _, name in catalogues.CATALOGUES]
+    paths = [folder / name for _, _, name in gettext_files.CATALOGUES]
     for path in paths:
         path.parent.mkdir(parents=True)
     paths[0].write_bytes(mo({"": "Content-Type: charset=UTF-8\n", "open %s": "öffnet %s", **dict(rows[:15])}))
