@@ -61,7 +61,7 @@ times below are those of the first evaluation that reaches the target.
 NOTES = """
 Time to accuracy is on the virtual clock, with and without the forward passes of evaluations; text that models write
 for BLEU and METEOR costs no virtual time. Where three seeds ran: the median of those that reached the target, and the
-range. *single's*: epochs and target are `single`'s, whose updates `model` and `gpipe` take, times are simulated; rows of
+range. *single's*: `model` and `gpipe` take `single`'s updates, so its epochs too; their times are simulated. Rows of
 these modes without that word were trained as a check. `gpipe` on a model with BatchNorm is always trained: its
 statistics are those of a microbatch. "wall" is the whole command here, beside another one.
 """

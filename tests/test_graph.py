@@ -165,3 +165,65 @@ def test_each_call_of_a_random_module_draws_for_itself() -> None:
     first, second = replica.module(torch.ones(40))[-1]
     assert not torch.equal(first, second)
     assert torch.equal(replica.module(torch.ones(40))[-1][0], first)
+
+
+class Block(nn.Module):
+    """Says itself that it is one layer; inside, it branches on a size and draws."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 6]."""
+        return self.drop(self.linear(x)) if x.shape[0] else x
+
+
+class Noise(nn.Module):
+    """Draws without any module of torch's own."""
+
+    one_layer = random_layer = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 6]."""
+        return x + torch.randn(x.shape, dtype=x.dtype) if self.training else x
+
+
+class SaysSo(nn.Module):
+    """Both, and one of torch's leaves that draws inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.block, self.noise, self.head = Block(), Noise(), nn.Linear(6, 4)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        x = self.noise(self.block(x))
+        return self.head(self.encoder(x.unsqueeze(1)).squeeze(1))  # type: ignore[no-any-return]
+
+
+def test_modules_say_themselves_that_they_are_one_layer_or_random() -> None:
+    graph = trace(SaysSo())
+    assert [layer.kind for layer in graph.layers] == [
+        "Block", "Noise", "unsqueeze", "TransformerEncoderLayer", "squeeze", "Linear",
+    ]  # fmt: skip
+    plan = make_plan(graph, [2], [1, 1])
+    assert [cut_stage(graph, plan, index).random for index in (0, 1)] == [("block", "noise"), ("encoder",)]
+
+
+def test_draws_inside_layers_are_the_same_however_the_model_is_cut() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 6, dtype=torch.float64, generator=generator)
+    target = torch.randint(4, (5,), generator=generator)
+    graph = trace(SaysSo())
+    reference = cut(graph, make_plan(graph, [], [1]), x, target)
+    assert_same(reference, cut(graph, make_plan(graph, [], [1]), x, target))
+    for start in range(1, len(graph.layers)):
+        torch.default_generator.manual_seed(start)  # whatever was drawn before
+        assert_same(reference, cut(graph, make_plan(graph, [start], [1, 1]), x, target))
+        assert_same(reference, cut(graph, make_plan(graph, [start], [1, 1]), x, target, recompute=True))

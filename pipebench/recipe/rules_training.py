@@ -5,7 +5,7 @@ from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.modes import ALL_FORWARDS, AUTO, MODES, ONE, ORDERS, WEIGHT_POLICIES
-from pipebench.plan_text import parse_plan, streams_problem
+from pipebench.plan_text import parse_plan
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.typecheck import shown
 from pipebench.recipe.validate import Draft, Problems, rule
@@ -95,35 +95,6 @@ def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problem
         yield "parallelism.cuts", f"got {len(cuts)} cuts, a plan of {len(replicas)} stages needs {needed}"
     if cuts is not None and len(set(cuts)) != len(cuts):
         yield "parallelism.cuts", f"got {shown(cuts)}, allowed is every layer once"
-
-
-@rule("@dataset", "train.streams", "train.minibatch_size", "train.evaluate_every.minibatches")
-def _streams(dataset: Any, streams: int | None, minibatch_size: int, evaluate_every: int | None) -> Problems:
-    if not dataset.sequential:
-        if streams is not None:
-            yield "train.streams", f"got {streams}, which is for text, whose samples follow each other: allowed is null"
-        return
-    streams = streams or 1
-    if minibatch_size <= dataset.num_train < streams * minibatch_size:
-        most = dataset.num_train // minibatch_size
-        rows = f"streams of {minibatch_size} rows each"
-        yield "train.streams", f"got {streams} {rows}, allowed are 1 to {most}: the text has {dataset.num_train} chunks"
-    if evaluate_every is not None and evaluate_every % streams:
-        given = f"got {evaluate_every}, which would leave some of the {streams} streams behind"
-        yield "train.evaluate_every.minibatches", f"{given}: allowed are multiples of {streams}"
-
-
-@rule("@dataset", "@cluster", "train.streams", "parallelism.mode", "parallelism.plan")
-def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str, plan: Any) -> Problems:
-    if not dataset.sequential or mode == AUTO:
-        return
-    try:
-        replicas = parse_plan(plan, MODES[mode], cluster.num_workers)
-    except PlanError:  # auto, which the planner keeps to these plans, or what another rule complains of
-        return
-    problem = streams_problem(replicas, streams or 1)
-    if problem is not None:
-        yield "train.streams", f"got {problem}"
 
 
 @rule("parallelism.depth")

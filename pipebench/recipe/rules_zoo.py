@@ -1,11 +1,13 @@
-"""Rules on the model and the data set: names and options against the zoo's registry, the target against the data."""
+"""Rules on model and data: names and options against the zoo's registry, target and streams against the data set."""
 
 import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pipebench.errors import choice
+from pipebench.errors import PlanError, choice
+from pipebench.modes import AUTO, MODES
+from pipebench.plan_text import parse_plan, streams_problem
 from pipebench.recipe.options import RESERVED, make_dataset, option_problems, options
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.validate import Draft, Problems, rule
@@ -97,6 +99,35 @@ def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
     if minibatch_size > dataset.num_train:
         problem = f"got {minibatch_size}, allowed are 1 to {dataset.num_train}, the training samples there are"
         yield "train.minibatch_size", problem
+
+
+@rule("@dataset", "train.streams", "train.minibatch_size", "train.evaluate_every.minibatches")
+def _streams(dataset: Any, streams: int | None, minibatch_size: int, evaluate_every: int | None) -> Problems:
+    if not dataset.sequential:
+        if streams is not None:
+            yield "train.streams", f"got {streams}, which is for text, whose samples follow each other: allowed is null"
+        return
+    streams = streams or 1
+    if minibatch_size <= dataset.num_train < streams * minibatch_size:
+        most = dataset.num_train // minibatch_size
+        rows = f"streams of {minibatch_size} rows each"
+        yield "train.streams", f"got {streams} {rows}, allowed are 1 to {most}: the text has {dataset.num_train} chunks"
+    if evaluate_every is not None and evaluate_every % streams:
+        given = f"got {evaluate_every}, which would leave some of the {streams} streams behind"
+        yield "train.evaluate_every.minibatches", f"{given}: allowed are multiples of {streams}"
+
+
+@rule("@dataset", "@cluster", "train.streams", "parallelism.mode", "parallelism.plan")
+def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str, plan: Any) -> Problems:
+    if not dataset.sequential or mode == AUTO:
+        return
+    try:
+        replicas = parse_plan(plan, MODES[mode], cluster.num_workers)
+    except PlanError:  # auto, which the planner keeps to these plans, or what another rule complains of
+        return
+    problem = streams_problem(replicas, streams or 1)
+    if problem is not None:
+        yield "train.streams", f"got {problem}"
 
 
 def _known(draft: Draft, section: str) -> dict[str, Any] | None:

@@ -167,6 +167,45 @@ FILES: list[tuple[str | bytes, str]] = [
 ]
 
 
+TEXT = """\
+name: text
+model: {name: awd_lm, vocabulary: 500, embedding_size: 8, hidden_size: 8, num_layers: 1}
+dataset: {name: king_james, bptt: 10, train_tokens: 1000, eval_tokens: 100, vocabulary: 500}
+train: {minibatch_size: 4, optimizer: {lr: 1}, max_epochs: 1, evaluate_every: {epochs: 1}}
+cluster: {name: cluster-a}
+parallelism: {mode: dp}
+"""
+
+STREAMS = [
+    ([], "train.streams: got 1 with plan 4, whose replicas would take turns .*: allowed are multiples of 4"),
+    (["train.streams=6"], "train.streams: got 6 with plan 4, .*: allowed are multiples of 4"),
+    (["train.streams=4"], None),
+    (["train.streams=6", "parallelism.mode=pipedream", "parallelism.plan=2-1"], None),
+    (["train.streams=2", "parallelism.mode=pipedream"], None),
+    (["train.streams=4", "train.minibatch_size=30"], "train.streams: got 4 streams of 30 rows .* allowed are 1 to 3"),
+    (["train.streams=0"], "train.streams: got 0, allowed is a whole number of at least 1"),
+    (
+        ["train.streams=4", "train.evaluate_every={minibatches: 6, epochs: null}"],
+        "train.evaluate_every.minibatches: got 6, .* some of the 4 streams behind: allowed are multiples of 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), STREAMS)
+def test_streams_suit_text_plan_and_period(write: Write, overrides: list[str], message: str | None) -> None:
+    path = str(write(TEXT))
+    if message is None:
+        assert load(path, overrides).recipe.name == "text"
+        return
+    with pytest.raises(RecipeError, match=message):
+        load(path, overrides)
+
+
+def test_streams_are_for_text(write: Write) -> None:
+    with pytest.raises(RecipeError, match=r"train.streams: got 2, which is for text, .*: allowed is null"):
+        load(str(write()), ["train.streams=2"])
+
+
 @pytest.mark.parametrize(("override", "message"), [row for row in OVERRIDES if row[1]])
 def test_override_is_refused_in_one_sentence(write: Write, override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
