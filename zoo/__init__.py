@@ -2,12 +2,20 @@
 
 from zoo import (  # noqa: F401  (importing registers)
     alexnet,
+    awd_lm,
     gettext_pairs,
     gnmt,
+    imagenet,
     inception,
+    king_james,
     mnist5k,
+    moving_digits,
+    msvd,
     number_words,
+    ptb,
     resnet,
+    s2vt,
+    synthetic,
     vgg,
     wmt16,
 )

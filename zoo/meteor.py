@@ -1,0 +1,70 @@
+"""METEOR (Lavie and Agarwal 2007) of captions against several references each, through nltk, without any download."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+# What a reader of a score has to know. Differs: PipeDream's and S2VT's scores come from METEOR 1.5, which also matches
+# synonyms (WordNet) and paraphrases (tables): both are downloads, and its weights are tuned to having them.
+SIGNATURE = (
+    "nltk, 2007 parameters (alpha 0.9, beta 3, gamma 0.5), lower case, exact and Porter-stem matchers, no synonyms"
+)
+
+Words = Sequence[str]
+
+
+def require() -> None:
+    """Raise ImportError, with one readable sentence, if METEOR can't be computed for want of a package."""
+    _scorer()
+
+
+def meteor(captions: Sequence[Words], references: Sequence[Sequence[Words]]) -> float:
+    """Return the mean over captions of METEOR against the best of each one's references, from 0 to 1.
+
+    Even a caption equal to a reference scores less than 1: 1 - 0.5 / words^3, the penalty of its one chunk.
+
+    Args:
+        captions: words of each caption; one without words scores 0.
+        references: for each caption at least one reference's words.
+
+    Raises:
+        ImportError: nltk isn't installed.
+        ValueError: not one list of references per caption, no caption, or a caption without references.
+    """
+    if len(captions) != len(references):
+        raise ValueError(f"meteor: {len(captions)} captions, {len(references)} lists of references, allowed is equal")
+    if not captions or not all(references):
+        raise ValueError("meteor: nothing to score, allowed is at least one caption and a reference for each")
+    score = _scorer()
+    pairs = zip(captions, references, strict=True)
+    return float(sum(score(caption, several) for caption, several in pairs) / len(captions))
+
+
+class _Stems:
+    """Porter's stems, each computed once: references repeat words, and stemming is most of METEOR's time."""
+
+    def __init__(self, stem: Callable[[str], str]) -> None:
+        self.stem = lru_cache(maxsize=100_000)(stem)
+
+
+class _NoSynonyms:
+    """Stands for WordNet where its data isn't there: no word has synonyms."""
+
+    def synsets(self, word: str) -> list[Any]:
+        return []
+
+
+@cache
+def _scorer() -> Any:
+    """Return a function of a caption and its references."""
+    try:
+        from nltk.stem.porter import PorterStemmer  # late: an optional dependency
+        from nltk.translate.meteor_score import meteor_score
+    except ImportError as error:
+        raise ImportError('meteor needs the package nltk: pip install "pipebench[data]"') from error
+    stems, no_synonyms = _Stems(PorterStemmer().stem), _NoSynonyms()
+
+    def score(caption: Words, references: Sequence[Words]) -> Any:
+        return meteor_score(references, caption, stemmer=stems, wordnet=no_synonyms)
+
+    return score

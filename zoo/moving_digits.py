@@ -1,0 +1,221 @@
+"""Captioned videos without a download: real handwritten digits that move, and sentences that say which and where.
+
+What is learned is what MSVD asks for on a small scale: what is seen in the frames, what happens across them, and a
+language that says one thing in several ways.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import nn
+
+from zoo import registry
+from zoo.captions import Captions, Vocabulary
+from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
+
+SIDE = 16  # height and width of a frame, in pixels
+_DIGIT_SIDE = 10  # MNIST's digits fill 20 x 20 pixels: halved
+_ROOM = SIDE - _DIGIT_SIDE  # pixels that a digit can move
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+@dataclass(frozen=True)
+class Motion:
+    """A direction and a speed, and the words for them.
+
+    Attributes:
+        right: +1, 0 or -1.
+        down: +1, 0 or -1.
+        pixels: how far the digit moves from the first frame to the last.
+        words: what the templates' names stand for.
+    """
+
+    right: int
+    down: int
+    pixels: int
+    words: Mapping[str, str]
+
+
+_DIRECTIONS = (
+    (-1, 0, {"direction": "left", "towards": "leftwards"}),
+    (1, 0, {"direction": "right", "towards": "rightwards"}),
+    (0, -1, {"direction": "up", "towards": "upwards"}),
+    (0, 1, {"direction": "down", "towards": "downwards"}),
+)
+_SPEEDS = (
+    (_ROOM // 2, {"moves": "creeps", "moving": "creeping", "how": "slowly"}),
+    (_ROOM, {"moves": "rushes", "moving": "rushing", "how": "quickly"}),
+)
+MOTIONS = tuple(Motion(x, y, pixels, {**a, **b}) for x, y, a in _DIRECTIONS for pixels, b in _SPEEDS)
+
+# Little but what is to be seen: with phrases that fit every clip, one caption for all of them would score well.
+TEMPLATES = (
+    "a {digit} {moves} {direction}",
+    "{digit} {moving} {towards}",
+    "the {digit} is {moving} {direction}",
+    "{direction} {moves} the {digit}",
+    "{how} a {digit} goes {direction}",
+)
+
+
+@dataclass(frozen=True)
+class Clips:
+    """What the samples of a split show, one row per sample; all int64.
+
+    Attributes:
+        digit: rows of the digits data set's split.
+        motion: indices into `MOTIONS`.
+        place: pixels between the digit and the edge at its side, or above it, that it doesn't move along.
+        start: pixels that the digit leaves behind it where it starts.
+        template: index into `TEMPLATES` of the caption trained on.
+    """
+
+    digit: torch.Tensor
+    motion: torch.Tensor
+    place: torch.Tensor
+    start: torch.Tensor
+    template: torch.Tensor
+
+
+class MovingDigits(Captions):
+    """Clips of one moving digit; held-out clips show held-out digits. See `Captions` for the fields."""
+
+    num_features = SIDE * SIDE
+
+    def __init__(self, num_train: int, num_eval: int, frames: int, words: int, seed: int) -> None:
+        self.num_train, self.num_eval = num_train, num_eval
+        self.frames, self.words = frames, words
+        self.seed = seed
+        self._digits = mnist5k(image_size=28)
+
+    def check(self) -> None:
+        """Raise ImportError, with one readable sentence, if a package is missing."""
+        super().check()
+        self._digits.check()
+
+    def vocabulary(self) -> Vocabulary:
+        """Return every word of the templates, in alphabetical order."""
+        return _vocabulary()
+
+    def features(self, split: str, indices: Sequence[int]) -> torch.Tensor:
+        """Return the frames' pixels from 0 (black) to 1, row by row: [samples, frames, 256] float32."""
+        clips, rows = self._clips(split), torch.as_tensor(indices, dtype=torch.int64)
+        digits = _small_digits(split)[clips.digit[rows]]
+        left, top = self._path(clips, rows)
+        clip, frame = torch.meshgrid(torch.arange(len(rows)), torch.arange(self.frames), indexing="ij")
+        pixels = torch.zeros(len(rows), self.frames, SIDE, SIDE)
+        span = torch.arange(_DIGIT_SIDE)
+        y = top[:, :, None, None] + span[:, None]
+        x = left[:, :, None, None] + span
+        pixels[clip[:, :, None, None], frame[:, :, None, None], y, x] = digits[:, None]
+        return pixels.flatten(2)
+
+    def captions(self, split: str, indices: Sequence[int]) -> list[list[str]]:
+        """Return a caption of every sample, said in one of the templates' ways."""
+        clips, labels = self._clips(split), self._labels(split)
+        return [_say(int(clips.template[i]), int(labels[i]), int(clips.motion[i])) for i in indices]
+
+    def references(self, indices: Sequence[int]) -> list[list[list[str]]]:
+        """Return the held-out clips' captions, said in all ways."""
+        clips, labels = self._clips("eval"), self._labels("eval")
+        ways = range(len(TEMPLATES))
+        return [[_say(way, int(labels[i]), int(clips.motion[i])) for way in ways] for i in indices]
+
+    def _clips(self, split: str) -> Clips:
+        if split not in ("train", "eval"):
+            raise ValueError(f"moving_digits: split is {split!r}, allowed are train, eval")
+        if split == "train":
+            return _drawn(self.num_train, self._digits.num_train, 2 * self.seed)
+        return _drawn(self.num_eval, self._digits.num_eval, 2 * self.seed + 1)
+
+    def _labels(self, split: str) -> torch.Tensor:
+        return _all_labels(split)[self._clips(split).digit]
+
+    def _path(self, clips: Clips, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the digit's distance from the left and the upper edge: two [samples, frames] int64."""
+        motion = clips.motion[rows]
+        right, down, pixels = (torch.tensor([getattr(m, name) for m in MOTIONS])[motion] for name in _MOTION_NUMBERS)
+        moved = torch.arange(self.frames) * pixels[:, None] // (self.frames - 1)
+        along = clips.start[rows, None] + moved
+        across = clips.place[rows, None].expand_as(along)
+        forward = torch.where((right + down)[:, None] > 0, along, _ROOM - along)
+        level = (right != 0)[:, None]
+        return torch.where(level, forward, across), torch.where(level, across, forward)
+
+
+_MOTION_NUMBERS = ("right", "down", "pixels")
+
+
+@registry.dataset("moving_digits", "videos of real MNIST digits that move, with captions: no download")
+def moving_digits(
+    num_train: int = 6000, num_eval: int = 400, frames: int = 7, words: int = 6, seed: int = 0
+) -> MovingDigits:
+    """Build the data set; reads nothing. Its digits are those of `mnist5k`, held-out ones in held-out clips.
+
+    Args:
+        num_train: training clips, each with one caption.
+        num_eval: held-out clips, each with as many captions as there are templates.
+        frames: frames of a clip, at least 2.
+        words: most words of a caption, its end included; longer ones are cut. The longest has 5 and its end.
+        seed: which digits move where, said how. One seed, the same clips on every machine.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    for name, value, least in (
+        ("num_train", num_train, 1),
+        ("num_eval", num_eval, 1),
+        ("frames", frames, 2),
+        ("words", words, 1),
+        ("seed", seed, 0),
+    ):
+        if value < least:
+            raise ValueError(f"moving_digits: {name} is {value}, allowed is {least} or more")
+    return MovingDigits(num_train, num_eval, frames, words, seed)
+
+
+def _say(template: int, digit: int, motion: int) -> list[str]:
+    return TEMPLATES[template].format(digit=_DIGITS[digit], **MOTIONS[motion].words).split()
+
+
+@cache
+def _vocabulary() -> Vocabulary:
+    numbers = [range(len(TEMPLATES)), range(len(_DIGITS)), range(len(MOTIONS))]
+    said = (_say(way, digit, motion) for way in numbers[0] for digit in numbers[1] for motion in numbers[2])
+    return Vocabulary(sorted({word for words in said for word in words}))
+
+
+@lru_cache(maxsize=8)
+def _drawn(num_clips: int, num_digits: int, seed: int) -> Clips:
+    """Draw the clips of a split: one row of five numbers each, so that more clips begin with the same ones."""
+    drawn = torch.rand(num_clips, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    motion = (drawn[:, 1] * len(MOTIONS)).long()
+    spare = _ROOM - torch.tensor([each.pixels for each in MOTIONS])[motion]
+    return Clips(
+        digit=(drawn[:, 0] * num_digits).long(),
+        motion=motion,
+        place=(drawn[:, 2] * (_ROOM + 1)).long(),
+        start=(drawn[:, 3] * (spare + 1)).long(),
+        template=(drawn[:, 4] * len(TEMPLATES)).long(),
+    )
+
+
+@cache
+def _small_digits(split: str) -> torch.Tensor:
+    """Return the digits of the split at half their size: [digits, 10, 10] float32 from 0 to 1."""
+    digits = mnist5k(image_size=28)
+    number = digits.num_train if split == "train" else digits.num_eval
+    images = digits.fetch(split, range(number), ["image"])["image"] * PIXEL_STD + PIXEL_MEAN
+    margin = (images.shape[-1] - 2 * _DIGIT_SIDE) // 2
+    inner = images[:, 0, margin:-margin, margin:-margin].clamp(0, 1)
+    return nn.functional.avg_pool2d(inner, 2)
+
+
+@cache
+def _all_labels(split: str) -> torch.Tensor:
+    digits = mnist5k(image_size=28)
+    number = digits.num_train if split == "train" else digits.num_eval
+    labels: torch.Tensor = digits.fetch(split, range(number), ["label"])["label"]
+    return labels

@@ -1,0 +1,148 @@
+"""S2VT of Venugopalan et al. (2015): two stacked LSTMs that read a video's frames and then write its caption.
+
+Paper: "Sequence to Sequence - Video to Text". Both LSTMs run over the whole of frames and words in one fused call each,
+so that a stage holds a few large layers and what crosses a cut is one rectangle.
+"""
+
+import torch
+from torch import nn
+
+from zoo import registry
+from zoo.text import BOS, EOS, NUM_SPECIAL, content
+
+
+class S2VT(nn.Module):
+    """Two stacked LSTMs over frames and then words.
+
+    Steps 0 to frames - 1 read frames, the `words` steps after them write the caption. The first LSTM reads embedded
+    frames and then zeros; the second reads the first's output beside zeros and then embedded words.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        embedding: int,
+        hidden: int,
+        vocabulary: int,
+        frames: int,
+        words: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.frames = frames
+        self.words = words
+        self.frame_embedding = nn.Linear(num_features, embedding)
+        self.frame_dropout = nn.Dropout(dropout)
+        self.video_lstm = nn.LSTM(embedding, hidden, batch_first=True)
+        self.word_embedding = nn.Embedding(vocabulary, embedding)
+        self.word_dropout = nn.Dropout(dropout)
+        self.language_lstm = nn.LSTM(hidden + embedding, hidden, batch_first=True)
+        self.output_dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden, vocabulary)
+
+    def forward(self, features: torch.Tensor, caption_in: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next words.
+
+        Args:
+            features: [n, frames, num_features] float.
+            caption_in: [n, words] int64, BOS first.
+
+        Returns:
+            [n, words, vocabulary] float.
+        """
+        frames = self.frame_dropout(self.frame_embedding(features))
+        video = self.video_lstm(nn.functional.pad(frames, (0, 0, 0, self.words)))[0]
+        words = self.word_dropout(self.word_embedding(caption_in))
+        language = torch.cat([video, nn.functional.pad(words, (0, 0, self.frames, 0))], 2)
+        written = self.language_lstm(language)[0][:, self.frames :]
+        return self.classifier(self.output_dropout(written))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def describe(self, features: torch.Tensor, *, max_length: int) -> list[list[int]]:
+        """Write captions greedily, the likeliest word each time (paper, section 3.2); dropout is always off.
+
+        Both LSTMs keep their states, so a caption costs as many steps as it has words.
+
+        Args:
+            features: [n, any number of frames, num_features] float, on the model's device.
+            max_length: most words of a caption, at least 0.
+
+        Returns:
+            Per video the ids of the words, without BOS and EOS.
+        """
+        video, state = self.video_lstm(self.frame_embedding(features))
+        # The first LSTM never reads words: its outputs while they are written are known in advance.
+        ahead, _ = self.video_lstm(
+            video.new_zeros(len(video), max(1, max_length), self.frame_embedding.out_features), state
+        )
+        blank = video.new_zeros(*video.shape[:2], self.word_embedding.embedding_dim)
+        _, state = self.language_lstm(torch.cat([video, blank], 2))
+        word = torch.full((len(video), 1), BOS, device=video.device)
+        written: list[torch.Tensor] = []
+        ended = torch.zeros_like(word, dtype=torch.bool)
+        for step in range(max_length):
+            read = torch.cat([ahead[:, step : step + 1], self.word_embedding(word)], 2)
+            output, state = self.language_lstm(read, state)
+            word = self.classifier(output).argmax(2)
+            written.append(word)
+            ended |= word == EOS
+            if bool(ended.all()):
+                break
+        rows = torch.cat(written, 1).tolist() if written else [[] for _ in range(len(video))]
+        return [content(row) for row in rows]
+
+
+@registry.model("s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout")
+def s2vt(
+    num_features: int = 4096,
+    embedding: int = 500,
+    hidden: int = 1000,
+    vocabulary: int = 46_168,
+    frames: int = 60,
+    words: int = 20,
+    dropout: float = 0.5,
+    init_range: float = 0.08,
+) -> S2VT:
+    """Build S2VT; the default options are the paper's RGB network as its authors released it.
+
+    Published (section 3): features 4096 (VGG-16's fc7), embeddings 500, LSTMs 1000, frames and words 80 steps
+    together. The paper counts 12,594 words in MSVD's captions; its authors' release, with the words of three more
+    corpora, has a vocabulary of 46,168 (weights of 349,436,137 bytes), and the 2018 PipeDream preprint's 349 MB for
+    S2VT are that one: 87,362,668 parameters here, 349.5 MB. With 12,594 words it would be 36,968,094, or 147.9 MB.
+
+    Assumed: how 80 steps are divided. 60 and 20, since the release cuts captions to 20 words where they don't fit.
+    Dropout and the initialisation aren't in the paper.
+
+    Differs: in the paper a video of fewer frames is followed by its words at once and by padding at the end. Here
+    words begin at a fixed step, and padding precedes the frames: a fused call needs one place for all samples.
+
+    Args:
+        num_features: numbers per frame.
+        embedding: size of an embedded frame and of an embedded word.
+        hidden: size of both LSTMs.
+        vocabulary: number of logits, the four special tokens of `zoo.text` included.
+        frames: steps that read frames.
+        words: steps that write words, the one that writes EOS included.
+        dropout: probability of dropping a number of the embeddings and of the second LSTM's output.
+        init_range: weights are drawn from U(-init_range, init_range), biases are 0.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    counts = {"num_features": num_features, "embedding": embedding, "hidden": hidden, "frames": frames, "words": words}
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"s2vt: {name} is {value}, allowed is 1 or more")
+    if vocabulary <= NUM_SPECIAL:
+        raise ValueError(f"s2vt: vocabulary is {vocabulary}, allowed is more than {NUM_SPECIAL} (the special tokens)")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"s2vt: dropout is {dropout}, allowed is 0 or more and less than 1")
+    if init_range <= 0:
+        raise ValueError(f"s2vt: init_range is {init_range}, allowed is more than 0")
+    model = S2VT(num_features, embedding, hidden, vocabulary, frames, words, dropout)
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.uniform_(parameter, -init_range, init_range)
+    return model
