@@ -76,8 +76,11 @@ def zoo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def data(session: nox.Session) -> None:
-    """Fetch the translation catalogues that the data set `gettext_pairs` reads: `nox -s data -- FOLDER`."""
-    session.run(python_with_pipebench(session), "-m", "zoo.catalogues", *session.posargs, external=True)
+    """Fetch what `gettext_pairs` reads into `$PIPEBENCH_DATA/gettext_pairs`, or `nox -s data -- FOLDER`."""
+    if not session.posargs and "PIPEBENCH_DATA" not in os.environ:
+        session.error("where to? Set PIPEBENCH_DATA to a folder for data, or name one: nox -s data -- FOLDER")
+    folder = session.posargs[0] if session.posargs else str(Path(os.environ["PIPEBENCH_DATA"]) / "gettext_pairs")
+    session.run(python_with_pipebench(session), "-m", "zoo.catalogues", folder, external=True)
 
 
 def python_with_pipebench(session: nox.Session) -> str:

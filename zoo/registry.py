@@ -36,6 +36,7 @@ class Dataset(ABC):
             each of several places in the text, and the next minibatch of its stream their successors. Samples past
             the last one can be fetched; they are padding and weigh nothing.
         generates_with: name of the model's method with which `whole_model_metrics` lets it write, or None.
+        loader_processes: processes in which an engine fetches samples ahead; 0: in its own, when they are needed.
     """
 
     inputs: Sequence[str]
@@ -45,6 +46,7 @@ class Dataset(ABC):
     metrics: Mapping[str, str]
     sequential: bool = False
     generates_with: str | None = None
+    loader_processes: int = 0
 
     def check(self) -> None:  # noqa: B027 (most data is simply there)
         """Raise OSError, ImportError or ValueError, with one readable sentence, if the data can't be read."""

@@ -47,9 +47,9 @@ class Wmt16(Translation):
     Held out is newstest2014. Tokens of the vocabulary file have ids from 4, in its order.
     """
 
-    def __init__(self, options: TranslationOptions, root: str, max_length: int) -> None:
+    def __init__(self, options: TranslationOptions, root: str, max_length: int, loader_processes: int) -> None:
         super().__init__(options)
-        self.root, self.max_length = root, max_length
+        self.root, self.max_length, self.loader_processes = root, max_length, loader_processes
 
     def check(self) -> None:
         """Raise OSError, ImportError or ValueError unless the files are there and of the declared sizes."""
@@ -144,6 +144,7 @@ def wmt16(
     max_written: int = 80,
     label_smoothing: float = 0.1,
     num_scored: int = 0,
+    loader_processes: int = 1,
 ) -> Wmt16:
     """Build the data set; reads nothing.
 
@@ -157,11 +158,16 @@ def wmt16(
         max_written: most tokens of a translation.
         label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
         num_scored: sentences of newstest2014 that BLEU is computed on; 0: all, which alone compares with others.
+        loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
 
     Raises:
         ValueError: an option is out of range; the message says which.
     """
-    for option, value, least in (("max_length", max_length, 5), ("max_written", max_written, 1)):
+    for option, value, least in (
+        ("max_length", max_length, 5),
+        ("max_written", max_written, 1),
+        ("loader_processes", loader_processes, 0),
+    ):
         if value < least:
             raise ValueError(f"wmt16: {option} is {value}, allowed is {least} or more")
     if not 3 <= typical_length <= max_length:
@@ -174,7 +180,7 @@ def wmt16(
         typical_columns=(typical_length, typical_length), max_written=max_written,
         label_smoothing=label_smoothing, num_scored=num_scored, tokenize="intl", lowercase=True,
     )  # fmt: skip
-    return Wmt16(options, root, max_length)
+    return Wmt16(options, root, max_length, loader_processes)
 
 
 def _rows(indices: Sequence[int]) -> Integers:

@@ -90,7 +90,7 @@ class Feed:
     def _fetch_ahead(self, worker: int, fields: Sequence[str]) -> "_Ahead":
         """Yield a worker's units in order with their fields."""
         tasks = _Tasks(self._setup.dataset, self.split, fields)
-        processes = int(getattr(self._setup.dataset, "loader_processes", 0))
+        processes = self._setup.dataset.loader_processes
         if processes == 0:
             for unit in self._units(worker):
                 yield unit, tasks[self._task(unit)]
