@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -136,22 +136,22 @@ def seeds_of(model: str, mode: str) -> Sequence[int]:
 
 
 def train(run: Run) -> None:
-    """Train, and keep the result aside before it takes its name."""
+    """Train, and keep the result."""
     started = time.perf_counter()
     loaded = run.loaded
     with torch_settings(loaded.recipe.engine):
         prepared = prepared_of(loaded)
         result, _ = train_to_target(prepared, _Silent(), lambda point: None)
         facts = environment(prepared.setup.device)
-    kept = {
-        "key": run.key,
-        "wall_s": time.perf_counter() - started,
-        "environment": facts,
-        "result": json.loads(result.to_json()),
-    }
+    keep(run, result, facts, time.perf_counter() - started)
+
+
+def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -> None:
+    """Write a run's file, aside first: it is there whole or not at all."""
+    kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": json.loads(result.to_json())}
     RESULTS.mkdir(exist_ok=True)
     aside = run.path.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(kept, indent=1) + "\n")
+    aside.write_text(json.dumps(kept) + "\n")
     aside.replace(run.path)
 
 
@@ -184,7 +184,7 @@ def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
         if done.returncode:
             raise RuntimeError(f"{run}: {done.stderr.strip()[-2000:]}")
         kept = json.loads(run.path.read_text())
-        run.path.write_text(json.dumps(kept | {"wall_s": wall_s}, indent=1) + "\n")
+        run.path.write_text(json.dumps(kept | {"wall_s": wall_s}) + "\n")
         tell(f"{run.model} {run.mode} seed {run.seed}: {wall_s:.0f} s, {kept['result']['sentence']}")
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -1,0 +1,81 @@
+"""The study of the small recipes: which runs it is made of, when one counts as done, and what its page says of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipebench.recipe.catalog import recipe_names
+from pipebench.recipe.load import load
+from pipebench.result import COMPLETED, REACHED, Point, RunResult
+from reports import small_zoo
+from reports.small_zoo import MODELS, MODES, Run, keep, outcome_of, study
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(small_zoo, "RESULTS", tmp_path / "results")
+    small_zoo._epoch.cache_clear()
+    return tmp_path / "results"
+
+
+def result(values: list[float], outcome: str) -> RunResult:
+    """Return a run of the small VGG-16 on 4,000 digits, evaluated every epoch: 2 s of training, 0.5 s of evaluation."""
+    points = tuple(Point(4000 * (i + 1), 2.5 * (i + 1), {"top1": value}) for i, value in enumerate(values))
+    metrics = {"evaluation_time_s": 0.5 * len(values), "comm_bytes_per_sample": 1e3}
+    return RunResult("x", "dp", "4", "virtual", "virtual", "", 0, outcome, "", metrics, points)
+
+
+def test_every_small_recipe_is_in_the_study_or_takes_singles_updates() -> None:
+    runs = study()
+    assert len({run.path for run in runs}) == len(runs)
+    recipes = {name for name in recipe_names() if name.startswith("small/")}
+    assert recipes == {f"small/{model}/{mode}" for model in MODELS for mode in MODES}
+    trained = {f"small/{run.model}/{run.mode}" for run in runs}
+    assert {name.rsplit("/", 1)[1] for name in recipes - trained} == {"model", "gpipe"}
+    assert [run.mode for run in runs[: 3 * len(MODELS)]] == ["single"] * 3 * len(MODELS)
+
+
+def test_modes_of_a_small_model_share_everything_but_the_parallelism() -> None:
+    """A comparison varies one thing."""
+    for model in MODELS:
+        flats = {mode: load(f"small/{model}/{mode}").flat for mode in MODES}
+        for flat in flats.values():
+            differing = {key for key in flat if flat[key] != flats["single"].get(key)}
+            assert {key.split(".")[0] for key in differing} <= {"name", "parallelism"}, model
+
+
+def test_a_run_is_done_once_a_result_of_this_very_recipe_is_there(results: Path) -> None:
+    run = Run("vgg16", "dp", 0)
+    assert not run.is_done
+    keep(run, result([0.5, 0.99], REACHED), {"torch": "2.15"}, 12.0)
+    assert run.is_done
+    assert not Run("vgg16", "dp", 1).is_done
+    kept = json.loads(run.path.read_text())
+    run.path.write_text(json.dumps(kept | {"key": "another"}))
+    assert not run.is_done
+    assert [path.name for path in results.iterdir()] == ["vgg16-dp-0.json"]
+
+
+@pytest.mark.usefixtures("results")
+def test_the_first_evaluation_at_the_target_counts() -> None:
+    target = load("small/vgg16/single").recipe.train.target
+    epochs = load("small/vgg16/single").recipe.train.max_epochs
+    assert target is not None
+    curve = [0.1, target.value - 0.01, target.value, 0.2] + [0.999] * (epochs - 4)
+    single, dp, missed = Run("vgg16", "single", 0), Run("vgg16", "dp", 0), Run("vgg16", "pipedream", 0)
+    keep(single, result(curve, COMPLETED), {}, 30.0)
+    keep(dp, result(curve[:3], REACHED), {}, 20.0)
+    keep(missed, result([0.1, 0.3, 0.2], "missed"), {}, 40.0)
+    for run, wall_s in ((single, 30.0), (dp, 20.0)):
+        found = outcome_of(run)
+        assert (found.epochs, found.clock_s, found.training_s, found.wall_s) == (3, 7.5, 6.0, wall_s)
+    assert outcome_of(missed).epochs is None
+    assert outcome_of(missed).best == 0.3
+    assert small_zoo.value_at(small_zoo.result_of(dp), "top1", 2 / 3) == curve[1]
+
+
+def test_spread_is_the_median_and_the_range() -> None:
+    assert small_zoo.spread([3, 1, 2], "{:g}".format) == "2 (1 to 3)"
+    assert small_zoo.spread([2, None, 2], "{:g}".format) == "2"
+    assert small_zoo.spread([None], "{:g}".format) == "-"
