@@ -91,7 +91,6 @@ class Run:
         """What its result depends on: the recipe."""
         return hashlib.sha256(json.dumps(self.loaded.flat, sort_keys=True).encode()).hexdigest()[:16]
 
-    @property
     def is_done(self) -> bool:
         """Whether a result of this very recipe is there."""
         return self.path.is_file() and json.loads(self.path.read_text())["key"] == self.key
@@ -173,7 +172,7 @@ class _Silent:
 
 def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
     """Make every run that isn't there yet, each in a process of its own."""
-    todo = [run for run in study() if not run.is_done]
+    todo = [run for run in study() if not run.is_done()]
     tell(f"{len(todo)} of {len(study())} runs to make, {jobs} at a time")
 
     def make(run: Run) -> None:

@@ -47,13 +47,13 @@ def test_modes_of_a_small_model_share_everything_but_the_parallelism() -> None:
 
 def test_a_run_is_done_once_a_result_of_this_very_recipe_is_there(results: Path) -> None:
     run = Run("vgg16", "dp", 0)
-    assert not run.is_done
+    assert not run.is_done()
     keep(run, result([0.5, 0.99], REACHED), {"torch": "2.15"}, 12.0)
-    assert run.is_done
-    assert not Run("vgg16", "dp", 1).is_done
+    assert run.is_done()
+    assert not Run("vgg16", "dp", 1).is_done()
     kept = json.loads(run.path.read_text())
     run.path.write_text(json.dumps(kept | {"key": "another"}))
-    assert not run.is_done
+    assert not run.is_done()
     assert [path.name for path in results.iterdir()] == ["vgg16-dp-0.json"]
 
 
