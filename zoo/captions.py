@@ -102,7 +102,7 @@ class Captions(Dataset):
         return float(sum(len(row) + 1 for row in self._rows(split, indices)))
 
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the cross-entropy summed over the words (paper's equation 4); output: [samples, words, vocabulary]."""
+        """Return the cross-entropy summed over the words; output: [samples, words, vocabulary]."""
         expected = targets["caption_out"]
         return nn.functional.cross_entropy(output.flatten(0, 1), expected.flatten(), ignore_index=PAD, reduction="sum")
 

@@ -136,16 +136,13 @@ class MovingDigits(Captions):
     def _path(self, clips: Clips, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the digit's distance from the left and the upper edge: two [samples, frames] int64."""
         motion = clips.motion[rows]
-        right, down, pixels = (torch.tensor([getattr(m, name) for m in MOTIONS])[motion] for name in _MOTION_NUMBERS)
+        right, down, pixels = torch.tensor([(m.right, m.down, m.pixels) for m in MOTIONS])[motion].unbind(1)
         moved = torch.arange(self.frames) * pixels[:, None] // (self.frames - 1)
         along = clips.start[rows, None] + moved
         across = clips.place[rows, None].expand_as(along)
         forward = torch.where((right + down)[:, None] > 0, along, _ROOM - along)
         level = (right != 0)[:, None]
         return torch.where(level, forward, across), torch.where(level, across, forward)
-
-
-_MOTION_NUMBERS = ("right", "down", "pixels")
 
 
 @registry.dataset("moving_digits", "videos of real MNIST digits that move, with captions: no download")

@@ -105,7 +105,7 @@ def s2vt(
 ) -> S2VT:
     """Build S2VT; the default options are the paper's RGB network as its authors released it.
 
-    Published (section 3): features 4096 (VGG-16's fc7), embeddings 500, LSTMs 1000, frames and words 80 steps
+    Published (sections 3 and 4): features 4096 (VGG-16's fc7), embeddings 500, LSTMs 1000, frames and words 80 steps
     together. The paper counts 12,594 words in MSVD's captions; its authors' release, with the words of three more
     corpora, has a vocabulary of 46,168 (weights of 349,436,137 bytes), and the 2018 PipeDream preprint's 349 MB for
     S2VT are that one: 87,362,668 parameters here, 349.5 MB. With 12,594 words it would be 36,968,094, or 147.9 MB.
