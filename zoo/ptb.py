@@ -1,6 +1,5 @@
 """Penn Treebank as language models use it: Mikolov's text of 10,000 words, read from three files."""
 
-import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 
 from zoo import registry
 from zoo.language import END, Text, encode, most_frequent
+from zoo.places import DATA_VARIABLE, data_folder
 
 # Tokens with one <eos> per line, and words: the sizes of the files ptb.{train,valid,test}.txt that everyone uses.
 TRAIN_TOKENS, VALID_TOKENS, TEST_TOKENS = 929_589, 73_760, 82_430
@@ -18,41 +18,44 @@ _SPLITS = ("train", "valid", "test")
 class PennTreebank(Text):
     """The training text and one of the two held-out texts; ids are 0 to vocabulary - 1, most frequent first."""
 
-    def __init__(self, folder: Path, bptt: int, tokens: dict[str, int], vocabulary: int, evaluate_on: str) -> None:
+    def __init__(self, root: str, bptt: int, tokens: dict[str, int], vocabulary: int, evaluate_on: str) -> None:
         super().__init__("ptb", bptt, {"train": tokens["train"], "eval": tokens[evaluate_on]})
-        self.folder = folder
+        self.root = root
         self.file_tokens, self.vocabulary, self.evaluate_on = tokens, vocabulary, evaluate_on
 
     def check(self) -> None:
         """Raise an exception, with one readable sentence, if the files aren't what the options say.
 
         Raises:
-            FileNotFoundError: no folder or no file.
+            FileNotFoundError: no folder is given, or a file isn't there.
             ValueError: another number of tokens or of words than declared.
         """
-        missing = [_file(self.folder, split) for split in _SPLITS if not _file(self.folder, split).is_file()]
+        folder = data_folder(self.name, self.root)
+        missing = [_file(folder, split) for split in _SPLITS if not _file(folder, split).is_file()]
         if missing:
             raise FileNotFoundError(
                 f"ptb: there is no file {missing[0]}; expected are ptb.train.txt, ptb.valid.txt and ptb.test.txt in a "
-                f"folder that dataset.root names, or in the folder ptb of the one that PIPEBENCH_DATA names"
+                f"folder that dataset.root names, or in the folder ptb of the one that {DATA_VARIABLE} names"
             )
         for split, declared in self.file_tokens.items():
-            found = len(_words(_file(self.folder, split)))
+            found = len(_words(_file(folder, split)))
             if found != declared:
                 raise ValueError(
-                    f"ptb: {_file(self.folder, split)} has {found} tokens with one {END} per line, expected are "
+                    f"ptb: {_file(folder, split)} has {found} tokens with one {END} per line, expected are "
                     f"{declared}; for another text set dataset.{split}_tokens"
                 )
-        words = len(set(_words(_file(self.folder, "train"))))
+        words = len(set(_words(_file(folder, "train"))))
         if words != self.vocabulary:
             raise ValueError(
-                f"ptb: {_file(self.folder, 'train')} has {words} different words with {END}, expected are "
+                f"ptb: {_file(folder, 'train')} has {words} different words with {END}, expected are "
                 f"{self.vocabulary}; for another text set dataset.vocabulary"
             )
 
     def text(self, split: str) -> torch.Tensor:
         """Return the ids of a split's tokens, [num_tokens[split]] int64."""
-        return _text(self.folder, "train" if split == "train" else self.evaluate_on, self.vocabulary)
+        return _text(
+            data_folder(self.name, self.root), "train" if split == "train" else self.evaluate_on, self.vocabulary
+        )
 
 
 @registry.dataset("ptb", "Penn Treebank, 929,589 training tokens of 10,000 words, from ptb.{train,valid,test}.txt")
@@ -87,8 +90,7 @@ def ptb(
             raise ValueError(f"ptb: {split}_tokens is {number}, allowed is 2 or more")
     if vocabulary < 2:
         raise ValueError(f"ptb: vocabulary is {vocabulary}, allowed is 2 or more")
-    folder = Path(root) if root else Path(os.environ.get("PIPEBENCH_DATA", "")) / "ptb"
-    return PennTreebank(folder, bptt, tokens, vocabulary, evaluate_on)
+    return PennTreebank(root, bptt, tokens, vocabulary, evaluate_on)
 
 
 def _file(folder: Path, split: str) -> Path:

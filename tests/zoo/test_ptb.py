@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 def small(folder: Path, **options: object) -> PennTreebank:
     given: dict[str, object] = {"train_tokens": 8, "valid_tokens": 3, "test_tokens": 4, "vocabulary": 6, "bptt": 3}
-    made: PennTreebank = zoo.DATASETS["ptb"].make(root=str(folder), **given | options)
+    made: PennTreebank = zoo.DATASETS["ptb"].make(root=str(folder) if folder != Path() else "", **given | options)
     return made
 
 
@@ -44,10 +44,17 @@ def test_tokens_and_vocabulary(folder: Path) -> None:
 
 
 def test_root_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPEBENCH_DATA", str(folder))
-    assert ptb().folder == folder / "ptb"
+    monkeypatch.setenv("PIPEBENCH_DATA", str(folder.parent))
+    moved = folder.rename(folder.parent / "ptb")
+    assert moved.is_dir()
+    small(Path()).check()
     monkeypatch.delenv("PIPEBENCH_DATA")
-    with pytest.raises(FileNotFoundError, match=r"no file ptb/ptb\.train\.txt; .*root names, .* PIPEBENCH_DATA"):
+    with pytest.raises(FileNotFoundError, match=r"^ptb: no folder is given, .* root, or PIPEBENCH_DATA to the folder"):
+        ptb().check()
+    monkeypatch.setenv("PIPEBENCH_DATA", "nowhere")
+    with pytest.raises(
+        FileNotFoundError, match=r"no file nowhere/ptb/ptb\.train\.txt; .*root names, .* PIPEBENCH_DATA"
+    ):
         ptb().check()
 
 
