@@ -48,13 +48,21 @@ class LSTMLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [tokens, samples, input] to [tokens, samples, hidden], starting from zeros."""
         zeros = x.new_zeros(1, x.shape[1], self.hidden_size)
-        output, _, _ = torch.lstm(x, (zeros, zeros), self._weights(), True, 1, 0.0, self.training, False, False)
+        weights = self.in_one_buffer() if x.is_cuda else self._weights()
+        output, _, _ = torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, self.training, False, False)
         return output
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take one token: x [rows, input], state [rows, 2, hidden] (output, cell); return the output and the state."""
         state = torch.stack(torch.lstm_cell(x, state.unbind(1), *self._weights()), 1)
         return state[:, 0], state
+
+    def in_one_buffer(self) -> list[torch.Tensor]:
+        """Return the weights as views of one new buffer; cuDNN warns, and copies too, if they lie apart."""
+        weights = self._weights()
+        flat = torch.cat([weight.flatten() for weight in weights])
+        pieces = torch.split(flat, [weight.numel() for weight in weights])
+        return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
 
     def _weights(self) -> list[torch.Tensor]:
         return [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]

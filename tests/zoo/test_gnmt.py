@@ -143,6 +143,19 @@ def test_the_lstm_layer_is_torchs() -> None:
     torch.testing.assert_close(state, torch.stack((hidden[0], cell[0]), 1))
 
 
+def test_weights_in_one_buffer_are_the_weights() -> None:
+    """What GPUs compute with: equal, side by side in the order cuDNN wants, and with gradients."""
+    layer = make().bidirectional.there
+    views, plain = layer.in_one_buffer(), list(layer.parameters())
+    assert [name for name, _ in layer.named_parameters()] == ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
+    assert all(torch.equal(view, weight) for view, weight in zip(views, plain, strict=True))
+    ends = [view.storage_offset() + view.numel() for view in views]
+    assert [view.storage_offset() for view in views] == [0, *ends[:-1]]
+    assert ends[-1] * 8 == views[0].untyped_storage().nbytes()
+    gradients = torch.autograd.grad([view.sum() for view in views], plain)
+    assert all((gradient == 1).all() for gradient in gradients)
+
+
 def test_the_first_layer_is_a_bidirectional_lstm_over_packed_sentences() -> None:
     """Torch's own, on sentences packed by length, is the oracle."""
     layer = make().bidirectional
