@@ -29,43 +29,28 @@ class WordEmbedding(nn.Embedding):
         return super().forward(tokens.transpose(0, 1))
 
 
-class LSTMLayer(nn.Module):
-    """One LSTM in one direction, without dropout; gates are torch's: input, forget, cell, output.
-
-    Not `nn.LSTM`, which computes with a list of its weights that an engine replacing parameters doesn't reach.
-    """
+class LSTMLayer(nn.LSTM):
+    """One LSTM in one direction that hands on its outputs and no states, so that only those cross a cut."""
 
     one_layer = True
+    weight_ih_l0: nn.Parameter
+    weight_hh_l0: nn.Parameter
+    bias_ih_l0: nn.Parameter
+    bias_hh_l0: nn.Parameter
 
-    def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
-        self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, hidden_size))
-        self.bias_ih = nn.Parameter(torch.empty(4 * hidden_size))
-        self.bias_hh = nn.Parameter(torch.empty(4 * hidden_size))
+    def reset_parameters(self) -> None:
+        """Leave the parameters as they are: the whole model is initialised at once."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # one tensor in, one out
         """Map [tokens, samples, input] to [tokens, samples, hidden], starting from zeros."""
-        zeros = x.new_zeros(1, x.shape[1], self.hidden_size)
-        weights = self.in_one_buffer() if x.is_cuda else self._weights()
-        output, _, _ = torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, self.training, False, False)
+        output: torch.Tensor = super().forward(x)[0]
         return output
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take one token: x [rows, input], state [rows, 2, hidden] (output, cell); return the output and the state."""
-        state = torch.stack(torch.lstm_cell(x, state.unbind(1), *self._weights()), 1)
+        weights = (self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0)
+        state = torch.stack(torch.lstm_cell(x, state.unbind(1), *weights), 1)
         return state[:, 0], state
-
-    def in_one_buffer(self) -> list[torch.Tensor]:
-        """Return the weights as views of one new buffer; cuDNN warns, and copies too, if they lie apart."""
-        weights = self._weights()
-        flat = torch.cat([weight.flatten() for weight in weights])
-        pieces = torch.split(flat, [weight.numel() for weight in weights])
-        return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
-
-    def _weights(self) -> list[torch.Tensor]:
-        return [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
 
 
 class BidirectionalLSTM(nn.Module):
@@ -314,6 +299,6 @@ def _initialise(model: GNMT, init_range: float) -> None:
         nn.init.uniform_(parameter, -init_range, init_range)
     for module in model.modules():
         if isinstance(module, LSTMLayer):
-            nn.init.zeros_(module.bias_hh)  # added to the other bias: one of them is enough
+            nn.init.zeros_(module.bias_hh_l0)  # added to the other bias: one of them is enough
     nn.init.constant_(model.attention.attention.normalize_scalar, model.classifier.in_features**-0.5)
     nn.init.zeros_(model.attention.attention.normalize_bias)
