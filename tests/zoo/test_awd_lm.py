@@ -11,8 +11,10 @@ from pipebench.graph import trace
 from pipebench.profile import DEVICES
 from pipebench.profile.analytic import analytic_profile
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.sampling import Streams
+from tests.support import make_engine, make_setup, parameters_of
 from tests.zoo.cuts import check_every_cut
-from tests.zoo.texts import Letters
+from tests.zoo.texts import PANGRAM, Letters
 from zoo.awd_lm import AwdLm, awd_lm
 from zoo.recurrent import CarriedLSTM
 
@@ -126,6 +128,26 @@ def test_every_cut() -> None:
 
 def test_every_cut_of_tied_weights_is_refused() -> None:
     assert check_every_cut(small(tied=True), Letters(), 4) == 0
+
+
+def test_no_cut_changes_what_is_drawn_or_carried() -> None:
+    """All dropouts on, two streams of one row, two epochs: the stages' weights have the bits of a single worker's."""
+    found = []
+    data = Letters(PANGRAM * 2, bptt=5)
+    for starts in ([], [3], [1, 4, 5, 7]):
+        setup = make_setup(
+            small(dropout=True), (starts, [1] * (len(starts) + 1)), weights="one", depth=1, minibatch_size=1,
+            dataset=data, sampler=Streams(data.num_train, 1, 2), held_out=Streams(data.num_eval, 1, 1, covers=True),
+            lr=lambda *_: 1.0,
+        )  # fmt: skip
+        engine = make_engine(setup)
+        engine.train(0, 2 * setup.sampler.minibatches_per_epoch)
+        found.append(parameters_of(engine))
+    before = dict(small(dropout=True).named_parameters())
+    for name, value in found[0].items():
+        assert not torch.equal(value, before[name]), name
+        assert torch.equal(value, found[1][name]), name
+        assert torch.equal(value, found[2][name]), name
 
 
 def test_it_learns() -> None:
