@@ -10,6 +10,23 @@ from torch import nn
 from zoo import registry
 from zoo.text import BOS, EOS, NUM_SPECIAL, content
 
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+class LSTMLayer(nn.LSTM):
+    """One LSTM that hands on its outputs and not its states, so that only those cross a cut."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # one tensor in, one out
+        """Return the outputs, [n, steps, hidden], starting from zeros; x: [n, steps, input]."""
+        return self.go_on(x, None)[0]
+
+    def go_on(self, x: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State]:
+        """Return the outputs and the state after them, starting from a state, or from zeros."""
+        output, after = super().forward(x, state)
+        return output, after
+
 
 class S2VT(nn.Module):
     """Two stacked LSTMs over frames and then words.
@@ -33,10 +50,10 @@ class S2VT(nn.Module):
         self.words = words
         self.frame_embedding = nn.Linear(num_features, embedding)
         self.frame_dropout = nn.Dropout(dropout)
-        self.video_lstm = nn.LSTM(embedding, hidden, batch_first=True)
+        self.video_lstm = LSTMLayer(embedding, hidden, batch_first=True)
         self.word_embedding = nn.Embedding(vocabulary, embedding)
         self.word_dropout = nn.Dropout(dropout)
-        self.language_lstm = nn.LSTM(hidden + embedding, hidden, batch_first=True)
+        self.language_lstm = LSTMLayer(hidden + embedding, hidden, batch_first=True)
         self.output_dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(hidden, vocabulary)
 
@@ -51,10 +68,10 @@ class S2VT(nn.Module):
             [n, words, vocabulary] float.
         """
         frames = self.frame_dropout(self.frame_embedding(features))
-        video = self.video_lstm(nn.functional.pad(frames, (0, 0, 0, self.words)))[0]
+        video = self.video_lstm(nn.functional.pad(frames, (0, 0, 0, self.words)))
         words = self.word_dropout(self.word_embedding(caption_in))
         language = torch.cat([video, nn.functional.pad(words, (0, 0, self.frames, 0))], 2)
-        written = self.language_lstm(language)[0][:, self.frames :]
+        written = self.language_lstm(language)[:, self.frames :]
         return self.classifier(self.output_dropout(written))  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -70,19 +87,18 @@ class S2VT(nn.Module):
         Returns:
             Per video the ids of the words, without BOS and EOS.
         """
-        video, state = self.video_lstm(self.frame_embedding(features))
+        video, state = self.video_lstm.go_on(self.frame_embedding(features), None)
         # The first LSTM never reads words: its outputs while they are written are known in advance.
-        ahead, _ = self.video_lstm(
-            video.new_zeros(len(video), max(1, max_length), self.frame_embedding.out_features), state
-        )
+        zeros = video.new_zeros(len(video), max(1, max_length), self.frame_embedding.out_features)
+        ahead, _ = self.video_lstm.go_on(zeros, state)
         blank = video.new_zeros(*video.shape[:2], self.word_embedding.embedding_dim)
-        _, state = self.language_lstm(torch.cat([video, blank], 2))
+        _, state = self.language_lstm.go_on(torch.cat([video, blank], 2), None)
         word = torch.full((len(video), 1), BOS, device=video.device)
         written: list[torch.Tensor] = []
         ended = torch.zeros_like(word, dtype=torch.bool)
         for step in range(max_length):
             read = torch.cat([ahead[:, step : step + 1], self.word_embedding(word)], 2)
-            output, state = self.language_lstm(read, state)
+            output, state = self.language_lstm.go_on(read, state)
             word = self.classifier(output).argmax(2)
             written.append(word)
             ended |= word == EOS
