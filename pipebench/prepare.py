@@ -196,11 +196,26 @@ def profiled(
             f"dataset {recipe.dataset.get('name')} scores what the model writes, and {type(model).__name__} has no "
             f"method {writes} to write with"
         )
+    _check_ids(graph, dataset, str(recipe.dataset.get("name")))
     sizes = travelling_sizes(recipe, dataset)
     if whole_minibatches:
         sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
     profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     return Profiled(dataset, graph, device, profile)
+
+
+def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:
+    """Refuse an embedding with fewer rows than the data set has ids: a lookup would fail somewhere in the run."""
+    fields = dict(zip(graph.inputs, dataset.inputs, strict=True))
+    for layer in graph.layers:
+        module = graph.root.get_submodule(str(layer.node.target)) if layer.node.op == "call_module" else None
+        for field in (fields[read] for read in layer.inputs if isinstance(module, nn.Embedding)):
+            assert isinstance(module, nn.Embedding)
+            if module.num_embeddings < dataset.num_ids.get(field, 0):
+                raise PlanError(
+                    f"embedding {layer.name} of the model has {module.num_embeddings} rows, and {field} of dataset "
+                    f"{name} has {dataset.num_ids[field]} different ids"
+                )
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:

@@ -27,7 +27,7 @@ class KingJames(Text):
     """Training and validation verses; ids are 0 to vocabulary - 1, most frequent first in the training text used."""
 
     def __init__(self, bptt: int, train_tokens: int, eval_tokens: int, vocabulary: int) -> None:
-        super().__init__("king_james", bptt, {"train": train_tokens, "eval": eval_tokens})
+        super().__init__("king_james", bptt, {"train": train_tokens, "eval": eval_tokens}, vocabulary)
         self.vocabulary = vocabulary
 
     def check(self) -> None:

@@ -28,6 +28,7 @@ class Text(Dataset):
         name: in the registry, for messages.
         bptt: tokens of a chunk: how far backpropagation through time reaches.
         num_tokens: declared tokens of the splits `train` and `eval`.
+        num_ids: how many different ids both fields have: the vocabulary.
     """
 
     inputs: Sequence[str] = ("tokens",)
@@ -35,7 +36,7 @@ class Text(Dataset):
     metrics: Mapping[str, str] = {"perplexity": "min"}
     sequential: bool = True
 
-    def __init__(self, name: str, bptt: int, num_tokens: Mapping[str, int]) -> None:
+    def __init__(self, name: str, bptt: int, num_tokens: Mapping[str, int], vocabulary: int) -> None:
         """Declare a text; reads nothing.
 
         Raises:
@@ -44,6 +45,7 @@ class Text(Dataset):
         if bptt < 1:
             raise ValueError(f"{name}: bptt is {bptt}, allowed is 1 or more")
         self.name, self.bptt, self.num_tokens = name, bptt, dict(num_tokens)
+        self.num_ids = {"tokens": vocabulary, "next_tokens": vocabulary}
         self.num_train, self.num_eval = (math.ceil((num_tokens[split] - 1) / bptt) for split in _SPLITS)
 
     @abstractmethod
@@ -80,6 +82,7 @@ class Text(Dataset):
 
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy in nats, summed over the targets; output: [samples, bptt, vocabulary] float."""
+        self.check_logits(output, "next_tokens")
         labels = targets["next_tokens"].flatten()
         return nn.functional.cross_entropy(output.flatten(0, 1), labels, ignore_index=NOTHING, reduction="sum")
 

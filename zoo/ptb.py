@@ -19,7 +19,7 @@ class PennTreebank(Text):
     """The training text and one of the two held-out texts; ids are 0 to vocabulary - 1, most frequent first."""
 
     def __init__(self, root: str, bptt: int, tokens: dict[str, int], vocabulary: int, evaluate_on: str) -> None:
-        super().__init__("ptb", bptt, {"train": tokens["train"], "eval": tokens[evaluate_on]})
+        super().__init__("ptb", bptt, {"train": tokens["train"], "eval": tokens[evaluate_on]}, vocabulary)
         self.root = root
         self.file_tokens, self.vocabulary, self.evaluate_on = tokens, vocabulary, evaluate_on
 

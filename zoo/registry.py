@@ -36,6 +36,8 @@ class Dataset(ABC):
             each of several places in the text, and the next minibatch of its stream their successors. Samples past
             the last one can be fetched; they are padding and weigh nothing.
         generates_with: name of the model's method with which `whole_model_metrics` lets it write, or None.
+        num_ids: for fields of ids, how many different ones there are: embeddings need as many rows, logits as many
+            columns.
         loader_processes: processes in which an engine fetches samples ahead; 0: in its own, when they are needed.
     """
 
@@ -46,6 +48,7 @@ class Dataset(ABC):
     metrics: Mapping[str, str]
     sequential: bool = False
     generates_with: str | None = None
+    num_ids: Mapping[str, int] = {}
     loader_processes: int = 0
 
     def check(self) -> None:  # noqa: B027 (most data is simply there)
@@ -94,6 +97,14 @@ class Dataset(ABC):
             model: in evaluation mode, on any device; has the method that `generates_with` names.
         """
         return {}
+
+    def check_logits(self, logits: torch.Tensor, field: str) -> None:
+        """Raise ValueError if there are fewer logits than ids in a field of targets; called by `loss`."""
+        if logits.shape[-1] < self.num_ids[field]:
+            raise ValueError(
+                f"the model has {logits.shape[-1]} outputs, and {field} of {type(self).__name__} has "
+                f"{self.num_ids[field]} different ids"
+            )
 
     def buckets(self) -> Sequence[int] | None:
         """Return a bucket per training sample, or None: minibatches are made of samples of one bucket."""

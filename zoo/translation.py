@@ -87,6 +87,7 @@ class Translation(Dataset):
     def __init__(self, options: TranslationOptions) -> None:
         self.options = options
         self.num_train, self.num_eval = options.num_train, options.num_eval
+        self.num_ids = dict.fromkeys(("source", "target_in", "target_out"), options.vocabulary)
 
     def check(self) -> None:
         """Raise ImportError, with one readable sentence, if the package that computes BLEU is missing.
@@ -156,6 +157,7 @@ class Translation(Dataset):
             output: logits [samples, columns, vocabulary].
             targets: `target_out` [samples, columns].
         """
+        self.check_logits(output, "target_out")
         return nn.functional.cross_entropy(
             output.flatten(0, 1),
             targets["target_out"].flatten(),
