@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import zoo
@@ -87,6 +89,16 @@ def test_vocabulary_and_length_fit_all_captions() -> None:
     assert not (rows == UNK).any()
     assert (rows != 0).sum(1).max() == dataset.words == 6
     assert dataset.weight("train", range(dataset.num_train)) == (rows != 0).sum()
+
+
+def test_the_small_recipe_says_the_same_of_model_and_data() -> None:
+    """Sizes stand twice in it, and the number of words is nowhere else to be read."""
+    recipe = yaml.safe_load((Path(__file__).parents[2] / "recipes" / "small" / "s2vt" / "base.yaml").read_text())
+    model, options = recipe["model"], {key: value for key, value in recipe["dataset"].items() if key != "name"}
+    dataset: MovingDigits = moving_digits(**options)
+    assert model["vocabulary"] == len(dataset.vocabulary())
+    assert (model["frames"], model["words"]) == (dataset.frames, dataset.words)
+    assert model["num_features"] == dataset.num_features
 
 
 def test_pure_function_of_index_and_seed() -> None:
