@@ -1,7 +1,8 @@
-"""What the planner's reports are about: four models, the clusters of PipeDream's Table 1, and how a table is written.
+"""What the planner's reports are about: Table 1's models and clusters, and how a table is written.
 
-The measured profiles and the published values aren't part of this repository: whoever has them puts them into
-`../shared/profiles` and `../shared/published`. Without them the reports leave those models out, and say so.
+Analytic profiles are those of the zoo's full-size recipes. The measured profiles and the published values aren't part
+of this repository: whoever has them puts them into `../shared/profiles` and `../shared/published`. Without them the
+reports leave them out, and say so.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,25 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import torch
-import torchvision
-
 from pipebench.cluster import Cluster
-from pipebench.graph import trace
-from pipebench.profile import DEVICES
-from pipebench.profile.analytic import analytic_profile
+from pipebench.prepare import profiled
 from pipebench.profile.choose import load_profile
 from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
-from pipebench.recipe.schema import OptimizerRecipe
-from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE, Images
+from pipebench.recipe.load import load
+from pipebench.recipe.schema import Recipe
+from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "published" / "pipedream_sosp19.yaml"
-# Samples per GPU of the paper's runs (the artifact's scripts).
-ARTIFACT_SIZES = {"vgg-16": 64, "resnet-50": 128, "alexnet": 256, "gnmt-8": 64}
-MEASURED_SIZES = {"vgg-16": 128, "gnmt-8": SENTENCES}
-_FILES = {"vgg-16": VGG_FILE, "gnmt-8": GNMT_FILE}
-_TORCHVISION = {"vgg-16": "vgg16", "resnet-50": "resnet50", "alexnet": "alexnet"}
+# File and samples per minibatch of the models that the artifact measured.
+_MEASURED = {"vgg-16": (VGG_FILE, 128), "gnmt-8": (GNMT_FILE, SENTENCES)}
 
 
 @dataclass(frozen=True)
@@ -55,29 +49,40 @@ class Subject:
 @cache
 def measured(model: str) -> Subject | None:
     """Return a model as the artifact measured it on a V100, or None if its file isn't there."""
-    path = _FILES.get(model)
+    path, size = _MEASURED.get(model, (None, 0))
     if path is None or not path.is_file():
         return None
-    size = MEASURED_SIZES[model]
     return Subject(model, "measured", size, load_profile(path, size))
 
 
+def recipe(model: str, size: int | None = None) -> Recipe:
+    """Return the full-size recipe of a model on one device of the cluster that the paper trains it on.
+
+    Args:
+        model: as in Table 1, in lower case; its recipes are in the folder of that name (`awd lm`: `awd_lm`).
+        size: samples per minibatch; None for the recipe's own, which is the paper's or its artifact's.
+
+    Raises:
+        RecipeError: there is no such recipe.
+    """
+    overrides = ["engine.timing=analytic"] + ([] if size is None else [f"train.minibatch_size={size}"])
+    return load(f"{model.replace('-', '').replace(' ', '_')}/single", overrides).recipe
+
+
 @cache
-def analytic(model: str, size: int) -> Subject | None:
-    """Return a torchvision model on a V100 of the catalogue, with momentum; None if torchvision has no such model."""
-    if model not in _TORCHVISION:
-        return None
-    with torch.device("meta"):
-        graph = trace(getattr(torchvision.models, _TORCHVISION[model])(weights=None).train())
-    profile = analytic_profile(
-        graph, Images(), [size], DEVICES["V100"], OptimizerRecipe(name="sgd", lr=0.01, momentum=0.9), model
-    )
-    return Subject(model, "analytic", size, profile)
+def analytic(model: str, size: int | None = None) -> Subject:
+    """Return a model as its full-size recipe trains it, computed for the device of the recipe's cluster.
+
+    Arguments and errors are those of `recipe`.
+    """
+    own = recipe(model, size)
+    profile = profiled(own, cluster(own.cluster.name, 1), whole_minibatches=True).profile
+    return Subject(model, "analytic", own.train.minibatch_size, profile)
 
 
 def missing() -> list[str]:
     """Return the models whose measured profile isn't there."""
-    return [model for model in _FILES if measured(model) is None]
+    return [model for model in _MEASURED if measured(model) is None]
 
 
 def cluster(name: str, servers: int, *, limited: bool = False) -> Cluster:

@@ -17,9 +17,9 @@ from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Planned, Request
-from reports.planned_models import ARTIFACT_SIZES, PUBLISHED, Subject, analytic, cluster, measured, missing, table
+from reports.planned_models import PUBLISHED, Subject, analytic, cluster, measured, missing, table
 
-CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b"}
+CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b", "Cluster-C": "cluster-c"}
 # Levels are varied alone and together, in this order: nearest to what is assumed first.
 FACTORS = (0.75, 1.33, 0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 0.03, 32.0)
 
@@ -33,6 +33,12 @@ predicted: data parallelism's seconds per minibatch over the plan's, both simula
 without the limit of 16 GB; where the limit changes the choice, what is chosen with it follows after "16 GB:".
 
 The last column is the paper's config, cut where this cost model wants it and placed along the devices: its speed-up.
+"""
+DIFFERENCES = """
+## Differences, and what alone would make the paper's choice ours
+
+Varied one at a time: the cost model; the profile, or the samples per GPU (a quarter to four times as many); the rate of
+one level's links or of all, x 0.03 to 32, of which the first that does it is named.
 """
 NOTES = """
 ## What the differences come down to
@@ -96,28 +102,50 @@ class Choice:
     limited: Planned | None
 
 
+@dataclass(frozen=True)
+class Case:
+    """A row, planned with one profile under one cost model.
+
+    Attributes:
+        row: what was published.
+        subject: the profile.
+        where: the cluster, with its limit on memory.
+        model: the cost model.
+        choice: what the planner makes of it.
+    """
+
+    row: Published
+    subject: Subject
+    where: Cluster
+    model: CostModel
+    choice: Choice
+
+    @property
+    def name(self) -> str:
+        """The row's name without the table's."""
+        return self.row.name.removeprefix("t1-")
+
+
 def published_rows() -> list[Published]:
-    """Return the rows of Table 1 whose models are at hand, or none if the published values aren't there."""
+    """Return the rows of Table 1, or none if the published values aren't there."""
     if not PUBLISHED.is_file():
         return []
-    entries = yaml.safe_load(PUBLISHED.read_text())["entries"]
+    entries = [entry for entry in yaml.safe_load(PUBLISHED.read_text())["entries"] if entry["id"].startswith("t1-")]
     rows = []
-    for entry in entries:
-        values = entry["values"]
-        if entry["id"].startswith("t1-") and values["model"].lower() in ARTIFACT_SIZES:
-            rows.append(
-                Published(
-                    *(entry["id"], values["model"].lower(), CLUSTERS[values["cluster"]], values["servers"]),
-                    *(values["gpus_total"], tuple(values["stage_replicas"]), values["config"]),
-                    values["epoch_time_speedup"],
-                )
+    for name, values in ((entry["id"], entry["values"]) for entry in entries):
+        rows.append(
+            Published(
+                *(name, values["model"].lower(), CLUSTERS[values["cluster"]], values["servers"]),
+                *(values["gpus_total"], tuple(values["stage_replicas"]), values["config"]),
+                values["epoch_time_speedup"],
             )
+        )
     return rows
 
 
-def subjects(model: str) -> list[Subject]:
-    """Return a model's profiles: measured, and analytic at the artifact's size."""
-    found = (measured(model), analytic(model, ARTIFACT_SIZES[model]))
+def subjects(row: Published) -> list[Subject]:
+    """Return the profiles of a row's model: measured, and analytic at the recipe's size."""
+    found = (measured(row.model), analytic(row.model))
     return [subject for subject in found if subject is not None]
 
 
@@ -148,22 +176,27 @@ def _speedup(plan: Planned | None, dp: Planned) -> str:
 
 
 def _is(plan: Planned, row: Published) -> bool:
-    return plan.config.lower() == row.config.lower()
+    return plan.replicas == row.replicas
 
 
-def variations(subject: Subject, where: Cluster, model: CostModel) -> Iterator[tuple[str, Subject, Cluster, CostModel]]:
-    """Yield what is varied, one thing at a time: cost model, profile, depth of links, bandwidth of each level."""
+def _config(plan: Planned, row: Published) -> str:
+    """Return a plan's config; a straight plan that leaves workers idle says how many stages it has."""
+    is_shorter = plan.config == "straight" and len(plan.stages) < row.workers
+    return f"straight of {len(plan.stages)}" if is_shorter else plan.config
+
+
+def variations(case: Case) -> Iterator[tuple[str, Subject, Cluster, CostModel]]:
+    """Yield what is varied, one thing at a time: cost model, profile, samples per GPU, bandwidth of each level."""
+    subject, where, model = case.subject, replace(case.where, memory_bytes=None), case.model
     for name, other in COST_MODELS.items():
         if other is not model:
             yield f"under `{name}`", subject, where, other
-    for other_subject in subjects(subject.model):
+    for other_subject in subjects(case.row):
         if other_subject is not subject:
             yield f"with the {other_subject.source} profile at {other_subject.size}", other_subject, where, model
     if subject.source == "analytic":
-        for size in (subject.size // 2, subject.size * 2):
-            changed = analytic(subject.model, size)
-            assert changed is not None  # it is there at another size
-            yield f"at {size} samples", changed, where, model
+        for size in (subject.size // 4, subject.size // 2, subject.size * 2, subject.size * 4):
+            yield f"at {size} samples", analytic(subject.model, size), where, model
     for factor in FACTORS:
         for chosen in itertools.chain(([index] for index in range(len(where.levels))), [range(len(where.levels))]):
             levels = tuple(
@@ -176,19 +209,16 @@ def variations(subject: Subject, where: Cluster, model: CostModel) -> Iterator[t
                 break
 
 
-def reasons(subject: Subject, where: Cluster, model: CostModel, row: Published) -> str:
-    """Say which single changes make the planner choose what the paper did."""
+def reasons(case: Case) -> str:
+    """Say which single changes make the planner choose what the paper did, or at least a shorter straight plan."""
     found: list[str] = []
-    free = replace(where, memory_bytes=None)
-    for text, other_subject, other_where, other_model in variations(subject, free, model):
+    for text, subject, where, model in variations(case):
         if "links" in text and any("links" in other for other in found):
             break
-        planner = Planner(Request(other_subject.profile, other_where, other_model, other_subject.size), "pipedream")
-        if _is(planner.best(), row):
-            found.append(text)
-    if found:
-        return "; ".join(found)
-    return "none of the variations"
+        plan = Planner(Request(subject.profile, where, model, subject.size), "pipedream").best()
+        if plan.config.lower() == case.row.config.lower():
+            found.append(text if _is(plan, case.row) else f"{text} ({_config(plan, case.row)})")
+    return "; ".join(found) or "none of the variations"
 
 
 def lost(choice: Choice) -> str:
@@ -197,6 +227,45 @@ def lost(choice: Choice) -> str:
         return "can't be cut so often"
     slower = choice.theirs.minibatch_s / choice.plan.minibatch_s - 1
     return "as fast" if math.isclose(slower, 0, abs_tol=5e-3) else f"{100 * slower:+.0f} % time"
+
+
+def _line(case: Case) -> tuple[str, ...]:
+    row, choice = case.row, case.choice
+    ours, within = _config(choice.plan, row), _config(choice.limited, row) if choice.limited else "nothing fits"
+    if case.where.memory_bytes is not None and within != ours:
+        ours += f"; {case.where.memory_bytes / 1e9:g} GB: {within}"
+    return (
+        *(case.name, f"{case.subject.source}, {case.subject.size}", row.config, f"{row.speedup:.2f}"),
+        *(ours, _speedup(choice.plan, choice.dp), _speedup(choice.theirs, choice.dp)),
+    )
+
+
+def _agreement(cases: Sequence[Case]) -> str:
+    """Return in how many rows the planner chooses the paper's config, per cost model and source of the profile."""
+    lines = []
+    for model in dict.fromkeys(case.model.name for case in cases):
+        cells = []
+        for source in ("analytic", "measured"):
+            own = [
+                _is(case.choice.plan, case.row)
+                for case in cases
+                if (case.model.name, case.subject.source) == (model, source)
+            ]
+            cells.append(f"{sum(own)} of {len(own)}" if own else "-")
+        lines.append((f"`{model}`", *cells))
+    return table(("rows where ours is the paper's", "analytic profile", "measured profile"), lines)
+
+
+def _differences(cases: Sequence[Case]) -> str:
+    head = ("model", "row", "profile", "paper", "ours", "paper's config takes", "ours would be the paper's")
+    return table(
+        head,
+        (
+            (case.model.name, *_line(case)[:3], _config(case.choice.plan, case.row), lost(case.choice), reasons(case))
+            for case in cases
+            if not _is(case.choice.plan, case.row)
+        ),
+    )
 
 
 def main(rows: Sequence[Published] | None = None, models: Sequence[CostModel] = tuple(COST_MODELS.values())) -> None:
@@ -208,46 +277,17 @@ def main(rows: Sequence[Published] | None = None, models: Sequence[CostModel] = 
         return
     if missing():
         print(f"Left out, for want of `../shared/profiles`: the measured {', '.join(missing())}.\n")
-    same = total = 0
-    differences = []
+    cases = []
+    for model, row in itertools.product(models, rows):
+        where = cluster(row.cluster, row.servers, limited=True)
+        cases += [Case(row, subject, where, model, choose(subject, where, model, row)) for subject in subjects(row)]
+    print(_agreement(cases))
+    head = ("row", "profile", "paper", "speed-up", "ours", "speed-up", "paper's config, by this model")
     for model in models:
-        lines = []
-        for row in rows:
-            where = cluster(row.cluster, row.servers, limited=True)
-            for subject in subjects(row.model):
-                choice = choose(subject, where, model, row)
-                fits = (
-                    ""
-                    if choice.limited and choice.limited.config == choice.plan.config
-                    else (f"; 16 GB: {choice.limited.config if choice.limited else 'nothing fits'}")
-                )
-                lines.append(
-                    (
-                        *(row.name[3:], f"{subject.source}, {subject.size}", row.config, f"{row.speedup:.2f}"),
-                        *(choice.plan.config + fits, _speedup(choice.plan, choice.dp)),
-                        _speedup(choice.theirs, choice.dp),
-                    )
-                )
-                total += 1
-                if _is(choice.plan, row):
-                    same += 1
-                else:
-                    why = reasons(subject, where, model, row)
-                    differences.append((model.name, *lines[-1][:3], choice.plan.config, lost(choice), why))
-        head = ("row", "profile", "paper", "speed-up", "ours", "speed-up", "paper's config, by this model")
-        print(f"## Under `{model.name}`\n\n{table(head, lines)}\n")
-    print(f"The planner chooses the paper's config in {same} of {total} cases.\n")
-    print("## Differences, and what alone would make the paper's choice ours\n")
-    print(
-        "Varied one at a time: the cost model; the profile, or the samples per GPU; the rate of one level's links or "
-        "of all,\nx 0.03 to 32, of which the first that does it is named.\n"
-    )
-    print(
-        table(
-            ("model", "row", "profile", "paper", "ours", "paper's config takes", "ours would be the paper's"),
-            differences,
-        )
-    )
+        lines = [_line(case) for case in cases if case.model is model]
+        print(f"\n## Under `{model.name}`\n\n{table(head, lines)}")
+    print(DIFFERENCES)
+    print(_differences(cases))
     print(NOTES)
 
 

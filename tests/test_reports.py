@@ -1,17 +1,25 @@
 """The reports' scripts run; on a part of what they are about, since the whole takes minutes."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 
 from pipebench.planner.cost_models import COST_MODELS
-from reports import planner_vs_simulator, table1_plans
-from reports.planned_models import analytic, cluster
+from pipebench.profile import DEVICES, load_profile
+from reports import gpu_profiles, planner_vs_simulator, table1_plans
+from reports.planned_models import PUBLISHED, analytic, cluster, recipe
 from tests.bench.planning import CASES, chain, seconds
+from zoo.ptb import ptb
+from zoo.wmt16 import wmt16
+
+LONELY = table1_plans.Published("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 
 
 def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
-    subject = analytic("alexnet", 256)
-    assert subject is not None
-    planner_vs_simulator.main([subject], [cluster("cluster-a", 1)])
+    planner_vs_simulator.main([analytic("alexnet")], [cluster("cluster-a", 1)])
     page = capsys.readouterr().out
     for text in (
         "## Under `overlap`",
@@ -23,14 +31,116 @@ def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_table1_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    row = table1_plans.Published("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
-    table1_plans.main([row], [COST_MODELS["artifact"]])
-    assert "| alexnet-1x4A | analytic, 256 | 3-1 | 1.00 |" in capsys.readouterr().out
+    table1_plans.main([LONELY], [COST_MODELS["artifact"]])
+    page = capsys.readouterr().out
+    assert "| alexnet-1x4A | analytic, 256 | 3-1 | 1.00 |" in page
+    assert "| `artifact` | 0 of 1 | - |" in page or "| `artifact` | 1 of 1 | - |" in page
 
 
 def test_table1_plans_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     table1_plans.main([])
     assert "so there is no table" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not PUBLISHED.is_file(), reason="needs the published values in ../shared/published")
+def test_every_row_of_table_1_has_a_full_size_recipe_on_its_clusters_device() -> None:
+    rows = table1_plans.published_rows()
+    assert len(rows) == 14
+    for row in rows:
+        where = cluster(row.cluster, row.servers)
+        assert sum(row.replicas) == row.workers == where.num_workers
+        assert cluster(recipe(row.model).cluster.name, 1).device == where.device
+
+
+def test_an_analytic_profile_is_that_of_the_recipe_unless_another_size_is_asked_for() -> None:
+    own, other = analytic("gnmt-16"), analytic("gnmt-16", 32)
+    assert (own.size, other.size) == (64, 32)
+    weights = {name: size for row in own.profile.layers[64] for name, size in row.parameter_sizes.items()}
+    # 16 LSTM layers, two embeddings, attention and classifier: the paper prints no size; by formula in tests/zoo.
+    assert sum(weights.values()) == pytest.approx(1.11e9, rel=0.01)
+    assert own.profile.state_bytes_per_byte == 2  # Adam, as the recipe says
+    assert (own.profile.device, analytic("s2vt").profile.device) == ("V100", "Titan X")
+
+
+def test_made_up_samples_have_the_shapes_of_the_data_and_depend_on_the_index_alone() -> None:
+    like = wmt16(typical_length=7, vocabulary=16)
+    samples = gpu_profiles.MadeUp(like, 2)
+    fields = [*like.inputs, *like.targets]
+    both, one = samples.fetch("train", [5, 9], fields), samples.fetch("train", [9], fields)
+    for name, example in like.example(2).items():
+        assert (both[name].shape, both[name].dtype) == (example.shape, example.dtype)
+        assert torch.equal(both[name][1:], one[name])
+    assert both["source_length"].tolist() == [7, 7]
+    many = samples.fetch("train", range(200), ["source", "target_out"])
+    assert {int(ids.min()) for ids in many.values()} == {1}
+    assert {int(ids.max()) for ids in many.values()} == {15}
+    assert not torch.equal(many["source"], many["target_out"])
+    assert not torch.equal(samples.fetch("eval", [5], ["source"])["source"], both["source"][:1])
+
+
+def test_made_up_samples_have_the_loss_of_the_data() -> None:
+    like = ptb(bptt=3, vocabulary=10)
+    targets = gpu_profiles.MadeUp(like, 10).fetch("train", [0, 1], like.targets)
+    logits = torch.zeros(2, 3, 10)
+    assert gpu_profiles.MadeUp(like, 10).loss(logits, targets) == like.loss(logits, targets) > 0
+
+
+def test_gpu_profiles_measures_narrow_models_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_profiles.main(["gnmt8", "awd_lm", "--device", "cpu", "--small", "--out", str(tmp_path / "gpu")])
+    assert capsys.readouterr().out.count(".profile.json") == 2
+    for name, layer in (("gnmt8", "RecurrentAttention"), ("awd_lm", "CarriedLSTM")):
+        profile = load_profile(tmp_path / "gpu" / f"{name}-small.profile.json")
+        page = (tmp_path / "gpu" / f"{name}-small.md").read_text()
+        assert (profile.source, {*profile.layers}, profile.load_s) == ("measured", {2}, {2: 0.0})
+        assert all(row.forward_s > 0 for row in profile.layers[2])
+        assert f"python -m reports.gpu_profiles {name} --device cpu --small" in page
+        assert layer in page
+        assert str(tmp_path) not in page
+        assert all(f" {row.name[:20]}" in page for row in profile.layers[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "torch finds no CUDA device here"),
+        (["--small"], "torch finds no CUDA device here"),
+        (["--device", "cpu"], "on a CPU add --small"),
+    ],
+)
+def test_gpu_profiles_says_what_it_needs(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=sentence):
+        gpu_profiles.main([*arguments, "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpu_profiles_refuses_unknown_models(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_profiles.main(["gnmt9"])
+    assert "no model 'gnmt9', allowed are vgg16, resnet50, gnmt8, awd_lm" in capsys.readouterr().err
+
+
+def test_gpu_profiles_needs_no_tracker() -> None:
+    code = "import sys; sys.modules['mlflow'] = None; import reports.gpu_profiles, zoo"
+    root = Path(gpu_profiles.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "entry"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("Tesla V100-PCIE-16GB", "V100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA TITAN X (Pascal)", "Titan X"),
+        ("NVIDIA GeForce RTX 2080 Ti", "2080 Ti"),
+        ("NVIDIA GB10", None),
+    ],
+)
+def test_a_gpu_is_found_in_the_catalogue_by_its_full_name(gpu: str, entry: str | None) -> None:
+    assert gpu_profiles._catalogued(gpu) == (DEVICES[entry] if entry else None)
 
 
 def test_the_planners_bench_measures() -> None:
