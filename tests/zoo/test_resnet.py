@@ -70,14 +70,14 @@ def test_zero_init_residual_makes_every_block_the_identity() -> None:
 
 def test_every_cut_computes_what_the_whole_does() -> None:
     model, dataset = tiny()
-    assert check_every_cut(model, dataset, 2, apart=20) == NUM_LAYERS - 1
-    assert check_every_cut(model, dataset, 2, every=35) == 5
-    assert check_every_cut(model, dataset, 2, num_random=2, num_stages=4) == 6
+    assert check_every_cut(model, dataset, 5, apart=20) == NUM_LAYERS - 1
+    assert check_every_cut(model, dataset, 5, every=35) == 5
+    assert check_every_cut(model, dataset, 5, num_random=2, num_stages=4) == 6
 
 
 def test_cuts_of_the_full_stem() -> None:
     model, dataset = tiny(32, "imagenet")
-    assert check_every_cut(model, dataset, 2, num_random=2, num_stages=12) == 22
+    assert check_every_cut(model, dataset, 5, num_random=2, num_stages=12) == 22
 
 
 @pytest.mark.parametrize("options", [{"width": 0.0}, {"num_classes": 0}, {"in_channels": 0}, {"stem": "mnist"}])
