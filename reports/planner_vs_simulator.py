@@ -33,8 +33,8 @@ HEAD = """# The planner's bottleneck against the simulator's steady state
 
 `python -m reports.planner_vs_simulator` makes this page. Models: VGG-16 with 128 images and GNMT-8 with 32 sentences as
 the PipeDream artifact measured them on a V100; ResNet-50 with 128 images, AlexNet with 256, GNMT-16 with 64 pairs of
-sentences and AWD LM with 80 chunks of text, from the full-size recipes, computed for a V100. Clusters of 16 V100s: one level of 10 Gbit/s, cluster-a (4 servers of 4), cluster-b (2 servers of 8). Memory
-isn't weighed.
+sentences and AWD LM with 80 chunks of text, from the full-size recipes, computed for a V100. Clusters of 16 V100s:
+one level of 10 Gbit/s, cluster-a (4 servers of 4), cluster-b (2 servers of 8). Memory isn't weighed.
 
 The rule for the plans, fixed before any was simulated: data parallelism; 2, 4, 8 and 16 straight stages, 15-1, 12-4,
 8-8, 4-12, 4-4-4-4 and 2-1-1, cut where the cost model wants them; and everything the planner considers: the flat plan
