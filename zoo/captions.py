@@ -104,6 +104,7 @@ class Captions(Dataset):
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy summed over the words; output: [samples, words, vocabulary]."""
         expected = targets["caption_out"]
+        self.check_logits(output, "caption_out")
         return nn.functional.cross_entropy(output.flatten(0, 1), expected.flatten(), ignore_index=PAD, reduction="sum")
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

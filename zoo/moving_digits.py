@@ -88,6 +88,7 @@ class MovingDigits(Captions):
         self.num_train, self.num_eval = num_train, num_eval
         self.frames, self.words = frames, words
         self.seed = seed
+        self.num_ids = dict.fromkeys(("caption_in", "caption_out"), len(_vocabulary()))
         self._digits = mnist5k(image_size=28)
 
     def check(self) -> None:

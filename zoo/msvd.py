@@ -35,6 +35,7 @@ class Msvd(Captions):
         self.held_out = held_out
         self.every = every
         self.num_words = num_words
+        self.num_ids = dict.fromkeys(("caption_in", "caption_out"), num_words)
         self.num_train, self.num_eval = sizes["num_train"], sizes["num_eval"]
         self.frames, self.num_features, self.words = sizes["frames"], sizes["num_features"], sizes["words"]
 

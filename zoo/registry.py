@@ -100,10 +100,11 @@ class Dataset(ABC):
 
     def check_logits(self, logits: torch.Tensor, field: str) -> None:
         """Raise ValueError if there are fewer logits than ids in a field of targets; called by `loss`."""
-        if logits.shape[-1] < self.num_ids[field]:
+        num_ids = self.num_ids.get(field, 0)
+        if logits.shape[-1] < num_ids:
             raise ValueError(
-                f"the model has {logits.shape[-1]} outputs, and {field} of {type(self).__name__} has "
-                f"{self.num_ids[field]} different ids"
+                f"the model has {logits.shape[-1]} outputs, and {field} of {type(self).__name__} has {num_ids} "
+                "different ids"
             )
 
     def buckets(self) -> Sequence[int] | None:
