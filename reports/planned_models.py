@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from pipebench.cluster import Cluster
 from pipebench.prepare import profiled
 from pipebench.profile.choose import load_profile
@@ -20,6 +22,7 @@ from pipebench.recipe.schema import Recipe
 from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "published" / "pipedream_sosp19.yaml"
+_CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b", "Cluster-C": "cluster-c"}
 # File and samples per minibatch of the models that the artifact measured.
 _MEASURED = {"vgg-16": (VGG_FILE, 128), "gnmt-8": (GNMT_FILE, SENTENCES)}
 
@@ -44,6 +47,47 @@ class Subject:
     def text(self) -> str:
         """Model, size and source in a few words."""
         return f"{self.model}, {self.size} samples, {self.source}"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of Table 1.
+
+    Attributes:
+        name: its id in the published values.
+        model: as in Table 1, in lower case.
+        cluster: name of ours.
+        servers, workers: how many.
+        replicas: per stage.
+        config: as printed.
+        speedup: epoch time over data parallelism's.
+    """
+
+    name: str
+    model: str
+    cluster: str
+    servers: int
+    workers: int
+    replicas: tuple[int, ...]
+    config: str
+    speedup: float
+
+
+def published_rows() -> list[Published]:
+    """Return the rows of Table 1, or none if the published values aren't there."""
+    if not PUBLISHED.is_file():
+        return []
+    entries = [entry for entry in yaml.safe_load(PUBLISHED.read_text())["entries"] if entry["id"].startswith("t1-")]
+    rows = []
+    for name, values in ((entry["id"], entry["values"]) for entry in entries):
+        rows.append(
+            Published(
+                *(name, values["model"].lower(), _CLUSTERS[values["cluster"]], values["servers"]),
+                *(values["gpus_total"], tuple(values["stage_replicas"]), values["config"]),
+                values["epoch_time_speedup"],
+            )
+        )
+    return rows
 
 
 @cache

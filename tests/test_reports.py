@@ -2,20 +2,23 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Request
 from pipebench.profile import DEVICES, load_profile
 from reports import gpu_profiles, planner_vs_simulator, table1_plans
-from reports.planned_models import PUBLISHED, analytic, cluster, recipe
+from reports.planned_models import PUBLISHED, Published, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from zoo.ptb import ptb
 from zoo.wmt16 import wmt16
 
-LONELY = table1_plans.Published("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
+LONELY = Published("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 
 
 def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +40,27 @@ def test_table1_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| `artifact` | 0 of 1 | - |" in page or "| `artifact` | 1 of 1 | - |" in page
 
 
+def test_a_straight_plan_that_leaves_workers_idle_is_not_the_papers() -> None:
+    subject = analytic("alexnet")
+    planner = Planner(Request(subject.profile, cluster("cluster-a", 1), COST_MODELS["overlap"], 256), "pipedream")
+    straight = replace(LONELY, replicas=(1, 1, 1, 1), config="Straight")
+    for replicas, text, is_theirs in (((1, 1, 1), "straight of 3", False), ((1, 1, 1, 1), "straight", True)):
+        plan = table1_plans._fixed(planner, replicas)
+        assert (table1_plans._config(plan, straight), table1_plans._is(plan, straight)) == (text, is_theirs)
+
+
+@pytest.mark.parametrize(("servers", "kinds_of_links"), [(1, 1), (2, 3)])
+def test_every_variation_changes_one_thing(servers: int, kinds_of_links: int) -> None:
+    where, model = cluster("cluster-a", servers), COST_MODELS["overlap"]
+    choice = table1_plans.choose(analytic("alexnet"), where, model, LONELY)
+    case = table1_plans.Case(LONELY, analytic("alexnet"), where, model, choice)
+    found = list(table1_plans.variations(case))
+    for text, subject, other_where, other_model in found:
+        changed = [subject is not case.subject, other_where != where, other_model is not model]
+        assert changed.count(True) == 1, text
+    assert len({text for text, *_ in found}) == len(found) == 2 + 4 + kinds_of_links * len(table1_plans.FACTORS)
+
+
 def test_table1_plans_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     table1_plans.main([])
     assert "so there is no table" in capsys.readouterr().out
@@ -44,7 +68,7 @@ def test_table1_plans_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="needs the published values in ../shared/published")
 def test_every_row_of_table_1_has_a_full_size_recipe_on_its_clusters_device() -> None:
-    rows = table1_plans.published_rows()
+    rows = published_rows()
     assert len(rows) == 14
     for row in rows:
         where = cluster(row.cluster, row.servers)
