@@ -51,6 +51,7 @@ class Answer:
         comparison: what it answered.
         says_samples: whether the size of a minibatch is known; otherwise rates are of minibatches.
         spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
+        given: the plan that the recipe names; None if it leaves it to the planner, or says where to cut.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Answer:
     comparison: Comparison
     says_samples: bool
     spare_s: float | None = None
+    given: Planned | None = None
 
     @property
     def size(self) -> int:
@@ -135,6 +137,7 @@ def plan_json(answer: Answer) -> str:
         "speedup_over_dp": _over(dp.minibatch_s, best.minibatch_s),
         "bottleneck_speedup_over_dp": _over(dp.bottleneck_s, best.bottleneck_s),
         **{f"dp_{key}": value for key, value in _summary(answer, dp).items() if key in _DP_KEYS},
+        "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
         "dp_fits_in_memory": "dp" not in comparison.refused,
         "others": [_summary(answer, plan) for plan in comparison.others],
         "refused": comparison.refused,
@@ -251,6 +254,12 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     if reason:
         yield "", reason
     yield "data parallel", _beside_dp(answer, best, dp)
+    if answer.given is not None:
+        over = _over(answer.given.minibatch_s, best.minibatch_s)
+        text = (
+            f"{shortened(answer.given.config, _PLAN_WIDTH)}, {_rate(answer, answer.given)}: {_prediction(answer.given)}"
+        )
+        yield "recipe's plan", text + (f"; the plan above is {over:.2f}x as fast" if over is not None else "")
     yield f"bytes per {answer.unit}", f"{_bytes_text(answer, best)}; data parallel: {_bytes_text(answer, dp)}"
     idle = cluster.num_workers - sum(best.replicas)
     if idle:

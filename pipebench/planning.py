@@ -17,17 +17,21 @@ from pipebench.cluster import Cluster, Level
 from pipebench.console import preparing, print_written, standard_error, standard_output
 from pipebench.device import torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError, choice
+from pipebench.graph import LayerGraph
 from pipebench.modes import AUTO, MODES, resolve
+from pipebench.plan import explicit_plan
 from pipebench.plan_picture import draw_plan, is_our_picture
 from pipebench.plan_report import Answer, plan_json, print_plan
+from pipebench.plan_text import parse_plan
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner, compare
-from pipebench.planner.plans import Request
+from pipebench.planner.plans import Planned, Request
 from pipebench.prepare import plan_request, profiled
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profiling import plain_name
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 _T = TypeVar("_T")
@@ -193,7 +197,26 @@ def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
     row = resolve(parallelism) if own_mode == mode else None
     flushes = own_mode is None or resolve(parallelism).flushes
     request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
-    return _answer(loaded.recipe.name, request, mode, loaded.source, says_samples=True)
+    answer = _answer(loaded.recipe.name, request, mode, loaded.source, says_samples=True)
+    try:
+        return replace(answer, given=_given(parallelism, made.graph, request, mode)) if own_mode == mode else answer
+    except PlanError as error:
+        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
+
+
+def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> Planned | None:
+    """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
+    planner = Planner(request, mode)
+    if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
+        return None
+    try:
+        replicas = parse_plan(parallelism.plan, planner.mode, request.cluster.num_workers)
+    except PlanError:  # --cluster and --levels may have changed it
+        return None
+    starts = None
+    if parallelism.cuts is not None:
+        starts = [stage.start for stage in explicit_plan(graph, parallelism.cuts, replicas).stages[1:]]
+    return planner.given(replicas, starts)
 
 
 def _progress(asked: Asked) -> Console | None:

@@ -171,6 +171,25 @@ def test_a_recipe_on_its_own_cluster_and_on_others(graph: str) -> None:
     assert (cut["mode"], cut["microbatches"]) == ("gpipe", 4)
 
 
+def test_the_plan_that_a_recipe_names_stands_beside_the_best() -> None:
+    """With its cuts, if it says where; the best is never slower than it."""
+    best = answer("quickstart")
+    assert best["recipe_plan"] is None
+    for plan, cuts in (("2-2", None), ("3-1", ["classifier.0"]), ("1-1-1", ["features.14", "classifier.3"])):
+        overrides = [f"parallelism.plan={plan}", *([f"parallelism.cuts=[{','.join(cuts)}]"] if cuts else [])]
+        found = answer("quickstart", *overrides)
+        named = found["recipe_plan"]
+        assert named["config"] == ("straight" if plan == "1-1-1" else plan)
+        assert found["minibatch_s"] == best["minibatch_s"] <= named["minibatch_s"] * (1 + 1e-9)
+        printed = " ".join(invoke("quickstart", *overrides).stdout.split())
+        assert f"recipe's plan {named['config']}, " in printed
+    assert answer("quickstart", "parallelism.plan=2-2", "--mode", "gpipe")["recipe_plan"] is None
+    assert answer("quickstart", "parallelism.plan=3-1", "--cluster", "cluster-b", "--servers", "1")["recipe_plan"]
+    wrong = invoke("quickstart", "parallelism.plan=2-2", "parallelism.cuts=[classifier.1.2]")
+    assert wrong.exit_code == 2
+    assert "the model has no layer 'classifier.1.2'" in wrong.stderr
+
+
 def test_picture(graph: str) -> None:
     result = invoke("--profile", graph, "--levels", "4@1e9", "--picture", "plan.png", "--json")
     assert result.exit_code == 0

@@ -7,6 +7,7 @@ the simulator predicts decides: a bottleneck says nothing about flushes, and lit
 transfer with no other in flight to take their turn.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,27 @@ class Planner:
         if self.mode.flushes or self.request.model.has_ports:
             return min(map(self.predicted, found), key=lambda plan: plan.minibatch_s)
         return self.predicted(min(found, key=lambda plan: plan.bottleneck_s))
+
+    def given(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> Planned:
+        """Return a plan that somebody else made, memory not weighed.
+
+        Args:
+            replicas: per stage.
+            starts: first layers of the stages after the first; None: cut where the cost model wants it.
+
+        Raises:
+            PlanError: more stages than places to cut, or no place to cut before one of `starts`.
+        """
+        if starts is None:
+            stages = plan_fixed(self.work, self.request.model, self.request.cluster, replicas)
+        else:
+            states = self.work.states
+            found = {len(states.layers(0, state)): state for state in range(len(states))}
+            if not {*starts} <= {*found}:
+                raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
+            bounds = [0, *(found[start] for start in starts), len(states) - 1]
+            stages = tuple(Stage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+        return self.predicted(self.placed("the recipe", stages, depth=self.request.depth))
 
     @cached_property
     def unit_size(self) -> int:
