@@ -49,6 +49,12 @@ def test_a_straight_plan_that_leaves_workers_idle_is_not_the_papers() -> None:
         assert (table1_plans._config(plan, straight), table1_plans._is(plan, straight)) == (text, is_theirs)
 
 
+def test_table_1s_page_is_of_this_script() -> None:
+    page = Path(table1_plans.__file__).with_suffix(".md").read_text()
+    for text in (table1_plans.HEAD, table1_plans.DIFFERENCES, table1_plans.NOTES):
+        assert text.strip() in page
+
+
 @pytest.mark.parametrize(("servers", "kinds_of_links"), [(1, 1), (2, 3)])
 def test_every_variation_changes_one_thing(servers: int, kinds_of_links: int) -> None:
     where, model = cluster("cluster-a", servers), COST_MODELS["overlap"]
