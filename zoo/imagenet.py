@@ -55,7 +55,7 @@ class ImageNet(Dataset):
             FileNotFoundError: a folder is missing; says which layout is expected.
             ValueError: other sizes than the options say; names the option to set.
         """
-        folder = data_folder("imagenet", self.root)
+        folder = data_folder("imagenet", self.root, "train/<class>/*.JPEG and val/<class>/*.JPEG")
         listings = {split: _scan(folder / name) for split, name in _FOLDERS.items()}
         if listings["train"].classes != listings["eval"].classes:
             odd = sorted(set(listings["train"].classes) ^ set(listings["eval"].classes))

@@ -22,6 +22,7 @@ _SPLITS = {"train": "train.txt", "valid": "valid.txt", "test": "test.txt"}
 _CAPTIONS = "captions.txt"
 _VOCABULARY = "vocabulary.txt"
 _FEATURES = "features"
+_LAYOUT = f"{_CAPTIONS}, {', '.join(_SPLITS.values())} and {_FEATURES}/<clip>.npy"
 _WORD = re.compile(r"\w+(?:'\w+)*")
 # What files of vocabularies call words that aren't in them; `zoo.text` has its own.
 _NOT_WORDS = {"<pad>", "<unk>", "<en_unk>", "<s>", "</s>", "<eos>"}
@@ -166,7 +167,7 @@ class Msvd(Captions):
         return self._path(_FEATURES, f"{clip}.npy")
 
     def _path(self, *parts: str) -> Path:
-        return data_folder("msvd", self.root).joinpath(*parts)
+        return data_folder("msvd", self.root, _LAYOUT).joinpath(*parts)
 
     def _lines(self, name: str) -> Iterator[tuple[int, str]]:
         """Yield number and text of the lines that say something: not empty, not a comment."""
@@ -175,8 +176,8 @@ class Msvd(Captions):
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"msvd: {path} isn't there: expected in the folder are {_CAPTIONS}, {', '.join(_SPLITS.values())} and "
-                f"{_FEATURES}/<clip>.npy; another folder is given by the option root, or by PIPEBENCH_DATA"
+                f"msvd: {path} isn't there: expected in the folder are {_LAYOUT}; another folder is given by the "
+                "option root, or by PIPEBENCH_DATA"
             ) from error
         except UnicodeDecodeError as error:
             raise ValueError(f"msvd: {path} isn't text in UTF-8: {error.reason} at byte {error.start}") from error

@@ -7,12 +7,13 @@ from pathlib import Path
 DATA_VARIABLE = "PIPEBENCH_DATA"
 
 
-def data_folder(dataset: str, root: str) -> Path:
+def data_folder(dataset: str, root: str, holds: str = "") -> Path:
     """Return the folder a data set is read from; needn't exist.
 
     Args:
         dataset: its name.
         root: its option; empty: the folder of that name in the folder that PIPEBENCH_DATA names.
+        holds: what is expected in it, for the message.
 
     Raises:
         FileNotFoundError: neither is given.
@@ -23,6 +24,7 @@ def data_folder(dataset: str, root: str) -> Path:
     if not base:
         raise FileNotFoundError(
             f"{dataset}: no folder is given, set its option root, or {DATA_VARIABLE} to the folder that has {dataset}/"
+            + (f"; it holds {holds}" if holds else "")
         )
     return Path(base).expanduser() / dataset
 

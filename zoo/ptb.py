@@ -30,7 +30,7 @@ class PennTreebank(Text):
             FileNotFoundError: no folder is given, or a file isn't there.
             ValueError: another number of tokens or of words than declared.
         """
-        folder = data_folder(self.name, self.root)
+        folder = data_folder(self.name, self.root, "ptb.train.txt, ptb.valid.txt and ptb.test.txt")
         missing = [_file(folder, split) for split in _SPLITS if not _file(folder, split).is_file()]
         if missing:
             raise FileNotFoundError(

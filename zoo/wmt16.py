@@ -54,7 +54,7 @@ class Wmt16(Translation):
     def check(self) -> None:
         """Raise OSError, ImportError or ValueError unless the files are there and of the declared sizes."""
         super().check()
-        folder = data_folder("wmt16", self.root)
+        folder = data_folder("wmt16", self.root, ", ".join(_LAYOUT))
         if not folder.is_dir():
             raise FileNotFoundError(f"wmt16: {folder} is no folder; expected is one with {', '.join(_LAYOUT)}")
         missing = [name for name in _LAYOUT if not (folder / name).is_file()]
