@@ -122,9 +122,9 @@ def s2vt(
     """Build S2VT; the default options are the paper's RGB network as its authors released it.
 
     Published (sections 3 and 4): features 4096 (VGG-16's fc7), embeddings 500, LSTMs 1000, frames and words 80 steps
-    together. The paper counts 12,594 words in MSVD's captions; its authors' release, with the words of three more
-    corpora, has a vocabulary of 46,168 (weights of 349,436,137 bytes), and the 2018 PipeDream preprint's 349 MB for
-    S2VT are that one: 87,362,668 parameters here, 349.5 MB. With 12,594 words it would be 36,968,094, or 147.9 MB.
+    together. The paper counts 12,594 words in MSVD's captions, with which this model would have 36,968,094 parameters,
+    147.9 MB. Its authors' release has the words of three more corpora and weights of 349,436,137 bytes: a vocabulary of
+    46,168 gives 87,362,668 parameters here, 349.5 MB, the nearest to that file.
 
     Assumed: how 80 steps are divided. 60 and 20, since the release cuts captions to 20 words where they don't fit.
     Dropout and the initialisation aren't in the paper.
