@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from pipebench.cli import cli
 from pipebench.modes import MODES
 from pipebench.schedule.drawing import draw
 from pipebench.schedule.pipeline import Pipeline, chain, noam
+from zoo import DATASETS, MODELS
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,3 +90,13 @@ def test_the_plan_of_readme_is_what_the_planner_prints(monkeypatch: pytest.Monke
     printed = {line.strip() for line in done.output.splitlines()}
     missing = [line for line in shown.splitlines() if line != "..." and line.strip() not in printed]
     assert not missing
+
+
+def test_the_page_of_the_zoo_has_every_name_and_its_size() -> None:
+    text = (ROOT / "docs/zoo.md").read_text()
+    assert {*MODELS, *DATASETS} <= {*re.findall(r"`(\w+)`", text)}
+    for name, entry in MODELS.items():
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in entry.make().parameters())
+        (row,) = [line for line in text.splitlines() if line.startswith("| ") and f"`{name}`" in line]
+        assert f"{count:,}" in row, name
