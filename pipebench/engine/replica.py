@@ -31,7 +31,7 @@ class _InFlight:
     loss: LossFunction | None = None
     draw: tuple[int, ...] = ()
     num_bytes: int = 0
-    carried: list[Any] = field(default_factory=list)  # what stateful modules carried into the forward
+    carried: list[Any] = field(default_factory=list)  # what stateful modules carried into the forward, to recompute it
 
 
 class Place(NamedTuple):
@@ -117,7 +117,9 @@ class Replica:
         self._in_flight[unit] = item
         self.weights.bind(weights)
         self._draw = draw
-        item.carried = self._take_up(place)
+        carried = self._take_up(place)
+        if self._recompute:
+            item.carried = carried
         if self._recompute and self._wanted is not None:
             with torch.no_grad():
                 outputs = self.module(*item.arguments)
