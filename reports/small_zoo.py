@@ -42,7 +42,7 @@ OF_THREE_SEEDS = ("vgg16", "gnmt8")
 # model and gpipe take single's updates, so single's epochs are theirs. One of each is trained all the same, as a check,
 # and gpipe on every model with BatchNorm, whose statistics are then a microbatch's: that is another training.
 CHECKS = (("vgg16", "model"), ("gnmt8", "gpipe"))
-WITH_BATCH_NORM = ("vgg16", "resnet50")
+WITH_BATCH_NORM = ("vgg16", "resnet50", "alexnet")
 
 HEAD = """# The small zoo: every model and mode, trained here
 
@@ -59,6 +59,17 @@ of a round figure; it was fixed before any other mode ran. `single` is run to it
 times below are those of the first evaluation that reaches the target.
 """
 NOTES = """
+## What it says
+
+- Pipelining without a flush is the fastest way to the target wherever it gets there, but it doesn't always get there:
+  stale gradients cost the straight plans of `resnet50` and `s2vt` the target within their epochs, and epochs elsewhere.
+- Replicating the first stage costs updates, as in data parallelism, and spares staleness: slower than straight, and on
+  `resnet50` and `s2vt` it reaches what straight doesn't.
+- Data parallelism at the rate of one worker takes a quarter of the updates. The schedules are short, and it shows.
+- GPipe is slower than one worker here: such narrow models spend their time on a V100 launching kernels, and four
+  microbatches launch four times as many.
+
+## How to read it
 Time to accuracy is on the virtual clock, with and without the forward passes of evaluations; text that models write
 for BLEU and METEOR costs no virtual time. Where three seeds ran: the median of those that reached the target, and the
 range. *single's*: `model` and `gpipe` take `single`'s updates, so its epochs too; their times are simulated. Rows of
@@ -314,6 +325,33 @@ def spread(values: Iterable[float | None], text: Callable[[float], str]) -> str:
         return "-"
     middle = text(statistics.median(known))
     return middle if len({*known}) == 1 else f"{middle} ({text(min(known))} to {text(max(known))})"
+
+
+def summary() -> str:
+    """Return README's table: time to accuracy and epochs of the modes that differ in what they compute."""
+    modes = ("single", "dp", "pipedream", "pipedream-replicated")
+    return table(
+        ["model, target", *modes], ([_title(model), *(_short(model, mode) for mode in modes)] for model in MODELS)
+    )
+
+
+def _title(model: str) -> str:
+    target = load(f"small/{model}/single").recipe.train.target
+    assert target is not None
+    return f"{model}, {target.metric} {target.value:g}"
+
+
+def _short(model: str, mode: str) -> str:
+    outcomes = [outcome_of(Run(model, mode, seed)) for seed in seeds_of(model, mode)]
+    reached = [outcome for outcome in outcomes if outcome.epochs is not None]
+    if not reached:
+        return f"missed ({', '.join(f'{outcome.best:.4g}' for outcome in outcomes)})"
+    clock_s, epochs = (
+        statistics.median(value for value in values if value is not None)
+        for values in ([outcome.clock_s for outcome in reached], [outcome.epochs for outcome in reached])
+    )
+    text = f"{seconds(clock_s)}, {epochs:g} epochs"
+    return text if len(reached) == len(outcomes) else f"{text} ({len(reached)} of {len(outcomes)} seeds)"
 
 
 def page() -> str:

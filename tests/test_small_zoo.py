@@ -1,12 +1,16 @@
 """The study of the small recipes: which runs it is made of, when one counts as done, and what its page says of them."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from pipebench.recipe.catalog import recipe_names
 from pipebench.recipe.load import load
+from pipebench.recipe.options import make_model
 from pipebench.result import COMPLETED, REACHED, Point, RunResult
 from reports import small_zoo
 from reports.small_zoo import MODELS, MODES, Run, keep, outcome_of, study
@@ -79,3 +83,41 @@ def test_spread_is_the_median_and_the_range() -> None:
     assert small_zoo.spread([3, 1, 2], "{:g}".format) == "2 (1 to 3)"
     assert small_zoo.spread([2, None, 2], "{:g}".format) == "2"
     assert small_zoo.spread([None], "{:g}".format) == "-"
+
+
+def test_gpipe_is_trained_on_every_model_with_batch_norm() -> None:
+    """Elsewhere microbatches change no gradient, and it takes single's updates."""
+    for model in MODELS:
+        with torch.device("meta"):
+            made = make_model(load(f"small/{model}/gpipe").recipe.model)
+        normed = any(isinstance(part, nn.modules.batchnorm._NormBase) for part in made.modules())
+        assert normed == (model in small_zoo.WITH_BATCH_NORM)
+        assert small_zoo.is_trained(model, "gpipe") == (normed or (model, "gpipe") in small_zoo.CHECKS)
+
+
+class TestWhatIsKept:
+    """The runs in the repository: all of the study, by the recipes as they are, and the pages that are made of them."""
+
+    def test_every_run_is_there(self) -> None:
+        assert [run for run in study() if not run.is_done()] == []
+        assert {path.name for path in small_zoo.RESULTS.iterdir()} == {run.path.name for run in study()}
+
+    def test_the_report_and_readme_say_what_they_say(self) -> None:
+        root = Path(__file__).parents[1]
+        small_zoo._epoch.cache_clear()
+        assert (root / "reports/small_zoo.md").read_text() == small_zoo.page().rstrip() + "\n"
+        assert small_zoo.summary() in (root / "README.md").read_text()
+
+    def test_targets_are_what_single_reached_after_two_thirds_rounded_to_the_easier_side(self) -> None:
+        for model in MODELS:
+            recipe = load(f"small/{model}/single").recipe
+            target = recipe.train.target
+            assert target is not None
+            values = [
+                small_zoo.value_at(small_zoo.result_of(Run(model, "single", seed)), target.metric, 2 / 3)
+                for seed in small_zoo.THREE
+            ]
+            median = statistics.median(values)
+            easier = median >= target.value if target.metric != "perplexity" else median <= target.value
+            assert easier, (model, median)
+            assert abs(median - target.value) <= 0.03 * target.value, (model, median)
