@@ -61,7 +61,7 @@ def reports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
-    """Train the small recipes in every mode, those that aren't in `reports/small_zoo/` yet, and write their report."""
+    """Train what `reports/small_zoo_runs/` lacks of the small recipes in every mode, and write their report."""
     page = session.run(
         python_with_pipebench(session),
         "-m",

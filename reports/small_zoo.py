@@ -1,7 +1,7 @@
 """Train the small recipes in every mode and print what came of it: `nox -s zoo`, or `python -m reports.small_zoo`.
 
-Every run leaves a file in `reports/small_zoo/`; a run whose file is there, made by the same recipe, is not made again,
-so that a session that was cut short goes on where it ended. What is printed is `small_zoo.md`.
+Every run leaves a file in `reports/small_zoo_runs/`; a run whose file is there, made by the same recipe, is not made
+again, so that a session that was cut short goes on where it ended. What is printed is `small_zoo.md`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from zoo.language import Text
 from zoo.ngram import Trigram
 from zoo.translation import Translation, copy_baseline
 
-RESULTS = Path(__file__).parent / "small_zoo"
+RESULTS = Path(__file__).parent / "small_zoo_runs"
 MODELS = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")
 MODES = ("single", "dp", "model", "gpipe", "pipedream", "pipedream-replicated")
 THREE = (0, 1, 2)
@@ -46,7 +46,7 @@ WITH_BATCH_NORM = ("vgg16", "resnet50", "alexnet")
 
 HEAD = """# The small zoo: every model and mode, trained here
 
-`nox -s zoo` makes this page: it trains what isn't in `reports/small_zoo/` yet, two runs at a time, one thread each. The
+`nox -s zoo` makes this page: it trains what isn't in `reports/small_zoo_runs/` yet, a run per core, one thread each. The
 recipes are those of `recipes/small/`; clock and bytes are those of four V100s of Cluster-A, computed, while accuracy is
 of real training with exact weight versions. All modes of a model share its optimizer, learning rate, schedule,
 minibatch per worker and number of epochs: data parallelism takes fewer, larger updates at the same rate here, as does
