@@ -47,10 +47,10 @@ WITH_BATCH_NORM = ("vgg16", "resnet50", "alexnet")
 HEAD = """# The small zoo: every model and mode, trained here
 
 `nox -s zoo` makes this page: it trains what isn't in `reports/small_zoo_runs/` yet, a run per core, one thread each.
-The recipes are those of `recipes/small/`; clock and bytes are those of four V100s of Cluster-A, computed, while accuracy is
-of real training with exact weight versions. All modes of a model share its optimizer, learning rate, schedule,
-minibatch per worker and number of epochs: data parallelism takes fewer, larger updates at the same rate here, as does
-a stage with replicas, and nothing is tuned to make up for that.
+The recipes are those of `recipes/small/`; clock and bytes are those of four V100s of Cluster-A, computed, while
+accuracy is of real training with exact weight versions. All modes of a model share its optimizer, learning rate,
+schedule, minibatch per worker and number of epochs: data parallelism takes fewer, larger updates at the same rate
+here, as does a stage with replicas, and nothing is tuned to make up for that.
 
 ## Targets
 
