@@ -283,6 +283,9 @@ def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Cal
             factor = schedule.factor ** math.floor(before / (schedule.every_epochs * num_train))
         elif schedule.name == "cosine":
             factor = 0.5 * (1 + math.cos(math.pi * (before - warmup) / max(1, total - warmup)))
+        elif schedule.name == "polynomial":
+            assert schedule.power is not None
+            factor = (1 - before / total) ** schedule.power
         return base * scale[stage] * factor
 
     return rate

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,8 @@ class Run:
 
     @property
     def key(self) -> str:
-        """What its result depends on: the recipe."""
-        return hashlib.sha256(json.dumps(self.loaded.flat, sort_keys=True).encode()).hexdigest()[:16]
+        """What its result depends on: the recipe, but for what is as it would be unsaid."""
+        return hashlib.sha256(json.dumps(_given(self.loaded.recipe), sort_keys=True).encode()).hexdigest()[:16]
 
     def is_done(self) -> bool:
         """Whether a result of this very recipe is there."""
@@ -123,6 +123,17 @@ class Outcome:
     training_s: float | None
     best: float
     wall_s: float
+
+
+def _given(value: Any) -> Any:
+    """Return what of a recipe differs from the defaults, so that a new key with a default changes no run's identity."""
+    if not is_dataclass(value):
+        return value
+    return {
+        each.name: _given(getattr(value, each.name))
+        for each in fields(value)
+        if getattr(value, each.name) != (each.default_factory() if callable(each.default_factory) else each.default)
+    }
 
 
 def study() -> list[Run]:

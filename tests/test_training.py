@@ -176,6 +176,8 @@ def test_learning_rate_schedules() -> None:
     assert [cosine(0, before, 10) for before in (0, 10, 90, 100)] == pytest.approx([0.1, 0.2, 1.0, 1.0])
     assert cosine(0, 550, 10) == pytest.approx(0.5)
     assert 0 < cosine(0, 990, 10) < 0.001
+    polynomial = rate_of(ScheduleRecipe("polynomial", power=2, warmup_epochs=1))
+    assert [polynomial(0, before, 10) for before in (0, 90, 100, 500, 900)] == pytest.approx([0.1, 1, 0.81, 0.25, 0.01])
     assert rate_of(ScheduleRecipe())(0, 12345, 10) == 1.0
 
 

@@ -30,13 +30,14 @@ def _cluster(draft: Draft, name: str, servers: int) -> Problems:
             yield ("cluster.servers", fault.problem) if fault.key == SERVERS else ("cluster.name", str(fault))
 
 
-@rule("train.schedule.name", "train.schedule.every_epochs", "train.schedule.factor")
-def _step_schedule(name: str, every_epochs: float | None, factor: float | None) -> Problems:
-    for key, value in (("every_epochs", every_epochs), ("factor", factor)):
-        if name == "step" and value is None:
-            yield f"train.schedule.{key}", "is missing, the schedule step needs a number"
-        if name != "step" and value is not None:
-            yield f"train.schedule.{key}", f"got {value:g}, which only the schedule step takes; {name} needs null"
+@rule("train.schedule.name", "train.schedule.every_epochs", "train.schedule.factor", "train.schedule.power")
+def _schedule(name: str, every_epochs: float | None, factor: float | None, power: float | None) -> Problems:
+    takers = (("every_epochs", every_epochs, "step"), ("factor", factor, "step"), ("power", power, "polynomial"))
+    for key, value, taker in takers:
+        if name == taker and value is None:
+            yield f"train.schedule.{key}", f"is missing, the schedule {taker} needs a number"
+        if name != taker and value is not None:
+            yield f"train.schedule.{key}", f"got {value:g}, which only the schedule {taker} takes; {name} needs null"
 
 
 @rule("train.schedule.warmup_epochs", "train.max_epochs")

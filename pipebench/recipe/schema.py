@@ -41,15 +41,18 @@ class ScheduleRecipe:
     """How the learning rate changes with the samples seen.
 
     Attributes:
-        name: `constant`, `step` (times `factor` every `every_epochs`) or `cosine` (to zero at `max_epochs`).
+        name: `constant`, `step` (times `factor` every `every_epochs`), `cosine` or `polynomial` (both to zero at
+            `max_epochs`; the latter as the `power` of what is left of them, the PipeDream artifact's with 2).
         every_epochs: step only.
         factor: step only.
+        power: polynomial only.
         warmup_epochs: the rate grows linearly over so many epochs first.
     """
 
     name: str = "constant"
     every_epochs: float | None = None
     factor: float | None = None
+    power: float | None = None
     warmup_epochs: float = 0.0
 
 

@@ -111,7 +111,7 @@ def _within(smallest: float, largest: float) -> Callable[[float], bool]:
 CHOICES: dict[str, tuple[str, ...]] = {
     "train.optimizer.name": ("sgd", "adam"),
     "train.optimizer.lr_scaling": ("replicas", "none"),
-    "train.schedule.name": ("constant", "step", "cosine"),
+    "train.schedule.name": ("constant", "step", "cosine", "polynomial"),
     "parallelism.mode": (*MODES, AUTO),
     "parallelism.cost_model": ("overlap", "sosp19", "artifact"),  # as in planner.cost_models, which takes NumPy to load
     "parallelism.order": ORDERS,
@@ -136,6 +136,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "train.schedule.every_epochs": (lambda epochs: epochs > 0, "a number above 0"),
     "train.schedule.factor": (lambda factor: factor > 0, "a number above 0"),
+    "train.schedule.power": (lambda power: power > 0, "a number above 0"),
     "train.schedule.warmup_epochs": (lambda epochs: epochs >= 0, "a number of at least 0"),
     "train.evaluate_every.epochs": (_within(1, 2**31), "a whole number of at least 1"),
     "train.evaluate_every.minibatches": (_within(1, 2**31), "a whole number of at least 1"),

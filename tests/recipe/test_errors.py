@@ -105,6 +105,9 @@ OVERRIDES = [
     ("train.schedule={name: step, factor: 0.1}", "train.schedule.every_epochs: is missing, the schedule step needs"),
     ("train.schedule={name: step, every_epochs: 3}", "train.schedule.factor: is missing"),
     ("train.schedule.factor=0.1", "train.schedule.factor: got 0.1, which only the schedule step takes"),
+    ("train.schedule.name=polynomial", "train.schedule.power: is missing, the schedule polynomial needs a number"),
+    ("train.schedule.power=2", "train.schedule.power: got 2, which only the schedule polynomial takes; .* needs null"),
+    ("train.schedule={name: polynomial, power: 0}", "train.schedule.power: got 0, allowed is a number above 0"),
     ("train.optimizer.name=adam", "train.optimizer.momentum: got 0.9, which only sgd takes"),
     # parallelism
     ("parallelism.plan=4-1", "parallelism.plan: got 4-1, which needs 5 workers; the cluster has 4"),
