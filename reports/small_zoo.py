@@ -49,27 +49,28 @@ HEAD = """# The small zoo: every model and mode, trained here
 `nox -s zoo` makes this page: it trains what isn't in `reports/small_zoo_runs/` yet, a run per core, one thread each.
 The recipes are those of `recipes/small/`; clock and bytes are those of four V100s of Cluster-A, computed, while
 accuracy is of real training with exact weight versions. All modes of a model share its optimizer, learning rate,
-schedule, minibatch per worker and number of epochs: data parallelism takes fewer, larger updates at the same rate
-here, as does a stage with replicas, and nothing is tuned to make up for that.
+schedule and minibatch per worker: data parallelism takes fewer, larger updates at the same rate here, as does a stage
+with replicas, and nothing is tuned to make up for that. Where the rate is constant other modes may take two or three
+times as many epochs as `single`, which changes nothing but how long they try.
 
 ## Targets
 
-A target is what `single` reaches after two thirds of its epochs, the median of three seeds, rounded to the easier side
-of a round figure; it was fixed before any other mode ran. `single` is run to its last epoch for this; its epochs and
-times below are those of the first evaluation that reaches the target.
+A target is what `single` reaches after two thirds of its epochs, the median of three seeds, rounded to the easier
+side of a round figure; it was fixed before any other mode ran. `single` is run to its last epoch for this; its epochs
+and times below are those of the first evaluation that reaches the target.
 """
 NOTES = """
 ## What it says
 
-- Pipelining without a flush is the fastest way to the target wherever it gets there, but it doesn't always get there:
-  stale gradients cost the straight plans of `resnet50` and `s2vt` the target within their epochs, and epochs elsewhere.
-- Replicating the first stage costs updates, as in data parallelism, and spares staleness: slower than straight, and on
-  `resnet50` and `s2vt` it reaches what straight doesn't.
-- Data parallelism at the rate of one worker takes a quarter of the updates. The schedules are short, and it shows.
+- Straight PipeDream is first on six of the seven models. On `s2vt` stale gradients cost it nearly twice the epochs, and
+  data parallelism is first.
+- Replicating the first stage spares staleness and costs updates: as many epochs as straight or more, but for `s2vt`.
+- Data parallelism takes a quarter of the updates per epoch and up to twice the epochs at the rate of one worker.
 - GPipe is slower than one worker here: such narrow models spend their time on a V100 launching kernels, and four
   microbatches launch four times as many.
 
 ## How to read it
+
 Time to accuracy is on the virtual clock, with and without the forward passes of evaluations; text that models write
 for BLEU and METEOR costs no virtual time. Where three seeds ran: the median of those that reached the target, and the
 range. *single's*: `model` and `gpipe` take `single`'s updates, so its epochs too; their times are simulated. Rows of
