@@ -148,7 +148,9 @@ def draw(words: tuple[str, ...]) -> None:
     """
     loaded = _load_one(words)
     from pipebench import runner
+    from pipebench.recipe.preflight import preflight
 
+    preflight(loaded, trains=False)
     click.echo(runner.draw(loaded))
 
 

@@ -55,18 +55,21 @@ class Prepared:
     comparison: Comparison | None = None
 
 
-def prepare(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None] | None = None) -> Prepared:
+def prepare(
+    recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None] | None = None, *, trains: bool = True
+) -> Prepared:
     """Make a recipe ready to run.
 
     Args:
         recipe: a validated recipe.
         cluster: the cluster it names.
         on_progress: told of (layers profiled, layers to profile).
+        trains: False if only its shape is looked at: then, as in a simulation, there are no weights.
 
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
-    known = profiled(recipe, cluster, on_progress, trains=recipe.engine.kind != SIMULATED)
+    known = profiled(recipe, cluster, on_progress, trains=trains and recipe.engine.kind != SIMULATED)
     dataset, graph, profile = known.dataset, known.graph, known.profile
     sampler, held_out = samplers(recipe.train, dataset)
     comparison = None

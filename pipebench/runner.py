@@ -52,7 +52,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None, 
     """
     if len(loaded) > 1:  # what only the traced model shows to be wrong must come out before the first recipe runs
         for each in loaded:
-            _prepare(each, each.recipe.train.seed)
+            _prepare(each, each.recipe.train.seed, trains=False)
     tracking = Tracking(suite)
     several = len(loaded) > 1
     parent = tracking.start(suite, params={}, tags={"kind": "comparison"}, virtual=False) if several else None
@@ -73,7 +73,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None, 
 
 def draw(loaded: LoadedRecipe) -> str:
     """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free."""
-    prepared = _prepare(loaded, loaded.recipe.train.seed)
+    prepared = _prepare(loaded, loaded.recipe.train.seed, trains=False)
     setup = prepared.setup
     travels = max(setup.costs.stages[0].forward_s)
     forward = [stage.forward_s[travels] for stage in setup.costs.stages]
@@ -140,12 +140,12 @@ def _run_one(
     return result
 
 
-def _prepare(loaded: LoadedRecipe, seed: int) -> Prepared:
+def _prepare(loaded: LoadedRecipe, seed: int, *, trains: bool = True) -> Prepared:
     recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=seed))
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
         with console.preparing(recipe.name) as on_progress:
-            return prepare(recipe, cluster, on_progress)
+            return prepare(recipe, cluster, on_progress, trains=trains)
     except (PlanError, GraphError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 

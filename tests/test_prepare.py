@@ -4,11 +4,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from torch import nn
 
-from pipebench.errors import PlanError, ProfileError
+from pipebench import prepare as prepare_module
+from pipebench import runner
+from pipebench.cli import cli
+from pipebench.errors import PlanError, ProfileError, RecipeError
+from pipebench.planner import planner
 from pipebench.prepare import prepare, profiled
+from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
+from pipebench.recipe.preflight import preflight
+from pipebench.recipe.schema import Recipe
 
 TEXT = """\
 name: text
@@ -76,6 +85,14 @@ class TestPlansForText:
         assert all(streams % r == 0 for r in setup.plan.replicas)
         assert setup.sampler.streams == setup.held_out.streams == streams
 
+    def test_straight_plans_are_found_for_long_models_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where cuts are so many that given shapes aren't tried, the search of any width alone tears streams apart."""
+        monkeypatch.setattr(planner, "_MOST_CUTS_OF_SHAPES", 1)
+        for streams in (1, 2, 3):
+            recipe = load("text.yaml", [f"train.streams={streams}"]).recipe
+            setup = prepare(recipe, load_cluster("cluster-a", 1)).setup
+            assert all(streams % r == 0 for r in setup.plan.replicas)
+
     def test_mode_auto_leaves_out_modes_without_such_a_plan(self) -> None:
         recipe = load("text.yaml", ["parallelism.mode=auto", "train.streams=3"]).recipe
         comparison = prepare(recipe, load_cluster("cluster-a", 1)).comparison
@@ -108,6 +125,12 @@ class TestModelsThatDoNotFitTheData:
         with pytest.raises(ProfileError, match="the model has 120 outputs, and target_out of NumberWords has 128 diff"):
             prepare_with("few")
 
+    @pytest.mark.parametrize("name", ["small/resnet50/single", "small/alexnet/dp", "alexnet/single"])
+    def test_too_few_classes(self, name: str) -> None:
+        recipe = load(name, ["model.num_classes=5", "engine.kind=simulated"]).recipe
+        with pytest.raises(ProfileError, match=r"the model has 5 outputs, and label of .* different ids"):
+            prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
+
     def test_a_model_that_cannot_write(self) -> None:
         with pytest.raises(PlanError, match="number_words scores what the model writes, and Mute has no method transl"):
             prepare_with("mute")
@@ -119,3 +142,30 @@ def test_plans_and_simulations_take_no_weights_and_no_data() -> None:
     made = profiled(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
     assert all(parameter.is_meta for parameter in made.graph.root.parameters())
     assert sum(parameter.numel() for parameter in made.graph.root.parameters()) == 138_357_544
+
+
+def test_data_are_asked_for_where_times_are_measured_whatever_the_cluster_is_called(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
+    (here / "box.yaml").write_text((recipes_folder() / "clusters" / "local.yaml").read_text())
+    for cluster in ("local", str(here / "box.yaml")):
+        loaded = load("awd_lm/1x4-a-dp", [f"cluster.name={cluster}", "train.streams=8"])
+        with pytest.raises(RecipeError, match="ptb: no folder is given"):
+            preflight(loaded, trains=False)
+        result = CliRunner().invoke(cli, ["draw", "awd_lm/1x4-a-dp", f"cluster.name={cluster}", "train.streams=8"])
+        assert isinstance(result.exception, RecipeError) or result.exit_code == 2
+    preflight(load("awd_lm/1x4-a-dp"), trains=False)
+
+
+def test_drawing_takes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+    make = prepare_module.initial_model
+
+    def watched(recipe: Recipe, device: str) -> nn.Module:
+        devices.append(device)
+        return make(recipe, device)
+
+    monkeypatch.setattr(prepare_module, "initial_model", watched)
+    assert "stage 3" in runner.draw(load("small/gnmt8/pipedream"))
+    assert devices == ["meta"]

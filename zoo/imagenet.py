@@ -42,6 +42,7 @@ class ImageNet(Dataset):
     def __init__(self, root: str, sizes: Mapping[str, int], image_size: int, resize_size: int, processes: int) -> None:
         self.root = root
         self.num_classes = sizes["num_classes"]
+        self.num_ids = {"label": sizes["num_classes"]}
         self.num_train = sizes["num_train"]
         self.num_eval = sizes["num_eval"]
         self.image_size = image_size
@@ -99,6 +100,7 @@ class ImageNet(Dataset):
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the summed cross-entropy, a scalar; output: [samples, num_classes] or (logits, auxiliary logits)."""
+        self.check_logits(metrics.main_logits(output), "label")
         return metrics.classification_loss(output, targets["label"])
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ class Mnist5k(Dataset):
 
     def __init__(self, image_size: int, split_seed: int) -> None:
         self.image_size = image_size
+        self.num_ids = {"label": _NUM_CLASSES}
         self.split_seed = split_seed
 
     def check(self) -> None:
@@ -54,6 +55,7 @@ class Mnist5k(Dataset):
 
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy summed over the samples; output: [samples, 10] float."""
+        self.check_logits(output, "label")
         return nn.functional.cross_entropy(output, targets["label"], reduction="sum")
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ class Synthetic(Dataset):
     def __init__(self, shape: Sequence[int], num_classes: int, num_train: int, num_eval: int) -> None:
         self.shape = tuple(shape)
         self.num_classes = num_classes
+        self.num_ids = {"label": num_classes}
         self.num_train = num_train
         self.num_eval = num_eval
 
@@ -49,6 +50,7 @@ class Synthetic(Dataset):
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the summed cross-entropy, a scalar; output: [samples, num_classes] or (logits, auxiliary logits)."""
+        self.check_logits(metrics.main_logits(output), "label")
         return metrics.classification_loss(output, targets["label"])
 
 

@@ -90,8 +90,7 @@ class Feed:
     def _fetch_ahead(self, worker: int, fields: Sequence[str]) -> "_Ahead":
         """Yield a worker's units in order with their fields."""
         tasks = _Tasks(self._setup.dataset, self.split, fields)
-        processes = self._setup.dataset.loader_processes
-        if processes == 0:
+        if self._processes == 0:
             for unit in self._units(worker):
                 yield unit, tasks[self._task(unit)]
             return
@@ -99,11 +98,17 @@ class Feed:
             tasks,
             sampler=map(self._task, self._units(worker)),
             batch_size=None,
-            num_workers=processes,
+            num_workers=self._processes,
             prefetch_factor=_AHEAD,
             pin_memory=self._setup.device.type == "cuda",
         )
         yield from zip(self._units(worker), loader, strict=True)
+
+    @property
+    def _processes(self) -> int:
+        """Processes for each worker that reads inputs: the dataset's number is shared out among them."""
+        pipeline, total = self._setup.pipeline, self._setup.dataset.loader_processes
+        return min(total, max(1, total // sum(pipeline.replicas[stage] for stage in pipeline.loads)))
 
     def _units(self, worker: int) -> Iterator[int]:
         """Yield a worker's units that aren't empty, ascending."""

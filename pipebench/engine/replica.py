@@ -131,7 +131,7 @@ class Replica:
         if self._wanted is None:
             self._wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaving]
         if self._recompute:
-            item.results, item.num_bytes = [], _num_bytes(item.arguments)
+            item.results, item.num_bytes = [], _num_bytes([item.arguments, item.carried])
         wanted = iter(self._wanted)
         values = {
             layer: pytree.tree_map(lambda leaf: _detached(leaf, next(wanted)), value)
@@ -184,6 +184,10 @@ class Replica:
         self._lay_down(place)
         self.module.train()
         return dict(zip(self.stage.returns, outputs, strict=False)), outputs[-1] if self.stage.is_last else None
+
+    def forget(self, split: str) -> None:
+        """Let go of the states of a split's streams."""
+        self.states = {key: state for key, state in self.states.items() if key[0] != split}
 
     def live_bytes(self) -> int:
         """Return the bytes this replica holds: versions, optimizer state, gradients, minibatches in flight."""

@@ -83,8 +83,12 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     module = copy.deepcopy(fx.GraphModule(graph.root, new))
     _switch_inplace_off_at_heads(module)
     called = [str(layer.node.target) for layer in layers if layer.node.op == "call_module"]
-    random, stateful = (
-        tuple(path for path in called if has(module.get_submodule(path))) for has in (is_random, carries_state)
+    random = tuple(path for path in called if is_random(module.get_submodule(path)))
+    stateful = tuple(
+        f"{path}.{inner}" if inner else path
+        for path in dict.fromkeys(called)
+        for inner, part in module.get_submodule(path).named_modules()
+        if carries_state(part)
     )
     return Stage(index, module, inputs, receives, sends, returns, is_last, random, stateful)
 

@@ -139,6 +139,8 @@ class VirtualEngine:
         before = Counter(self.network.num_bytes)
         self._play(forward_programs(self.setup.pipeline, count), feed.size, execute)
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
+        for replica in self.replicas:
+            replica.forget("eval")
         weight = sums.pop(_WEIGHT)
         metrics = {"eval_loss": sums.pop("eval_loss") / weight, **dataset.summarise(sums, weight)}
         if dataset.generates_with is not None:
@@ -149,13 +151,15 @@ class VirtualEngine:
         """Return the model in one piece with the newest weights, in evaluation mode."""
         if self._whole is None:
             self._whole = copy.deepcopy(self.setup.graph.model).to(self.setup.device).eval()
+        buffers = dict(self._whole.named_buffers())
         with torch.no_grad():
             for stage in range(self.setup.pipeline.num_stages):
                 replica = self.replicas[self.setup.pipeline.worker(stage, 0)]
                 for name, newest in zip(replica.weights.names, replica.weights.newest.parameters, strict=True):
                     self._whole.get_parameter(name).copy_(newest)
                 for name, buffer in replica.module.named_buffers():
-                    self._whole.get_buffer(name).copy_(buffer)
+                    if name in buffers:  # tensors made in forward are buffers after tracing only
+                        buffers[name].copy_(buffer)
         return self._whole
 
     def _play(self, lists: Sequence[Any], size_of: Callable[[int], int], execute: Callable[[Event], None]) -> None:

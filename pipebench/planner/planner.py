@@ -110,8 +110,8 @@ class Planner:
         started = time.perf_counter()
         fitting = list(self._found(self._rule))
         found = [plan for plan in fitting if streams_problem(plan.replicas, self.request.streams) is None]
-        if not fitting and self.mode.weights in (STASH, VERTICAL_SYNC) and self.request.depth is None:
-            found = fitting = list(self._shallower())
+        if not found and self.mode.weights in (STASH, VERTICAL_SYNC) and self.request.depth is None:
+            found = list(self._shallower())
         self.solve_s = time.perf_counter() - started
         if not found and fitting:
             problem = streams_problem(fitting[0].replicas, self.request.streams)
@@ -227,7 +227,8 @@ class Planner:
         if any_width and last <= _MOST_CUTS_OF_SHAPES:
             widths.append(1)
         if any_width and self.request.streams is not None:  # equal widths do; what else is found may not
-            widths += [width for width in range(2, count + 1) if self.request.streams % width == 0]
+            others = (width for width in range(1, count + 1) if self.request.streams % width == 0)
+            widths += [width for width in others if width not in widths]
         best_s = math.inf
         for level in cluster.levels:
             where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""

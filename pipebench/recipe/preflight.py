@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipebench.errors import Fault, RecipeError
+from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.options import import_target, make_dataset, options
 
@@ -24,8 +25,9 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     """
     if loaded.pending:
         raise RecipeError(loaded.pending)
-    engine = loaded.recipe.engine
-    measured = engine.timing == "measured" or (engine.timing == "auto" and loaded.recipe.cluster.name == "local")
+    engine, cluster = loaded.recipe.engine, loaded.recipe.cluster
+    local = load_cluster(cluster.name, cluster.servers, loaded.path.parent).device == "local"
+    measured = engine.timing == "measured" or (engine.timing == "auto" and local)
     needs_data = (trains and engine.kind != "simulated") or measured
     checks = (*([_dataset] if needs_data else []), *_CHECKS)
     problems = (problem for check in checks for problem in check(loaded))

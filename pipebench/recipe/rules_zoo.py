@@ -92,6 +92,10 @@ def _target(target: Mapping[str, Any] | None, dataset: Any) -> Problems:
     elif metric in FRACTIONS and not 0 < value <= 1:
         hint = f"; did you mean {value / 100:g}?" if 1 < value <= 100 else ""
         yield "train.target.value", f"got {value:g}, allowed is a fraction above 0, at most 1{hint}"
+    elif metric == "perplexity" and value <= 1:
+        yield "train.target.value", f"got {value:g}, allowed is a number above 1"
+    elif metric == "bleu" and not 0 < value <= 100:
+        yield "train.target.value", f"got {value:g}, allowed is a number above 0, at most 100"
 
 
 @rule("train.minibatch_size", "@dataset")

@@ -83,7 +83,7 @@ class Writing(Blobs):
         """Keep the model."""
         self.models.append(model)
         with torch.no_grad():
-            return {"whole": float(model(self._x).square().sum())}
+            return {"whole": float(model(self._x).detach().square().sum())}
 
 
 def test_the_whole_model_has_the_newest_weights_and_statistics() -> None:
@@ -102,3 +102,36 @@ def test_the_whole_model_has_the_newest_weights_and_statistics() -> None:
         assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
         assert len(buffers) == len(list(model.named_buffers())) == 6
     assert values[0] != values[1]
+
+
+class Constant(nn.Module):
+    """Makes a tensor in its forward, which tracing turns into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        return self.two(self.one(x) * torch.arange(5.0))  # type: ignore[no-any-return]
+
+
+def test_a_model_that_makes_tensors_can_be_put_together_again() -> None:
+    class Whole(Blobs):
+        generates_with = "forward"
+
+        def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+            return {"whole": float(model(self._x).detach().square().sum())}
+
+    engine = make_engine(make_setup(Constant(), ([1], [1, 1]), dataset=Whole()))
+    engine.train(0, 3)
+    assert engine.evaluate()["whole"] > 0
+
+
+def test_processes_are_shared_out_among_the_workers_that_load() -> None:
+    data = Noisy()
+    for processes, plan, each in ((8, ([], [4]), 2), (2, ([], [4]), 1), (3, ([4], [1, 1]), 3), (0, ([], [2]), 0)):
+        data.loader_processes = processes
+        engine = make_engine(make_setup(Mlp(), plan, dataset=data))
+        assert engine._feed._processes == each

@@ -222,3 +222,43 @@ def test_recomputation_draws_and_carries_what_the_forward_did() -> None:
         engine.train(0, 6)
         found.append(parameters_of(engine))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+class Inside(nn.Module):
+    """One layer with a stateful module inside."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Carrying()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [rows, length, 6] to the same shape."""
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_states_inside_a_layer_are_carried_by_stream_too() -> None:
+    found: list[float] = []
+    model = LanguageModel()
+    wrapped = Inside()
+    wrapped.inner, model.one = model.one, wrapped  # type: ignore[assignment]
+    data = Text()
+    setup = make_setup(
+        model, ([2], [1, 1]), dataset=data, minibatch_size=ROWS, lr=lambda *_: 0.0,
+        sampler=Streams(data.num_train, ROWS, STREAMS), held_out=Streams(data.num_eval, ROWS, STREAMS, covers=True),
+    )  # fmt: skip
+    engine = make_engine(setup)
+    engine._on_loss = lambda loss, *_: found.append(loss.item())
+    engine.train(0, 14)
+    assert engine.replicas[0].stage.stateful == ("one.inner",)
+    _, losses = by_hand(singles(14), 0.0)
+    assert sorted(found) == pytest.approx(sorted(losses), rel=1e-12)
+
+
+def test_an_evaluation_leaves_no_states_behind() -> None:
+    engine = make_engine(text_setup(([2, 3], [1, 1, 1])))
+    engine.train(0, 4)
+    before = [replica.live_bytes() for replica in engine.replicas]
+    engine.evaluate()
+    assert [replica.live_bytes() for replica in engine.replicas] == before

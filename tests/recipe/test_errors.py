@@ -204,6 +204,14 @@ def test_streams_suit_text_plan_and_period(write: Write, overrides: list[str], m
         load(path, overrides)
 
 
+def test_targets_that_nothing_can_reach(write: Write) -> None:
+    path = str(write(TEXT))
+    with pytest.raises(RecipeError, match=r"train.target.value: got -3, allowed is a number above 1"):
+        load(path, ["train.streams=4", "train.target={metric: perplexity, value: -3}"])
+    with pytest.raises(RecipeError, match=r"train.target.value: got 101, allowed is a number above 0, at most 100"):
+        load("small/gnmt8/dp", ["train.target.value=101"])
+
+
 def test_streams_are_for_text(write: Write) -> None:
     with pytest.raises(RecipeError, match=r"train.streams: got 2, which is for text, .*: allowed is null"):
         load(str(write()), ["train.streams=2"])
