@@ -1,28 +1,17 @@
 """AlexNet in the form of Krizhevsky (2014), torchvision's layers and parameter names, at any width and image size."""
 
-import torch
 from torch import nn
 
 from zoo import registry
+from zoo.convnet import ConvNet, scaled
 
 _LARGEST_MAP = 6
 _SMALLEST_IMAGE = 63  # leaves a map of 1x1 after the last pool
 _HIDDEN = 4096
 
 
-class AlexNet(nn.Module):
-    """Five convolutions, one adaptive pool, three linear layers; x: [samples, channels, height, width] float32."""
-
-    def __init__(self, features: nn.Sequential, avgpool: nn.AdaptiveAvgPool2d, classifier: nn.Sequential) -> None:
-        super().__init__()
-        self.features = features
-        self.avgpool = avgpool
-        self.classifier = classifier
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits: [samples, classes] float32."""
-        x = self.avgpool(self.features(x))
-        return self.classifier(torch.flatten(x, 1))  # type: ignore[no-any-return]
+class AlexNet(ConvNet):
+    """AlexNet: five convolutions."""
 
 
 @registry.model("alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout")
@@ -66,12 +55,8 @@ def alexnet(
         )
     map_size = min(_LARGEST_MAP, _map_size(image_size))
     features = _features(width, batch_norm, in_channels)
-    classifier = _classifier(_scaled(256, width) * map_size**2, _scaled(_HIDDEN, width), dropout, num_classes)
+    classifier = _classifier(scaled(256, width) * map_size**2, scaled(_HIDDEN, width), dropout, num_classes)
     return AlexNet(features, nn.AdaptiveAvgPool2d((map_size, map_size)), classifier)
-
-
-def _scaled(count: int, width: float) -> int:
-    return max(1, round(count * width))
 
 
 def _map_size(image_size: int) -> int:
@@ -83,7 +68,7 @@ def _map_size(image_size: int) -> int:
 
 
 def _features(width: float, batch_norm: bool, in_channels: int) -> nn.Sequential:
-    channels = [in_channels, *(_scaled(count, width) for count in (64, 192, 384, 256, 256))]
+    channels = [in_channels, *(scaled(count, width) for count in (64, 192, 384, 256, 256))]
     layers: list[nn.Module] = []
     for index, (kernel_size, stride, padding, pools) in enumerate(
         [(11, 4, 2, True), (5, 1, 2, True), (3, 1, 1, False), (3, 1, 1, False), (3, 1, 1, True)]

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from zoo import registry
+from zoo.convnet import scaled
 
 _BLOCKS = (3, 4, 6, 3)
 _CHANNELS = (64, 128, 256, 512)  # of the 3x3 convolutions of each group of blocks
@@ -52,7 +53,7 @@ class ResNet(nn.Module):
 
     def __init__(self, width: float, num_classes: int, in_channels: int, stem: str) -> None:
         super().__init__()
-        first = _scaled(_CHANNELS[0], width)
+        first = scaled(_CHANNELS[0], width)
         small = stem == "cifar"
         kernel_size, stride, padding = (3, 1, 1) if small else (7, 2, 3)
         self.conv1 = nn.Conv2d(in_channels, first, kernel_size, stride, padding, bias=False)
@@ -61,12 +62,12 @@ class ResNet(nn.Module):
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
         previous = first
         for index, (blocks, channels) in enumerate(zip(_BLOCKS, _CHANNELS, strict=True)):
-            scaled = _scaled(channels, width)
+            num_channels = scaled(channels, width)
             group = nn.Sequential()
             for block in range(blocks):
                 stride = 2 if index > 0 and block == 0 else 1
-                group.append(Bottleneck(previous, scaled, _EXPANSION * scaled, stride))
-                previous = _EXPANSION * scaled
+                group.append(Bottleneck(previous, num_channels, _EXPANSION * num_channels, stride))
+                previous = _EXPANSION * num_channels
             self.add_module(f"layer{index + 1}", group)
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.fc = nn.Linear(previous, num_classes)
@@ -114,7 +115,3 @@ def resnet50(
         if zero_init_residual and isinstance(module, Bottleneck):
             nn.init.zeros_(module.bn3.weight)
     return model
-
-
-def _scaled(count: int, width: float) -> int:
-    return max(1, round(count * width))

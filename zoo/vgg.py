@@ -1,9 +1,9 @@
 """VGG-16 of Simonyan and Zisserman (2015), torchvision's layers and parameter names, at any width and image size."""
 
-import torch
 from torch import nn
 
 from zoo import registry
+from zoo.convnet import ConvNet, scaled
 
 _CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: pool, halves the image
 _HIDDEN = 4096
@@ -13,21 +13,8 @@ _LARGEST_MAP = 7
 INITIALISATIONS = ("torchvision", "kaiming")
 
 
-class VGG(nn.Module):
-    """VGG-16: convolutions, one adaptive pool, three linear layers; x: [samples, channels, height, width] float32."""
-
-    def __init__(self, features: nn.Sequential, avgpool: nn.AdaptiveAvgPool2d, classifier: nn.Sequential) -> None:
-        super().__init__()
-        self.features = features
-        self.avgpool = avgpool
-        self.classifier = classifier
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits: [samples, classes] float32."""
-        x = self.features(x)
-        x = self.avgpool(x)
-        x = torch.flatten(x, 1)
-        return self.classifier(x)  # type: ignore[no-any-return]
+class VGG(ConvNet):
+    """VGG-16."""
 
 
 @registry.model("vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout")
@@ -71,14 +58,10 @@ def vgg16(
             raise ValueError(f"vgg16: {name} is {count}, allowed is 1 or more")
     map_size = min(_LARGEST_MAP, image_size // _IMAGE_OVER_MAP)
     features = _features(width, batch_norm, in_channels)
-    classifier = _classifier(_scaled(512, width) * map_size**2, _scaled(_HIDDEN, width), dropout, num_classes)
+    classifier = _classifier(scaled(512, width) * map_size**2, scaled(_HIDDEN, width), dropout, num_classes)
     model = VGG(features, nn.AdaptiveAvgPool2d((map_size, map_size)), classifier)
     _initialise(model, init)
     return model
-
-
-def _scaled(count: int, width: float) -> int:
-    return max(1, round(count * width))
 
 
 def _features(width: float, batch_norm: bool, in_channels: int) -> nn.Sequential:
@@ -88,12 +71,12 @@ def _features(width: float, batch_norm: bool, in_channels: int) -> nn.Sequential
         if channels == 0:
             layers.append(nn.MaxPool2d(kernel_size=2, stride=2))
             continue
-        scaled = _scaled(channels, width)
-        layers.append(nn.Conv2d(previous, scaled, kernel_size=3, padding=1))
+        num_channels = scaled(channels, width)
+        layers.append(nn.Conv2d(previous, num_channels, kernel_size=3, padding=1))
         if batch_norm:
-            layers.append(nn.BatchNorm2d(scaled))
+            layers.append(nn.BatchNorm2d(num_channels))
         layers.append(nn.ReLU(inplace=True))
-        previous = scaled
+        previous = num_channels
     return nn.Sequential(*layers)
 
 
