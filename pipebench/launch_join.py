@@ -1,0 +1,281 @@
+"""How a worker finds the others: its place in the job, the shared store, and a handshake that proves all are alive.
+
+The handshake exists because a store may outlive the workers that wrote to it: after a restart under torchrun the keys
+of the dead are still there. Every worker draws a fresh word: an answer to it can only come from a living rank 0.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
+
+from pipebench.errors import PipebenchError, UserError
+
+ATTEMPT, RUN = "PIPEBENCH_ATTEMPT", "PIPEBENCH_RUN"
+_POLL_S = 0.02
+
+
+class PeerLostError(PipebenchError):
+    """Another worker is gone or doesn't answer: a consequence, whose cause lies with that worker."""
+
+
+_LOST = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "no route to host",
+    "network is unreachable",
+    "remote process exited",
+    "communicator was aborted",
+    "ncclremoteerror",
+)
+
+
+def lost(error: BaseException) -> bool:
+    """Say whether an error only tells that another worker or the store is gone, by its class and torch's words."""
+    if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    transport = isinstance(error, dist.DistBackendError) or any(word in text for word in ("gloo", "nccl", "c10d"))
+    return transport and any(words in text for words in _LOST)
+
+
+@contextlib.contextmanager
+def peers() -> Iterator[None]:
+    """Turn torch's errors about a worker that is gone into `PeerLostError`."""
+    try:
+        yield
+    except PeerLostError:
+        raise
+    except Exception as error:
+        if lost(error):
+            # Gloo's sentence begins with the place in its own source.
+            sentence = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])
+            raise PeerLostError(f"lost a peer: {sentence}") from error
+        raise
+
+
+def is_worker() -> bool:
+    """Say whether a launcher started this process as one worker of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in the job, as its launcher put it into the environment.
+
+    Attributes:
+        rank: 0 to size - 1, over all hosts.
+        size: number of workers over all hosts.
+        local_rank: 0 to local_size - 1, on this host.
+        local_size: number of workers on this host.
+        address: host that serves the store.
+        port: port that it serves it on.
+        agent_store: a launcher serves the store; otherwise rank 0 has to.
+        attempt: of `pipebench run`'s own launcher: 0, 1 after the first restart, ...; None under another launcher.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    agent_store: bool
+    attempt: int | None
+
+    @property
+    def one_host(self) -> bool:
+        """All workers are on this host."""
+        return self.local_size == self.size
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Read a worker's place from its environment.
+
+    Raises:
+        UserError: naming the variable that is missing, isn't a number or is out of range.
+    """
+
+    def number(name: str, low: int, high: int, default: int | None = None) -> int:
+        text = environ.get(name, "" if default is None else str(default))
+        if text.isdecimal() and low <= int(text) <= high:
+            return int(text)
+        given = f"got {text!r}" if name in environ else "it isn't set"
+        allowed = f"a whole number from {low} to {high}"
+        raise UserError(f"environment: {name}: {given}, allowed is {allowed}; torchrun sets it for every worker")
+
+    most = 2**16 - 1
+    size = number("WORLD_SIZE", 1, most)
+    rank = number("RANK", 0, size - 1)
+    address = environ.get("MASTER_ADDR", "")
+    if not address:
+        raise UserError("environment: MASTER_ADDR: it isn't set; torchrun sets it for every worker")
+    return Place(
+        rank=rank,
+        size=size,
+        # Without them every worker has a host of its own, as `srun python` starts one per node.
+        local_rank=number("LOCAL_RANK", 0, most, 0),
+        local_size=number("LOCAL_WORLD_SIZE", 1, size, 1),
+        address=address,
+        port=number("MASTER_PORT", 1, most),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=number(ATTEMPT, 0, most) if ATTEMPT in environ else None,
+    )
+
+
+def serve(address: str, port: int = 0, limit_s: float = 60.0) -> TCPStore:
+    """Serve a store on one address only; torch's own server listens on every interface of the host.
+
+    Args:
+        address: name or number of an interface of this host, such as 127.0.0.1.
+        port: 0 takes a free one; the store's `port` tells which.
+        limit_s: how long the store's waiting calls wait, seconds.
+
+    Raises:
+        UserError: the address isn't this host's, or the port is in use.
+    """
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"can't serve the workers' store on {address}:{port}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"can't serve the workers' store on {address}:{port}: {error.strerror or error}; "
+            "give another MASTER_PORT, or end what uses it"
+        ) from None
+    bound = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        bound,
+        is_master=True,
+        timeout=timedelta(seconds=limit_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect(place: Place, limit_s: float) -> TCPStore:
+    """Return a connection to the job's store, serving it where no launcher does and this is rank 0.
+
+    Raises:
+        UserError: nothing answers at the address within `limit_s` seconds, or the port is in use.
+    """
+    if place.rank == 0 and not place.agent_store:
+        return serve(place.address, place.port, limit_s)
+    until = time.monotonic() + limit_s
+    # torch's client prints pages about every attempt that fails: knock first.
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=max(0.1, until - time.monotonic())).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"rank {place.rank} of {place.size}: nothing answers at {place.address}:{place.port} after "
+                    f"{limit_s:g} s ({error.strerror or error}); is rank 0 running, and can this host reach it?"
+                ) from None
+            time.sleep(0.2)
+    return TCPStore(
+        place.address, place.port, is_master=False, timeout=timedelta(seconds=limit_s), wait_for_workers=False
+    )
+
+
+def meet(store: Store, place: Place, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+    """Wait until all workers of this attempt are there, and tell everyone everyone's facts.
+
+    Args:
+        store: shared by all; may hold keys of earlier attempts.
+        place: this worker's.
+        facts: what the others should know of this worker; JSON.
+        limit_s: how long rank 0 waits for the last worker, seconds.
+
+    Returns:
+        The attempt's own prefix for keys, and every rank's facts.
+
+    Raises:
+        UserError: on rank 0, saying how many joined and which ranks are missing.
+        PeerLostError: on the others, when rank 0 gave up or never was there.
+    """
+    room = PrefixStore("pipebench/join", store)
+    with peers():
+        return _gather(room, place, facts, limit_s) if place.rank == 0 else _attend(room, place, facts, limit_s)
+
+
+def prefix(attempt: int) -> str:
+    """Return the prefix of the store's keys in an attempt of pipebench's own launcher."""
+    return f"attempt-{attempt}"
+
+
+def _gather(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+    token = uuid.uuid4().hex if place.attempt is None else prefix(place.attempt)
+    missing, answered = set(range(1, place.size)), dict[int, bytes]()
+    until = time.monotonic() + limit_s
+    while missing:
+        for rank in sorted(missing):
+            if room.check([f"{token}/here/{rank}"]):
+                missing.discard(rank)
+            elif room.check([f"hello/{rank}"]) and (word := room.get(f"hello/{rank}")) != answered.get(rank):
+                answered[rank] = word
+                room.set(f"welcome/{word.decode()}", token)
+        if missing and time.monotonic() > until:
+            sentence = _incomplete(place, missing, limit_s)
+            room.set(f"{token}/failed", sentence)
+            raise UserError(sentence)
+        time.sleep(_POLL_S)
+    everyone = [facts, *(json.loads(room.get(f"{token}/here/{rank}")) for rank in range(1, place.size))]
+    room.set(f"{token}/go", json.dumps(everyone))
+    return token, everyone
+
+
+def _incomplete(place: Place, missing: set[int], limit_s: float) -> str:
+    ranks = ", ".join(str(rank) for rank in sorted(missing)[:8]) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{place.size - len(missing)} of {place.size} workers joined at {place.address}:{place.port} within "
+        f"{limit_s:g} s (engine.join_limit_s); missing: rank{'s' if len(missing) > 1 else ''} {ranks}"
+    )
+
+
+def _attend(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+    word = uuid.uuid4().hex
+    room.set(f"hello/{place.rank}", word)
+    # Rank 0 began to wait no later than its answer, so it decides first; the slack is for its sentence to arrive.
+    until = time.monotonic() + limit_s + 5
+    token = _wait(room, [f"welcome/{word}"], until, place).decode()
+    room.set(f"{token}/here/{place.rank}", json.dumps(facts))
+    everyone = _wait(room, [f"{token}/go", f"{token}/failed"], time.monotonic() + limit_s + 5, place)
+    if room.check([f"{token}/failed"]):
+        raise PeerLostError(everyone.decode())
+    return token, json.loads(everyone)
+
+
+def _wait(room: Store, keys: list[str], until: float, place: Place) -> bytes:
+    """Return the value of the first key to appear; `Store.wait` would print pages when it doesn't."""
+    while time.monotonic() < until:
+        for key in keys:
+            if room.check([key]):
+                return bytes(room.get(key))
+        time.sleep(_POLL_S)
+    raise PeerLostError(f"rank {place.rank}: rank 0 doesn't answer at {place.address}:{place.port}")

@@ -1,0 +1,241 @@
+"""One worker's view of the others: who there is, how to reach them, and small facts shared by all.
+
+Everything here is collective unless it says otherwise: all workers call it, in the same order.
+"""
+
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
+
+from pipebench.errors import UserError
+from pipebench.launch_join import PeerLostError, Place, connect, is_worker, lost, meet, peers, read_place
+
+__all__ = ["PeerLostError", "World", "check_world_size", "is_worker", "join", "lost", "shared_folder_check"]
+
+
+@dataclass
+class World:
+    """The workers of a run that has been joined.
+
+    Attributes:
+        place: rank, size and host of this worker, from its launcher.
+        device: where this worker computes.
+        direct: tensors on devices travel by NCCL; otherwise everything goes through Gloo and the CPU's memory.
+        store: small keys shared by all workers of this attempt; the launcher's too, where it is pipebench's own.
+    """
+
+    place: Place
+    device: torch.device
+    direct: bool
+    store: Store
+    operation_limit_s: float
+    # Holds the server on rank 0 where no launcher serves the store.
+    connection: TCPStore
+    _groups: dict[tuple[tuple[int, ...], str | None], Any] = field(default_factory=dict)
+    _closed: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, over all hosts."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers, over all hosts."""
+        return self.place.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank on its host."""
+        return self.place.local_rank
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks. JSON travels: lists, dicts with text keys, numbers, text.
+
+        Raises:
+            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
+        """
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with peers():
+            sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]))
+            longest = int(max(sizes))
+            rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(data)] = data
+            dist.all_gather(rows, padded)
+        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for all workers.
+
+        Raises:
+            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
+        """
+        self.exchange(None)
+
+    def group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+        """Return the group of these ranks, made once; ranks that aren't in it call too and get torch's placeholder.
+
+        The default group stays with `exchange`, so that its collectives never mix with the run's own.
+
+        Args:
+            ranks: in any order, each once.
+            backend: "gloo", "nccl", or None for what the device's and the CPU's tensors travel by.
+
+        Raises:
+            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
+        """
+        key = (tuple(sorted(ranks)), backend)
+        if key not in self._groups:
+            limit = timedelta(seconds=self.operation_limit_s)
+            with peers():
+                self._groups[key] = dist.new_group(list(key[0]), timeout=limit, backend=backend)
+        return self._groups[key]
+
+    def mark_started(self) -> None:
+        """Tell the launcher that training has begun: from now on a failure is worth a restart. Not collective."""
+        with peers():
+            self.store.set("started", "1")
+
+    def close(self) -> None:
+        """Leave the groups, once. All workers call it; after a failure a process ends without."""
+        if not self._closed:
+            self._closed = True
+            self._groups.clear()
+            dist.destroy_process_group()
+
+
+def join(
+    device: str,
+    *,
+    limit_s: float,
+    operation_limit_s: float = 1800.0,
+    place: Place | None = None,
+    on_join: Callable[[World], None] | None = None,
+) -> World:
+    """Join the other workers of this job.
+
+    Args:
+        device: `cpu`, `cuda`, or `auto` for `cuda` where torch sees a device.
+        limit_s: how long to wait for workers that haven't come yet, seconds.
+        operation_limit_s: how long a message or a collective may take before its peer counts as lost, seconds.
+        place: this worker's place, by default from the environment.
+        on_join: called with the world before this returns; for what has to know it even if something fails later.
+
+    Raises:
+        UserError: no CUDA device where one is asked for, or different kinds of device; a port in use; a worker
+            that doesn't come, with how many did.
+        PeerLostError: rank 0 gave up, and says why itself.
+    """
+    place = place or read_place(os.environ)
+    chosen, facts = _device(device, place)
+    connection = connect(place, limit_s)
+    token, everyone = meet(connection, place, facts, limit_s)
+    _same_kind(everyone)
+    direct = chosen.type == "cuda" and dist.is_nccl_available() and own_device_each(everyone)
+    store = PrefixStore(token, connection)
+    if place.one_host:
+        _stay_on_loopback()
+    with peers():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if direct else "gloo",
+            store=PrefixStore("groups", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=operation_limit_s),
+            device_id=chosen if direct else None,
+        )
+    world = World(place, chosen, direct, store, operation_limit_s, connection)
+    if on_join is not None:
+        on_join(world)
+    return world
+
+
+def own_device_each(everyone: Sequence[dict[str, Any]]) -> bool:
+    """Say whether no two workers share a GPU, by the GPUs' own ids. NCCL refuses two workers on one."""
+    gpus = [facts["gpu"] for facts in everyone]
+    return None not in gpus and len(set(gpus)) == len(gpus)
+
+
+def check_world_size(size: int, needed: int, plan: str) -> None:
+    """Refuse a number of workers that differs from the plan's.
+
+    Args:
+        size: number of workers that were started.
+        needed: number of workers that the plan has.
+        plan: the plan in words, such as `2-1-1`.
+    """
+    if size != needed:
+        raise UserError(
+            f"plan {plan} needs {needed} worker{'s' if needed > 1 else ''}, got {size}: start torchrun so that "
+            f"--nnodes times --nproc-per-node is {needed}, or choose cluster.servers and parallelism.plan for {size}"
+        )
+
+
+def shared_folder_check(world: World, folder: Path) -> None:
+    """Check that all workers see the same folder, by a file that rank 0 writes into it.
+
+    Raises:
+        UserError: naming the ranks and hosts that don't see it.
+    """
+    word = uuid.uuid4().hex
+    token = folder / f".shared-{word}"
+    if world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        token.write_text(word)
+    name = world.exchange(token.name)[0]
+    # Listing the folder makes a network file system look again where it remembers that there was no such file.
+    sees = folder.is_dir() and name in os.listdir(folder)
+    answers = world.exchange({"sees": sees, "host": socket.gethostname()})
+    if world.rank == 0:
+        token.unlink()
+    blind = [(rank, answer["host"]) for rank, answer in enumerate(answers) if not answer["sees"]]
+    if blind:
+        who = ", ".join(f"rank {rank} on {host}" for rank, host in blind[:4]) + (", ..." if len(blind) > 4 else "")
+        raise UserError(
+            f"{folder}: {len(blind)} of {world.size} workers don't see what rank 0 writes there ({who}); "
+            "start on every host in one working directory that all hosts share"
+        )
+
+
+def _device(device: str, place: Place) -> tuple[torch.device, dict[str, Any]]:
+    available = torch.cuda.is_available()
+    if device.startswith("cuda") and not available:
+        raise UserError(
+            f"engine.device: got cuda, and torch sees no CUDA device for rank {place.rank} on {socket.gethostname()}; "
+            "allowed is cpu"
+        )
+    if device == "cpu" or not available:
+        return torch.device("cpu"), {"gpu": None}
+    chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen, {"gpu": str(torch.cuda.get_device_properties(chosen).uuid)}
+
+
+def _same_kind(everyone: Sequence[dict[str, Any]]) -> None:
+    without = [str(rank) for rank, facts in enumerate(everyone) if facts["gpu"] is None]
+    if 0 < len(without) < len(everyone):
+        raise UserError(
+            f"engine.device: got auto, and of {len(everyone)} workers rank {', '.join(without[:8])} see no CUDA device "
+            "while the others do; allowed is cpu, or cuda where every worker has one"
+        )
+
+
+def _stay_on_loopback() -> None:
+    """Let Gloo and NCCL talk over the loopback interface where all workers are on this host."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback is not None:
+            os.environ.setdefault(variable, loopback)
