@@ -4,8 +4,10 @@ It knows no schedule, no clock and no transport, and no mode: which version a mi
 it holds can be asked of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from pipebench.sampling import mix, name_hash, seed_default_generator
 
 Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
 LossFunction = Callable[[Any], torch.Tensor]
+OnGradient = Callable[[int, torch.Tensor], None]  # position of a parameter in the stage's order, its gradient
 
 
 @dataclass
@@ -139,12 +142,16 @@ class Replica:
         }
         return values, None if loss_value is None else loss_value.detach()
 
-    def backward(self, unit: int, gradients: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    def backward(
+        self, unit: int, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None = None
+    ) -> dict[int, list[torch.Tensor]]:
         """Run a unit backward and add to `gradients` of the parameters.
 
         Args:
             unit: a unit that has run forward.
             gradients: one per tensor that requires grad among the values that left, in order; the loss needs none.
+            on_gradient: takes every parameter's gradient, the sum with those of earlier units, in place of `gradients`
+                and as soon as this backward has computed it, while the rest of it still runs.
 
         Returns:
             Per received layer the gradients of those of its tensors that required grad.
@@ -157,8 +164,10 @@ class Replica:
             self._without_statistics(item)
         leaves = [t for value in item.received.values() for t in _differentiable(value)]
         parameters = item.version.parameters
-        found = self._gradients(item, [*leaves, *parameters], gradients)
-        self._add(found[len(leaves) :])
+        with self._hooked(parameters, on_gradient):
+            found = self._gradients(item, [*leaves, *parameters], gradients)
+        if on_gradient is None:
+            self._add(found[len(leaves) :])
         item.results.clear()
         self.weights.release(item.version)
         back: dict[int, list[torch.Tensor]] = {}
@@ -188,6 +197,11 @@ class Replica:
     def forget(self, split: str) -> None:
         """Let go of the states of a split's streams."""
         self.states = {key: state for key, state in self.states.items() if key[0] != split}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the newest parameters and the buffers by qualified name: references, not copies."""
+        parameters = dict(zip(self.weights.names, self.weights.newest.parameters, strict=True))
+        return {**parameters, **dict(self.module.named_buffers())}
 
     def live_bytes(self) -> int:
         """Return the bytes this replica holds: versions, optimizer state, gradients, minibatches in flight."""
@@ -243,6 +257,24 @@ class Replica:
             return [None] * len(wanted)
         results, heads = [list(column) for column in zip(*pairs, strict=True)]
         return torch.autograd.grad(results, wanted, heads, allow_unused=True)
+
+    @contextmanager
+    def _hooked(self, parameters: Sequence[torch.Tensor], on_gradient: OnGradient | None) -> Iterator[None]:
+        """Let autograd tell of every parameter's gradient; each is told once, when nothing more is added to it."""
+        if on_gradient is None:
+            yield
+            return
+
+        def tell(index: int, gradient: torch.Tensor) -> None:
+            total, self.gradients[index] = self.gradients[index], None
+            on_gradient(index, gradient if total is None else total + gradient)
+
+        handles = [parameter.register_hook(partial(tell, index)) for index, parameter in enumerate(parameters)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _add(self, found: Sequence[torch.Tensor | None]) -> None:
         for index, gradient in enumerate(found):

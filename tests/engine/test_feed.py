@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipebench.engine.feed import Feed
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
@@ -133,5 +134,4 @@ def test_processes_are_shared_out_among_the_workers_that_load() -> None:
     data = Noisy()
     for processes, plan, each in ((8, ([], [4]), 2), (2, ([], [4]), 1), (3, ([4], [1, 1]), 3), (0, ([], [2]), 0)):
         data.loader_processes = processes
-        engine = make_engine(make_setup(Mlp(), plan, dataset=data))
-        assert engine._feed._processes == each
+        assert Feed(make_setup(Mlp(), plan, dataset=data), "train", 0, 1)._processes == each
