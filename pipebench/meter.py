@@ -6,10 +6,11 @@ from pipebench.schedule.drawing import worker_names
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate import Event
-from pipebench.timeline import BACKWARD, EVALUATE, FORWARD, UPDATE, WAIT, Span, Timeline, Transfer
+from pipebench.timeline import BACKWARD, EVALUATE, FORWARD, SEND, UPDATE, WAIT, Span, Timeline, Transfer
 
 RECORDED_SPANS = 4000  # enough for fill, steady state and drain of most segments; about 1 MB of trace
-_COMPUTE = {Op.FORWARD: (FORWARD, "F"), Op.BACKWARD: (BACKWARD, "B"), Op.UPDATE: (UPDATE, "U")}
+COMPUTE = {Op.FORWARD: (FORWARD, "F"), Op.BACKWARD: (BACKWARD, "B"), Op.UPDATE: (UPDATE, "U")}
+_SENDS = {Op.SEND_ACTIVATION: "F", Op.SEND_GRADIENT: "B"}
 _WAIT_LABELS = {
     Op.LOAD_INPUT: "load",
     Op.RECEIVE_ACTIVATION: "wait for activation",
@@ -39,13 +40,13 @@ class Meter:
 
     def event(self, event: Event) -> None:
         """Take note of one event."""
-        compute = _COMPUTE.get(event.instruction.op)
         if not self.evaluating:
-            if compute is not None:
+            if event.instruction.op in COMPUTE:
                 self.busy_s += event.end_s - event.start_s
             self.stall_s += event.stall_s
         if not self._truncated and event.end_s > event.start_s:
-            self._record(event, compute)
+            self._spans.append(span_of(self._pipeline, event, self.evaluating))
+            self._truncated = len(self._spans) >= RECORDED_SPANS
 
     def transfer(self, transfer: Transfer) -> None:
         """Take note of a transfer."""
@@ -58,23 +59,22 @@ class Meter:
         transfers = tuple(sorted(self._transfers, key=lambda transfer: transfer.start_s))
         return Timeline(worker_names(self._pipeline.replicas), spans, transfers, self._truncated)
 
-    def _record(self, event: Event, compute: tuple[str, str] | None) -> None:
-        start_s, end_s, worker, instruction, _ = event
-        op, number = instruction.op, instruction.number
-        if compute is None:
-            minibatch = -1 if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM) else self._minibatch(number)
-            self._spans.append(Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, minibatch))
-        elif op is Op.UPDATE:
-            self._spans.append(Span(worker, UPDATE, f"U{number}", start_s, end_s, -1))
-        else:
-            kind, letter = compute
-            label = f"{letter}{number}" if self.evaluating else f"{letter}{self._pipeline.label(number)}"
-            kind = EVALUATE if self.evaluating else kind
-            self._spans.append(Span(worker, kind, label, start_s, end_s, self._minibatch(number)))
-        self._truncated = len(self._spans) >= RECORDED_SPANS
 
-    def _minibatch(self, number: int) -> int:
-        return number if self.evaluating else self._pipeline.minibatch(number)[0]
+def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
+    """Return what a timeline shows of an event."""
+    start_s, end_s, worker, (op, number, _, _), _ = event
+    if op is Op.UPDATE:
+        return Span(worker, UPDATE, f"U{number}", start_s, end_s, -1)
+    if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM):
+        return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, -1)
+    minibatch = number if evaluating else pipeline.minibatch(number)[0]
+    if op in _WAIT_LABELS:
+        return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, minibatch)
+    label = f"{number}" if evaluating else pipeline.label(number)
+    if op in _SENDS:
+        return Span(worker, SEND, f"send {_SENDS[op]}{label}", start_s, end_s, minibatch)
+    kind, letter = COMPUTE[op]
+    return Span(worker, EVALUATE if evaluating else kind, f"{letter}{label}", start_s, end_s, minibatch)
 
 
 def fractions(busy_s: float, stall_s: float, num_workers: int, elapsed_s: float) -> dict[str, float]:

@@ -21,6 +21,7 @@ from pipebench.timeline import (
     EVALUATION,
     FORWARD,
     GRADIENT,
+    SEND,
     UPDATE,
     WAIT,
     Span,
@@ -52,6 +53,7 @@ _SPAN_COLOURS = {
     BACKWARD: "#E69F00",
     UPDATE: "#009E73",
     EVALUATE: "#CC79A7",
+    SEND: "#0072B2",
     WAIT: "#E8E8E8",
 }
 _TRANSFER_COLOURS = {
@@ -168,7 +170,7 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
     if not timeline.spans:
         return ""
     unit_s = unit_s or natural_unit_s(timeline)
-    work = [span for span in timeline.spans if span.kind != WAIT]
+    work = [span for span in timeline.spans if span.kind not in (SEND, WAIT)]
     name_width = max(len(name) for name in timeline.worker_names)
     num_cells, cell_width = _cells(work, unit_s, width - name_width - 2)
     num_cells = min(num_cells, _cells_until(max((span.end_s for span in work), default=0.0), unit_s))
@@ -260,7 +262,7 @@ def _text_in(text: str) -> float:
 def _box_text(span: Span) -> str:
     if span.kind in (FORWARD, BACKWARD):
         return re.sub(r"^[A-Za-z]+", "", span.label)  # the colour says which of the two it is
-    return "" if span.kind == WAIT else span.label
+    return "" if span.kind in (SEND, WAIT) else span.label
 
 
 def _add_legend(figure: "Figure", spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-FORWARD, BACKWARD, UPDATE, EVALUATE, WAIT = "forward", "backward", "update", "evaluate", "wait"
+FORWARD, BACKWARD, UPDATE, EVALUATE = "forward", "backward", "update", "evaluate"
+SEND, WAIT = "send", "wait"
 ACTIVATION, GRADIENT, ALL_REDUCE = "activation", "gradient", "all-reduce"  # the kinds that make the total
 BUFFERS, EVALUATION, CONTROL = "buffers", "evaluation", "control"  # counted apart
 
@@ -13,7 +14,8 @@ class Span:
 
     Attributes:
         worker: worker index.
-        kind: `forward`, `backward`, `update`, `evaluate`, `wait` (for `label`).
+        kind: `forward`, `backward`, `update`, `evaluate`, `send` (takes no time where time is simulated), `wait` (for
+            `label`).
         label: short text, e.g. `F3` (minibatch 3), `B3.1` (microbatch 1 of it), `U2` (round 2).
         start_s: seconds on the run's clock.
         end_s: likewise.

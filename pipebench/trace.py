@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipebench.timeline import WAIT, Span, Timeline, Transfer
+from pipebench.timeline import SEND, WAIT, Span, Timeline, Transfer
 
 Event = dict[str, Any]
 _Work = dict[tuple[int, str], list[Span]]
@@ -29,7 +29,7 @@ def trace_events(timeline: Timeline) -> Iterable[Event]:
     sends = _lanes(timeline)
     work: _Work = {}
     for span in timeline.spans:
-        if span.kind != WAIT:
+        if span.kind not in (SEND, WAIT):
             work.setdefault((span.worker, span.label), []).append(span)
     for worker, name in enumerate(timeline.worker_names):
         yield _metadata("process_name", worker, 0, {"name": f"{worker}: {name}"})
