@@ -40,6 +40,8 @@ class RunResult:
         metrics: final numbers under their tracking names (`time_to_accuracy_s`, `comm_bytes_total`, ...).
         points: the curves, in time order.
         stages: one mapping per stage: layers, replicas, depth, and its measured numbers.
+        workers: one mapping per worker of a distributed run: worker, rank, stage, replica, and what its seconds went to
+            (see `pipebench.measured`); empty for other engines.
     """
 
     name: str
@@ -54,6 +56,7 @@ class RunResult:
     metrics: Mapping[str, float]
     points: tuple[Point, ...] = ()
     stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
+    workers: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -70,4 +73,5 @@ class RunResult:
         data = json.loads(text)
         data["points"] = tuple(Point(**point) for point in data["points"])
         data["stages"] = tuple(data["stages"])
+        data["workers"] = tuple(data.get("workers", ()))  # results of before distributed runs have none
         return RunResult(**data)

@@ -93,6 +93,12 @@ def history(run: RunLog, metric: str) -> list[Any]:
     return sorted(rows, key=lambda row: int(row.step))
 
 
+def comparison_of(run: RunLog) -> RunLog:
+    parent = run._start.parent
+    assert isinstance(parent, RunLog)
+    return parent
+
+
 def rescued(folder: Path, name: str) -> Path:
     return folder / "pipebench-results" / f"{name}-1"
 
@@ -127,7 +133,7 @@ def test_outcome_status_and_parent(finished: RunLog) -> None:
     assert run.info.status == "FINISHED"
     assert run.data.tags["outcome"] == REACHED
     assert run.data.tags["mode"] == "pipedream"
-    assert run.data.tags["mlflow.parentRunId"] == finished._parent.run_id  # type: ignore[union-attr]
+    assert run.data.tags["mlflow.parentRunId"] == comparison_of(finished).run_id
 
 
 def test_a_value_that_is_not_finite_becomes_a_tag(finished: RunLog) -> None:
@@ -147,8 +153,7 @@ def test_a_long_param_is_cut_and_kept_whole_as_an_artifact(finished: RunLog, fol
 
 
 def test_the_parent_has_mean_and_spread(finished: RunLog) -> None:
-    assert finished._parent is not None
-    metrics = fetch(finished._parent).data.metrics
+    metrics = fetch(comparison_of(finished)).data.metrics
     assert (metrics["time_to_accuracy_s_mean"], metrics["time_to_accuracy_s_std"]) == (4.5, 0.0)
     assert (metrics["runs_reached"], metrics["runs_total"]) == (2, 2)
 
@@ -358,6 +363,156 @@ def test_three_processes_at_once_on_a_new_store(tmp_path: Path, folder: Path, mo
     runs = client.search_runs([experiment.experiment_id])
     assert sorted(run.info.run_name for run in runs) == ["run0", "run1", "run2"]
     assert all(run.info.status == "FINISHED" and run.data.metrics["best_top1"] == 0.96 for run in runs)
+
+
+@pytest.fixture
+def resumed(tracking: Tracking) -> tuple[RunLog, RunLog, list[str]]:
+    """A run that one process began and another finished, having gone back to the second of three points."""
+    ids: list[str] = []
+    start: dict[str, Any] = {"tags": {"mode": "dp", "host": "first"}, "virtual": False, "on_run_id": ids.append}
+    first = tracking.start("resumed", params={"lr": "0.1", "seed": "0"}, **start)
+    for point in RESULT.points[:3]:
+        first.point(point)
+    tracking.wake()
+    while first._queue:
+        time.sleep(0.01)
+    time.sleep(0.05)  # a start of its own, by the clock of milliseconds
+    again = Tracking("suite")
+    start["tags"] = {"mode": "dp", "host": "second", "gpu": "new"}
+    second = again.start("resumed", params={"lr": "0.2", "seed": "0", "extra": "1"}, run_id=first.run_id, **start)
+    for point in RESULT.points:
+        second.point(replace(point, clock_s=point.clock_s + 0.25))  # a wall clock never comes out the same
+    second.finish(replace(RESULT, clock="wall"))
+    return first, second, ids
+
+
+def test_a_resumed_run_goes_on_under_its_id_without_duplicates(resumed: tuple[RunLog, RunLog, list[str]]) -> None:
+    first, second, ids = resumed
+    assert second.run_id == first.run_id
+    assert ids == [first.run_id]
+    for metric in ("top1", "train_loss"):
+        rows = history(second, metric)
+        assert [row.step for row in rows] == [1000, 2000, 3000, 4000]
+        start_ms = fetch(second).info.start_time
+        assert [row.timestamp - start_ms for row in rows] == [1500, 3000, 4500, 6250]
+    assert fetch(second).info.start_time == first._start_ms < second._start_ms
+    assert (fetch(second).info.status, fetch(second).data.tags["outcome"]) == ("FINISHED", REACHED)
+
+
+def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog, list[str]]) -> None:
+    data = fetch(resumed[1]).data
+    assert data.params == {"lr": "0.1", "seed": "0", "extra": "1"}
+    assert data.tags["resumed.lr"] == "0.2"
+    assert (data.tags["host"], data.tags["resumed.host"], data.tags["gpu"]) == ("first", "second", "new")
+    assert data.tags["resumes"] == "1"
+    assert not {"resumed.seed", "resumed.mode", "resumed.clock", "resumed.extra"} & data.tags.keys()
+
+
+def test_a_run_that_mlflow_lost_begins_again(tracking: Tracking) -> None:
+    ids: list[str] = []
+    run = tracking.start("lost", params={}, tags={}, run_id="0" * 32, on_run_id=ids.append)
+    run.finish(RESULT)
+    assert ids == [run.run_id] != ["0" * 32]
+    assert fetch(run).info.status == "FINISHED"
+
+
+def test_a_deleted_run_that_goes_on_is_restored(tracking: Tracking) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run = tracking.start("deleted", params={}, tags={})
+    run.finish(None, status="KILLED")
+    MlflowClient(default_uri()).delete_run(str(run.run_id))
+    again = tracking.start("deleted", params={}, tags={}, run_id=run.run_id)
+    again.finish(RESULT)
+    assert (fetch(again).info.lifecycle_stage, fetch(again).info.status) == ("active", "FINISHED")
+
+
+def test_trouble_with_the_run_id_is_not_mlflows(tracking: Tracking, folder: Path) -> None:
+    def fail(_: str) -> None:
+        raise OSError("no space left")
+
+    run = tracking.start("unkept", params={}, tags={}, on_run_id=fail)
+    run.finish(RESULT)
+    assert fetch(run).info.status == "FINISHED"
+    assert not rescued(folder, "unkept").exists()
+
+
+def test_a_parent_may_be_given_by_its_id(tracking: Tracking) -> None:
+    parent = tracking.start("parent by id", params={}, tags={})
+    parent.finish(None, status="FINISHED")
+    run = tracking.start("child by id", params={}, tags={}, parent=parent.run_id)
+    run.finish(RESULT)
+    assert fetch(run).data.tags["mlflow.parentRunId"] == parent.run_id
+
+
+def test_a_rescued_run_goes_on_in_its_folder_without_duplicates(
+    tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tracking.start("twice", params={}, tags={})
+    tracking.wake()
+    while first._queue:
+        time.sleep(0.01)
+
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Store, "log", fail)
+    monkeypatch.setattr(tracking, "_warned", True)
+    for point in RESULT.points[:2]:
+        first.point(point)
+    first.finish(None, status="KILLED")
+    kept = rescued(folder, "twice") / "points.jsonl"
+    kept.write_text(kept.read_text() + '{"samples": 30')  # the crash came in the middle of a line
+    second = tracking.start("twice", params={}, tags={}, run_id=first.run_id)
+    for point in RESULT.points[1:]:
+        second.point(point)
+    second.finish(RESULT)
+    assert [json.loads(line)["samples"] for line in kept.read_text().splitlines()] == [1000, 2000, 3000, 4000]
+    assert RunResult.from_json((kept.parent / "result.json").read_text()) == RESULT
+    assert not (kept.parent.parent / "twice-2").exists()
+
+
+def test_system_metrics_are_sampled_and_counted_on(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipebench.tracking.system.SAMPLE_EVERY_S", 0.0)
+    names = [f"system/{name}" for name in ("cpu_utilization_percentage", "system_memory_usage_megabytes")]
+    names += ["system/disk_usage_percentage"]
+    run_id, seen = None, 0
+    for _ in range(2):
+        run = tracking.start("system", params={}, tags={}, virtual=False, run_id=run_id, system_metrics=True)
+        while run._system is None or run._system._step < seen + 2:
+            tracking.wake()
+            time.sleep(0.01)
+        run.finish(None, status="FINISHED")
+        run_id, seen = run.run_id, run._system._step
+        assert run.where().startswith("pipebench ui")
+    for name in names:
+        rows = history(run, name)
+        assert [row.step for row in rows] == list(range(seen))
+        assert all(row.value > 0 for row in rows if "cpu" not in name)
+        assert abs(rows[-1].timestamp - time.time() * 1000) < 60_000
+
+
+def test_a_host_without_counters_has_no_system_metrics(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipebench.tracking.system.SAMPLE_EVERY_S", 0.0)
+    monkeypatch.setattr("pipebench.tracking.system._FOLDER", "no_such_package")
+    run = tracking.start("no system", params={}, tags={}, system_metrics=True)
+    run.finish(RESULT)
+    assert fetch(run).info.status == "FINISHED"
+    assert not [name for name in fetch(run).data.metrics if name.startswith("system/")]
+
+
+def test_every_worker_has_its_seconds(tracking: Tracking) -> None:
+    rows = tuple(
+        {"worker": i, "rank": i, "compute_s": float(i), "waiting_norm_s": 0.0, "bubble_fraction": 0.5}
+        for i in range(11)
+    )
+    result = replace(RESULT, workers=rows)
+    assert RunResult.from_json(result.to_json()) == result
+    run = tracking.start("workers", params={}, tags={})
+    run.finish(result)
+    metrics = fetch(run).data.metrics
+    assert (metrics["worker_03/compute_s"], metrics["worker_10/bubble_fraction"]) == (3.0, 0.5)
+    assert not [name for name in metrics if "waiting_norm_s" in name or name.endswith("/rank")]
 
 
 def test_seeds_that_missed_count_but_have_no_time() -> None:

@@ -10,12 +10,17 @@ from pathlib import Path, PurePosixPath
 from pipebench.result import Point, RunResult
 
 RESULTS_FOLDER = "pipebench-results"
+_POINTS = "points.jsonl"
 
 
 class Rescue:
     """`pipebench-results/<run name>-<n>/`, made when first needed and brought up to date as often as one likes.
 
     Safe to use from two threads: the sender writes when MLflow fails, the training thread when the sender hangs.
+
+    Attributes:
+        path: the folder, None until it is made.
+        run_id: MLflow's id of the run, None where there is none; an earlier process's folder of it is gone on with.
     """
 
     def __init__(self, name: str, about: Mapping[str, Mapping[str, str]], folder: Path) -> None:
@@ -31,8 +36,10 @@ class Rescue:
         self._parent = folder / RESULTS_FOLDER
         self._lock = threading.Lock()
         self._num_points = 0
+        self._last_samples = -1
         self._written: dict[str, bytes] = {}
         self.path: Path | None = None
+        self.run_id: str | None = None
 
     def write(self, points: Sequence[Point], artifacts: Mapping[str, bytes], result: RunResult | None = None) -> Path:
         """Write what isn't in the folder yet.
@@ -57,23 +64,48 @@ class Rescue:
             return path
 
     def _make(self) -> Path:
+        self.path = self._earlier()
         number = 1
-        while True:
+        while self.path is None:
             path = self._parent / f"{self._stem}-{number}"
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
                 number += 1
                 continue
-            (path / "run.json").write_text(json.dumps(self._about, indent=1), encoding="utf-8")
+            about = {"run_id": self.run_id, **self._about}
+            (path / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
             self.path = path
-            return path
+        return self.path
+
+    def _earlier(self) -> Path | None:
+        """Return the folder that an earlier process made for this run; its points don't come again."""
+        if self.run_id is None:
+            return None
+        for file in sorted(self._parent.glob("*/run.json")):
+            try:
+                if json.loads(file.read_text(encoding="utf-8")).get("run_id") != self.run_id:
+                    continue
+            except ValueError:  # torn by a crash
+                continue
+            self._last_samples = _mend_points(file.parent / _POINTS)
+            return file.parent
+        return None
 
     def _append_points(self, path: Path, points: Sequence[Point]) -> None:
-        new = points[self._num_points :]
-        with (path / "points.jsonl").open("a", encoding="utf-8") as file:
+        new = [point for point in points[self._num_points :] if point.samples > self._last_samples]
+        with (path / _POINTS).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(point)) + "\n" for point in new)
-        self._num_points += len(new)
+        self._num_points = len(points)
+
+
+def _mend_points(path: Path) -> int:
+    """Cut a last line that a crash tore, and return the samples of the last point, -1 where there is none."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return max((int(json.loads(line)["samples"]) for line in whole.splitlines()), default=-1)
 
 
 def _write_inside(folder: Path, name: str, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 Nothing leaves the queue before MLflow has taken it. When MLflow fails, all that was queued or logged goes to a folder
 on disk (`rescue.py`), there is one warning, and the run goes on; MLflow is tried again now and then, and at the end.
+A run that another process began is gone on with under its id (`history.py`).
 """
 
 import json
@@ -12,46 +13,42 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from pipebench.result import DIVERGED, INTERRUPTED, Point, RunResult
+from pipebench.result import Point, RunResult
+from pipebench.tracking.entries import Artifact, End, Entries, Status, outcome_status, stage_metrics, worker_metrics
+from pipebench.tracking.history import History
 from pipebench.tracking.rescue import Rescue
 from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, default_uri
 from pipebench.tracking.summary import summarise_curves
+from pipebench.tracking.system import SystemMetrics
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
+__all__ = ["RunLog", "Status", "Tracking"]
 
 # One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
 SEND_EVERY_S = 2.0
 # How long the end of a run waits for a store that takes nothing. A local file may be in the making.
 _PATIENCE_LOCAL_S, _PATIENCE_SERVER_S, _PATIENCE_LOST_S = 60.0, 5.0, 0.2
 _RETRY_AFTER_S = 30.0
-# Columns of RunResult.stages that are metrics of their own, as `<column>/stage_<index>`.
-STAGE_METRICS = ("samples_per_update", "weight_versions_max", "peak_memory_bytes")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Entries:
-    rows: tuple[Row, ...] = ()
-    params: Mapping[str, str] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
+class _Start:
+    """The arguments of `Tracking.start`."""
 
-
-@dataclass(frozen=True)
-class _Artifact:
     name: str
-    content: bytes
-
-
-@dataclass(frozen=True)
-class _End:
-    status: Status
-    timestamp_ms: int
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    parent: "RunLog | str | None"
+    clock_scale: float
+    virtual: bool
+    run_id: str | None
+    on_run_id: Callable[[str], None]
+    system_metrics: bool
 
 
 class Tracking:
@@ -80,9 +77,12 @@ class Tracking:
         *,
         params: Mapping[str, str],
         tags: Mapping[str, str],
-        parent: "RunLog | None" = None,
+        parent: "RunLog | str | None" = None,
         clock_scale: float = 1.0,
         virtual: bool = True,
+        run_id: str | None = None,
+        on_run_id: Callable[[str], None] = lambda run_id: None,
+        system_metrics: bool = False,
     ) -> "RunLog":
         """Open the record of one run.
 
@@ -90,11 +90,18 @@ class Tracking:
             name: the run's name.
             params: the flattened recipe.
             tags: whatever else people filter by.
-            parent: the comparison this run belongs to.
+            parent: the comparison this run belongs to, or MLflow's id of it.
             clock_scale: by how much the run's clock is stretched in timestamps, which are whole milliseconds.
             virtual: whether the clock is virtual; it is then a metric too.
+            run_id: MLflow's id of a run that an earlier process began and that goes on: points that MLflow has are not
+                logged again, its start stays, params and tags that changed become tags `resumed.<name>`.
+            on_run_id: told of MLflow's id as soon as there is a new one, in another thread.
+            system_metrics: whether this host's CPU, memory, disk, network and GPU are sampled.
         """
-        run = RunLog(self, name, params=params, tags=tags, parent=parent, clock_scale=clock_scale, virtual=virtual)
+        run = RunLog(
+            self,
+            _Start(name, params, tags, parent, clock_scale, virtual, run_id, on_run_id, system_metrics),
+        )
         self._runs.append(run)
         return run
 
@@ -138,50 +145,43 @@ class RunLog:
 
     Attributes:
         name: the run's name.
-        run_id: MLflow's id, None until MLflow has given one.
+        run_id: MLflow's id, None until MLflow has given one (or the caller, of a run that goes on).
         settled: set when the sender is done with a finished run, well or badly.
     """
 
-    def __init__(
-        self,
-        tracking: Tracking,
-        name: str,
-        *,
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
-        parent: "RunLog | None",
-        clock_scale: float,
-        virtual: bool,
-    ) -> None:
-        """Queue the start; see `Tracking.start` for the arguments."""
-        self.name = name
-        self.run_id: str | None = None
+    def __init__(self, tracking: Tracking, start: _Start) -> None:
+        """Queue the start."""
+        self.name = start.name
+        self.run_id = start.run_id
         self.settled = threading.Event()
         self._tracking = tracking
-        self._parent = parent
-        self._clock_scale = clock_scale
-        self._virtual = virtual
+        self._start = start
         self._start_ms = time.time_ns() // 1_000_000
-        clock = {"clock": "virtual" if virtual else "wall", "clock_scale": f"{clock_scale:g}"}
-        self._tags = {**clock, **tags}
+        self._shift_ms = 0  # to the start of a run that another process began
+        clock = {"clock": "virtual" if start.virtual else "wall", "clock_scale": f"{start.clock_scale:g}"}
+        self._tags = {**clock, **start.tags}
         self._points: list[Point] = []
         self._artifacts: dict[str, bytes] = {}
         self._result: RunResult | None = None
-        self._queue: deque[_Entries | _Artifact | _End] = deque()
+        self._queue: deque[Entries | Artifact | End] = deque()
         self._end_queued = False
+        self._open = False
+        self._history: History | None = None
+        self._system: SystemMetrics | None = None
         self._non_finite: set[str] = set()
         self._retry_at_s = 0.0
         self._failed = False
-        self._rescue = Rescue(name, {"params": dict(params), "tags": dict(self._tags)}, tracking.folder)
-        self._queue_params(params)
+        self._rescue = Rescue(start.name, {"params": dict(start.params), "tags": self._tags}, tracking.folder)
+        self._rescue.run_id = start.run_id
+        self._queue_params(start.params)
 
     def point(self, point: Point) -> None:
         """Log one moment of the curves: step = samples, timestamp = start + clock (stretched by the clock's scale)."""
         self._points.append(point)
         values = dict(point.metrics)
-        if self._virtual:
+        if self._start.virtual:
             values["virtual_time_s"] = point.clock_s
-        self._queue_values(values, self._timestamp_ms(point.clock_s), point.samples)
+        self._queue_values(values, self._timestamp_ms(point.clock_s), point.samples, clocked=True, curve=True)
 
     def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run."""
@@ -189,8 +189,7 @@ class RunLog:
 
     def tag(self, name: str, value: str) -> None:
         """Set a tag."""
-        self._tags[name] = value
-        self._queue.append(_Entries(tags={name: value}))
+        self._queue.append(Entries(tags={name: value}))
 
     def text(self, artifact: str, text: str) -> None:
         """Keep a text as an artifact; the name may hold folders."""
@@ -211,11 +210,12 @@ class RunLog:
             result: what the run gave; None for a comparison, or for a run that failed without a result.
             status: by default as the result says: a run that diverged is FAILED, an interrupted one KILLED.
         """
+        clocked = result is not None and self._start.virtual
         end_ms = time.time_ns() // 1_000_000
         if result is not None:
             self._result = result
             end_ms = self._queue_result(result)
-        self._queue.append(_End(status or _status(result), end_ms))
+        self._queue.append(End(status or outcome_status(result), end_ms, clocked))
         self._end_queued = True
         try:
             if not self._wait():
@@ -240,9 +240,11 @@ class RunLog:
     def send(self, store: Store) -> None:
         """Hand the queue to the store; on failure keep it, and put the run on disk. For the sender's thread only."""
         ending = self._end_queued
-        if not ending and time.monotonic() < self._retry_at_s:
-            self._save_quietly()
-            return
+        if not ending:
+            if time.monotonic() < self._retry_at_s:
+                self._save_quietly()
+                return
+            self._sample_system()
         try:
             self._send_queue(store)
         except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
@@ -253,48 +255,90 @@ class RunLog:
 
     def _send_queue(self, store: Store) -> None:
         store.connect()
-        if self.run_id is None:
-            self.run_id = store.create_run(self.name, self._creation_tags(), self._start_ms)
+        if not self._open:
+            self._begin(store)
             self._tracking.progress += 1
+        run_id = str(self.run_id)
         while self._queue:
             first = self._queue[0]
-            if isinstance(first, _Entries):
-                self._send_entries(store, self.run_id)
-            elif isinstance(first, _Artifact):
-                store.log_artifact(self.run_id, first.name, first.content)
+            if isinstance(first, Entries):
+                self._send_entries(store, run_id)
+            elif isinstance(first, Artifact):
+                store.log_artifact(run_id, first.name, first.content)
                 self._queue.popleft()
             else:
-                store.end_run(self.run_id, first.status, first.timestamp_ms)
+                store.end_run(run_id, first.status, first.timestamp_ms + self._shift_ms * first.clocked)
                 self._queue.popleft()
                 self.settled.set()
             self._tracking.progress += 1
 
+    def _begin(self, store: Store) -> None:
+        """Take up the run that an earlier process began, if MLflow has it, or create it."""
+        found = None if self.run_id is None else store.resume_run(self.run_id)
+        if found is None:
+            self.run_id = self._rescue.run_id = store.create_run(self.name, self._creation_tags(), self._start_ms)
+            self._tell_run_id(self.run_id)
+        else:
+            self._history = History(store, str(self.run_id), found)
+            self._shift_ms = found.start_ms - self._start_ms
+            store.log(str(self.run_id), (), {}, self._history.tags(self._tags))
+        if self._start.system_metrics:
+            self._system = SystemMetrics(0 if self._history is None else self._history.next_system_step())
+        self._open = True
+
+    def _tell_run_id(self, run_id: str) -> None:
+        try:
+            self._start.on_run_id(run_id)
+        except Exception as error:  # the caller's trouble, which must not look like MLflow's
+            _log.warning("the run's MLflow id %s could not be kept: %s", run_id, error)
+
+    def _sample_system(self) -> None:
+        rows = () if self._system is None else self._system.due_rows()
+        if rows:
+            self._queue.appendleft(Entries(rows=rows))  # never behind the end, which another thread may queue now
+
     def _send_entries(self, store: Store, run_id: str) -> None:
-        leading: list[_Entries] = []
+        leading: list[Entries] = []
         for item in self._queue.copy():
-            if not isinstance(item, _Entries):
+            if not isinstance(item, Entries):
                 break
             leading.append(item)
-        rows = [row for item in leading for row in item.rows]
+        rows = [row for item in leading for row in self._rows(item)]
         params = {name: value for item in leading for name, value in item.params.items()}
         tags = {name: value for item in leading for name, value in item.tags.items()}
+        if self._history is not None:
+            params, changed = self._history.params(params)
+            tags |= changed
         store.log(run_id, rows, params, tags)
         for _ in leading:
             self._queue.popleft()
 
+    def _rows(self, item: Entries) -> list[Row]:
+        """Return the rows as MLflow gets them: not twice, and on the clock of the process that began the run."""
+        rows = list(item.rows)
+        if item.curve and self._history is not None:
+            rows = self._history.unseen(rows)
+        if item.clocked and self._shift_ms:
+            rows = [row._replace(timestamp_ms=row.timestamp_ms + self._shift_ms) for row in rows]
+        return rows
+
     def _creation_tags(self) -> dict[str, str]:
-        if self._parent is None:
+        parent = self._start.parent
+        if parent is None:
             return dict(self._tags)
-        if self._parent.run_id is None:
+        parent_id = parent if isinstance(parent, str) else parent.run_id
+        if parent_id is None:
             raise ConnectionError("MLflow has not taken the parent run")
-        return {**self._tags, "mlflow.parentRunId": self._parent.run_id}
+        return {**self._tags, "mlflow.parentRunId": parent_id}
 
     def _queue_params(self, params: Mapping[str, str]) -> None:
-        self._queue.append(_Entries(params=params))
+        self._queue.append(Entries(params=params))
         if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in params.items()):
             self.text("params.json", json.dumps(dict(params), indent=1))
 
-    def _queue_values(self, values: Mapping[str, float], timestamp_ms: int, step: int) -> None:
+    def _queue_values(
+        self, values: Mapping[str, float], timestamp_ms: int, step: int, *, clocked: bool = False, curve: bool = False
+    ) -> None:
         rows, tags = [], {}
         for metric, value in values.items():
             if math.isfinite(value):
@@ -302,24 +346,25 @@ class RunLog:
             elif metric not in self._non_finite:  # MLflow would draw it as 0 or 1.8e308
                 self._non_finite.add(metric)
                 tags[f"non_finite.{metric}"] = f"{value:g} at {step} samples"
-        self._queue.append(_Entries(rows=tuple(rows), tags=tags))
+        self._queue.append(Entries(tuple(rows), {}, tags, clocked, curve))
 
     def _queue_result(self, result: RunResult) -> int:
         points = result.points or tuple(self._points)
         clock_s = result.metrics.get("total_time_s", points[-1].clock_s if points else 0.0)
-        end_ms = self._timestamp_ms(clock_s) if self._virtual else time.time_ns() // 1_000_000
-        values = {**summarise_curves(points), **result.metrics, **_stage_metrics(result)}
-        self._queue_values(values, end_ms, points[-1].samples if points else 0)
+        virtual = self._start.virtual
+        end_ms = self._timestamp_ms(clock_s) if virtual else time.time_ns() // 1_000_000
+        values = {**summarise_curves(points), **result.metrics, **stage_metrics(result), **worker_metrics(result)}
+        self._queue_values(values, end_ms, points[-1].samples if points else 0, clocked=virtual)
         self.tag("outcome", result.outcome)
         self.text("result.json", result.to_json())
         return end_ms
 
     def _timestamp_ms(self, clock_s: float) -> int:
-        return self._start_ms + round(clock_s * self._clock_scale * 1000)
+        return self._start_ms + round(clock_s * self._start.clock_scale * 1000)
 
     def _keep(self, artifact: str, content: bytes) -> None:
         self._artifacts[artifact] = content
-        self._queue.append(_Artifact(artifact, content))
+        self._queue.append(Artifact(artifact, content))
 
     def _wait(self) -> bool:
         store = self._tracking.store
@@ -347,21 +392,6 @@ class RunLog:
         except OSError as error:
             _log.debug("the run can't be kept on disk either: %s", error)
             return None
-
-
-def _status(result: RunResult | None) -> Status:
-    if result is None or result.outcome == DIVERGED:
-        return "FAILED"
-    return "KILLED" if result.outcome == INTERRUPTED else "FINISHED"
-
-
-def _stage_metrics(result: RunResult) -> dict[str, float]:
-    return {
-        f"{column}/stage_{stage.get('index', index)}": float(stage[column])
-        for index, stage in enumerate(result.stages)
-        for column in STAGE_METRICS
-        if isinstance(stage.get(column), int | float)
-    }
 
 
 def _one_line(reason: BaseException | str) -> str:

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,6 +51,23 @@ class Row(NamedTuple):
     value: float
     timestamp_ms: int
     step: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run that MLflow has.
+
+    Attributes:
+        start_ms: when it began, milliseconds since the epoch.
+        params: what it has, under MLflow's names.
+        tags: likewise.
+        metrics: names of the metrics that have values.
+    """
+
+    start_ms: int
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    metrics: frozenset[str]
 
 
 def default_uri() -> str:
@@ -120,6 +138,28 @@ class Store:
         with self._turn() as client:
             run = client.create_run(str(self.experiment_id), start_time=start_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
+
+    def resume_run(self, run_id: str) -> Found | None:
+        """Set a run's status to RUNNING again and return what it has; None if MLflow doesn't know it."""
+        from mlflow.exceptions import MlflowException
+
+        with self._turn() as client:
+            try:
+                run = client.get_run(run_id)
+            except MlflowException as error:
+                if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                    return None
+                raise
+            if run.info.lifecycle_stage == "deleted":  # in the UI
+                client.restore_run(run_id)
+            client.update_run(run_id, status="RUNNING")
+        data = run.data
+        return Found(int(run.info.start_time), dict(data.params), dict(data.tags), frozenset(data.metrics))
+
+    def last_step(self, run_id: str, metric: str) -> int:
+        """Return the largest step at which a metric has a value, -1 where it has none."""
+        with self._turn() as client:
+            return max((int(row.step) for row in client.get_metric_history(run_id, metric)), default=-1)
 
     def log(self, run_id: str, rows: Sequence[Row], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Log values, params and tags, in as few requests as MLflow's limits allow."""

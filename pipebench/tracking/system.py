@@ -1,0 +1,82 @@
+"""System metrics of this host, by MLflow's own monitors: CPU, memory, disk, network and, where there is one, the GPU.
+
+MLflow would start a thread that writes to the store on its own; here its monitors are read by the tracking's sender,
+so that a SQLite file keeps one writer.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Protocol
+
+from pipebench.tracking.history import SYSTEM
+from pipebench.tracking.store import Row
+
+SAMPLE_EVERY_S = 10.0  # MLflow's own default
+_MONITORS = ("cpu_monitor.CPUMonitor", "disk_monitor.DiskMonitor", "network_monitor.NetworkMonitor")
+_GPU_MONITORS = ("gpu_monitor.GPUMonitor", "rocm_monitor.ROCMMonitor")
+_FOLDER = "mlflow.system_metrics.metrics"
+
+_log = logging.getLogger(__name__)
+
+
+class _Monitor(Protocol):
+    """What MLflow's monitors have; they are not typed."""
+
+    def collect_metrics(self) -> Any: ...
+
+    def aggregate_metrics(self) -> Mapping[str, float]: ...
+
+    def clear_metrics(self) -> Any: ...
+
+
+class SystemMetrics:
+    """Samples this host every ten seconds. Made and asked in the sender's thread; never raises."""
+
+    def __init__(self, first_step: int) -> None:
+        """Start the monitors there are.
+
+        Args:
+            first_step: the first sample's step; samples are counted.
+        """
+        self._step = first_step
+        self._monitors = [monitor for path in _MONITORS if (monitor := _start(path)) is not None]
+        self._monitors += [monitor for path in _GPU_MONITORS if (monitor := _start(path)) is not None][:1]
+        self._due_s = time.monotonic() + SAMPLE_EVERY_S
+
+    def due_rows(self) -> tuple[Row, ...]:
+        """Return a sample if it is time for one, else nothing."""
+        if time.monotonic() < self._due_s:
+            return ()
+        self._due_s = time.monotonic() + SAMPLE_EVERY_S
+        values: dict[str, float] = {}
+        for monitor in self._monitors:
+            values |= _read(monitor)
+        timestamp_ms, step = time.time_ns() // 1_000_000, self._step
+        self._step += 1
+        return tuple(Row(f"{SYSTEM}{name}", float(value), timestamp_ms, step) for name, value in values.items())
+
+
+def _start(path: str) -> _Monitor | None:
+    module, name = path.split(".")
+    try:
+        make: Callable[[], _Monitor] = getattr(import_module(f"{_FOLDER}.{module}"), name)
+        monitor = make()
+        monitor.collect_metrics()  # the first CPU share is since an earlier call, of which there is none
+        monitor.clear_metrics()
+    except Exception as error:  # no such device, a library that isn't there, a container that hides its counters
+        _log.debug("no system metrics from %s: %s", path, error)
+        return None
+    return monitor
+
+
+def _read(monitor: _Monitor) -> dict[str, float]:
+    try:
+        monitor.collect_metrics()
+        values = dict(monitor.aggregate_metrics())
+        monitor.clear_metrics()
+    except Exception as error:
+        _log.debug("no system metrics this time: %s", error)
+        return {}
+    return values
