@@ -1,0 +1,142 @@
+"""Crews: a few processes of one thread each that do one job together, and the parent that starts them.
+
+A job is a module-level function. Every process calls it with the same arguments after joining a Gloo group over the
+loopback interface; what it returns comes back as JSON. A crew never outlives its parent.
+"""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pipebench.device import torch_settings
+from pipebench.recipe.schema import EngineRecipe
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+_ENVIRONMENT = {
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent's store: no process has to be one
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_JOIN_LIMIT = timedelta(seconds=120)
+_POLL_S = 0.05
+
+
+def run(
+    job: Callable[..., Any],
+    num_processes: int,
+    arguments: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float = 900,
+) -> list[Any]:
+    """Let a new crew do a job; return what each process's call returned, by rank.
+
+    Args:
+        job: a module-level function; called as `job(**arguments)`.
+        num_processes: size of the crew.
+        arguments: what JSON can hold.
+        environment: variables to add, the same for every process.
+        limit_s: seconds after which the crew is ended.
+
+    Raises:
+        RuntimeError: a process failed, or the time was up; holds what was written to standard error.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "arguments").write_text(json.dumps(arguments))
+        store, port = _store()
+        shared = {
+            **os.environ,
+            **_ENVIRONMENT,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(num_processes),
+            **(environment or {}),
+        }
+        command = [sys.executable, "-m", __name__, f"{job.__module__}:{job.__qualname__}", str(folder)]
+        processes = []
+        try:
+            for rank in range(num_processes):
+                with (folder / f"errors{rank}").open("w") as errors:
+                    own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    processes.append(subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stderr=errors))
+            _wait(processes, folder, time.monotonic() + limit_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+            del store
+        return [json.loads((folder / f"result{rank}").read_text()) for rank in range(num_processes)]
+
+
+def slowest_s(seconds: float) -> float:
+    """Return the most seconds of any process of this crew."""
+    value = torch.tensor([seconds], dtype=torch.float64)
+    distributed.all_reduce(value, distributed.ReduceOp.MAX)
+    return float(value)
+
+
+def together(work: Callable[[], object]) -> float:
+    """Do some work in all processes, begun at the same time; return the seconds of the slowest."""
+    distributed.barrier()
+    started = time.perf_counter()
+    work()
+    return slowest_s(time.perf_counter() - started)
+
+
+def _store() -> tuple[TCPStore, int]:
+    """Return a store that listens on the loopback interface only, and its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, until: float) -> None:
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+        if failed or time.monotonic() > until:
+            break
+        time.sleep(_POLL_S)
+    bad = {rank: process.poll() for rank, process in enumerate(processes) if process.poll() != 0}
+    if bad:
+        told = "\n".join((folder / f"errors{rank}").read_text()[-4000:] for rank in bad)
+        raise RuntimeError(f"processes ended or had to be ended (rank to exit code: {bad}):\n{told}")
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # nothing comes; the end of it does when the parent is gone
+    os._exit(3)
+
+
+def _member(job: str, folder: Path) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    module, function = job.split(":")
+    call = getattr(importlib.import_module(module), function)
+    distributed.init_process_group("gloo", timeout=_JOIN_LIMIT)
+    with torch_settings(EngineRecipe(threads=1)):
+        result = call(**json.loads((folder / "arguments").read_text()))
+    (folder / f"result{distributed.get_rank()}").write_text(json.dumps(result))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    os._exit(0)  # the thread that reads standard input would keep a normal exit waiting
+
+
+if __name__ == "__main__":
+    _member(sys.argv[1], Path(sys.argv[2]))

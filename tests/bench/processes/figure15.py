@@ -1,0 +1,200 @@
+"""PipeDream's Figure 15 in miniature: predicted against measured throughput of many ways to run one model.
+
+Paper: PipeDream (SOSP'19), section 5.5. Differs: two processes on one machine, and flushing modes too.
+"""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipebench.cluster import Cluster, Level
+from pipebench.profile.model import Profile
+from pipebench.steady import simulate_segment
+from tests.bench.processes import crew
+from tests.bench.processes.ours import make_ours
+from tests.bench.processes.subject import Case, Subject, cut_at, make_setup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROUNDS = 5
+NUM_MINIBATCHES = 24  # a multiple of every number of replicas
+CLOSE = 0.05  # relative: the error wanted, and the difference from which an order counts
+_LEFT = (0.2, 0.35, 0.5, 0.65, 0.8)  # shares of the time before the cut
+_COLOURS = {"pipedream": "#0072B2", "pipedream-flush": "#009E73", "gpipe": "#E69F00", "dp": "#D55E00"}
+_MARKERS = {"pipedream": "o", "pipedream-flush": "s", "gpipe": "^", "dp": "D"}
+_WIDTH_IN, _HEIGHT_IN = 7.0, 6.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A case with its two throughputs, in samples per second over a segment, fill and drain included."""
+
+    case: Case
+    predicted_samples_per_s: float
+    measured_samples_per_s: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one: above 0 where the prediction promised too much."""
+        return self.predicted_samples_per_s / self.measured_samples_per_s - 1
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well predictions fit.
+
+    Attributes:
+        correlation: Pearson's, of predicted and measured throughput.
+        mean_error, largest_error: of the absolute relative errors.
+        pairs: pairs of cases whose measured throughputs differ by more than `CLOSE`.
+        wrong_pairs: those of them that are predicted in the other order.
+    """
+
+    correlation: float
+    mean_error: float
+    largest_error: float
+    pairs: int
+    wrong_pairs: int
+
+
+def cases(profile: Profile, subject: Subject, num_processes: int = 2) -> list[Case]:
+    """Return what is compared: cuts that are balanced and that are not, depths, modes, microbatches, replicas."""
+    size = subject.minibatch_size
+    if num_processes == 3:
+        thirds = (cut_at(profile, size, 1 / 3), cut_at(profile, size, 2 / 3))
+        return [
+            *(Case("pipedream", thirds, (1, 1, 1), depth) for depth in (None, 1, 2)),
+            Case("pipedream", thirds[1:], (2, 1)),
+            Case("pipedream", thirds[:1], (1, 2)),
+            *(Case("gpipe", thirds, (1, 1, 1), microbatches=m) for m in (2, 4, 8)),
+            *(Case("pipedream-flush", thirds, (1, 1, 1), microbatches=m) for m in (4, 8)),
+            Case("gpipe", thirds[1:], (2, 1), microbatches=4),
+            Case("dp", (), (3,)),
+        ]
+    cuts = list(dict.fromkeys(cut_at(profile, size, share) for share in _LEFT))
+    middle = cut_at(profile, size)
+    return [
+        *(Case("pipedream", (cut,), (1, 1)) for cut in cuts),
+        *(Case("pipedream", (middle,), (1, 1), depth) for depth in (1, 3)),
+        *(Case("gpipe", (cut,), (1, 1), microbatches=4) for cut in (cuts[0], middle, cuts[-1])),
+        *(Case("gpipe", (middle,), (1, 1), microbatches=m) for m in (2, 8)),
+        *(Case("pipedream-flush", (cut,), (1, 1), microbatches=4) for cut in (cuts[0], middle, cuts[-1])),
+        *(Case("pipedream-flush", (middle,), (1, 1), microbatches=m) for m in (2, 8)),
+        Case("dp", (), (2,)),
+    ]
+
+
+def sizes(subject: Subject) -> list[int]:
+    """Return the numbers of samples that travel in any case."""
+    return [subject.minibatch_size // microbatches for microbatches in (1, 2, 4, 8)]
+
+
+def predicted_s(subject: Subject, case: Case, profile: Profile, cluster: Cluster, num_minibatches: int) -> float:
+    """Return the seconds the simulator gives a segment."""
+    return simulate_segment(make_setup(subject, case, profile, cluster), num_minibatches).end_s
+
+
+def points(subject: Subject, given: Sequence[Case], profile: Profile, cluster: Cluster) -> list[Point]:
+    """Predict every case, then measure all of them in one crew, in turn."""
+    predicted = [predicted_s(subject, case, profile, cluster, NUM_MINIBATCHES) for case in given]
+    (level,) = cluster.levels
+    arguments = {
+        "subject": asdict(subject),
+        "given": [asdict(case) for case in given],
+        "profile": profile.to_json(),
+        "link": [level.bandwidth_bytes_per_s, level.latency_s],
+    }
+    measured = crew.run(measure_here, given[0].num_workers, arguments)[0]
+    samples = NUM_MINIBATCHES * subject.minibatch_size
+    return [Point(c, samples / p, samples / m) for c, p, m in zip(given, predicted, measured, strict=True)]
+
+
+def measure_here(
+    subject: dict[str, Any], given: list[dict[str, Any]], profile: str, link: tuple[float, float]
+) -> list[float]:
+    """Return the median seconds of a segment of every case, of the slowest process; a job for a crew.
+
+    Cases take turns, so that a machine that changes its speed changes it for all of them.
+    """
+    engines = []
+    for fields in given:
+        case = Case(**{**fields, "starts": tuple(fields["starts"]), "replicas": tuple(fields["replicas"])})
+        cluster = Cluster("loopback", "local", None, (Level("machine", case.num_workers, *link),))
+        engines.append(make_ours(make_setup(Subject(**subject), case, Profile.from_json(profile), cluster)))
+    seconds: list[list[float]] = [[] for _ in engines]
+    for turn in range(1 + ROUNDS):
+        for taken, engine in zip(seconds, engines, strict=True):
+            taken.append(crew.together(lambda engine=engine: engine.train(NUM_MINIBATCHES)))  # type: ignore[misc]
+            if turn == 0:
+                taken.clear()
+    return [statistics.median(taken) for taken in seconds]
+
+
+def agreement(found: Sequence[Point]) -> Agreement:
+    """Return how well the predictions of two or more cases fit."""
+    predicted = [point.predicted_samples_per_s for point in found]
+    measured = [point.measured_samples_per_s for point in found]
+    errors = [abs(point.error) for point in found]
+    apart = [
+        (a, b)
+        for a, b in itertools.combinations(found, 2)
+        if max(a.measured_samples_per_s, b.measured_samples_per_s)
+        > (1 + CLOSE) * min(a.measured_samples_per_s, b.measured_samples_per_s)
+    ]
+    wrong = [
+        (a, b)
+        for a, b in apart
+        if (a.measured_samples_per_s < b.measured_samples_per_s)
+        != (a.predicted_samples_per_s < b.predicted_samples_per_s)
+    ]
+    return Agreement(
+        statistics.correlation(predicted, measured), statistics.mean(errors), max(errors), len(apart), len(wrong)
+    )
+
+
+def draw(found: Sequence[Point], heading: str, path: Path) -> None:
+    """Write the picture as a PNG."""
+    figure(found, heading).savefig(path, dpi=110, format="png", metadata={"Software": "pipebench bench"})
+
+
+def figure(found: Sequence[Point], heading: str) -> "Figure":
+    """Return measured over predicted throughput, a mark per case, with the diagonal and the error wanted around it."""
+    from matplotlib.figure import Figure
+
+    fit = agreement(found)
+    made = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    axes = made.subplots()
+    top = 1.08 * max(max(p.predicted_samples_per_s, p.measured_samples_per_s) for p in found)
+    axes.plot((0, top), (0, top), color="#333333", linewidth=0.8)
+    low, high = (0, top * (1 - CLOSE)), (0, top * (1 + CLOSE))
+    axes.fill_between((0, top), low, high, color="#BBBBBB", alpha=0.35, linewidth=0, label=f"within {CLOSE:.0%}")
+    _draw_points(axes, found)
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+    axes.set_xlabel("predicted by the simulator [samples/s]")
+    axes.set_ylabel("measured [samples/s]")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
+    axes.set_title(
+        f"{heading}\n{len(found)} cases, correlation {fit.correlation:.3f}, "
+        f"error {fit.mean_error:.1%} on average and {fit.largest_error:.1%} at most",
+        fontsize=9,
+    )
+    return made
+
+
+def _draw_points(axes: "Axes", found: Sequence[Point]) -> None:
+    for mode in dict.fromkeys(point.case.mode for point in found):
+        own = [point for point in found if point.case.mode == mode]
+        axes.scatter(
+            [point.predicted_samples_per_s for point in own],
+            [point.measured_samples_per_s for point in own],
+            color=_COLOURS.get(mode, "#CC79A7"),
+            marker=_MARKERS.get(mode, "v"),
+            s=36,
+            label=mode,
+        )

@@ -1,0 +1,77 @@
+"""The jobs of the bench's crews."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tests.bench.pairs import Ratio
+from tests.bench.processes import memory, traffic
+from tests.bench.processes.duel import duel
+from tests.bench.processes.ours import Ours
+from tests.bench.processes.references import DDP, DataParallel, Pipelined, distance_from_plain_loop
+from tests.bench.processes.sides import Given, Side, make_side
+from zoo.mnist5k import mnist5k
+
+_WARM_UP = 2
+
+
+def duels(given: Mapping[str, Any], rows: Sequence[tuple[str, str, float, int]], pairs: int) -> list[Any]:
+    """Time sides against each other, one crew for all: (ours, theirs, target, minibatches) in a row.
+
+    Returns:
+        Per row the fields of the ratio, and the median seconds of theirs.
+    """
+    found = Given.from_json(given)
+    sides: dict[str, Side] = {}
+    for name in dict.fromkeys(name for ours, theirs, _, _ in rows for name in (ours, theirs)):
+        sides[name] = make_side(found, name)
+    results = []
+    for ours, theirs, target, count in rows:
+        ratio, theirs_s = duel(
+            f"{ours} against {theirs}",
+            lambda ours=ours, count=count: sides[ours].train(count),  # type: ignore[misc]
+            lambda theirs=theirs, count=count: sides[theirs].train(count),  # type: ignore[misc]
+            target,
+            pairs,
+        )
+        results.append((asdict(ratio), theirs_s))
+    return results
+
+
+def ratio_of(fields: Mapping[str, Any]) -> Ratio:
+    """Return a ratio from the fields that came back from a crew."""
+    return Ratio(**{**fields, "values": tuple(fields["values"])})
+
+
+def peak(given: Mapping[str, Any], side: str, num_minibatches: int) -> int:
+    """Return this process's peak memory of training; the crew should do nothing else before."""
+    found = Given.from_json(given)
+    mnist5k().fetch("train", range(2), ["image", "label"])  # reading the digits takes memory that training doesn't
+
+    def make() -> Any:
+        made = make_side(found, side)
+        return lambda: made.train(num_minibatches)
+
+    return memory.peak_bytes(make)
+
+
+def sent(given: Mapping[str, Any], side: str, num_minibatches: int) -> tuple[int, dict[str, int]]:
+    """Return the bytes that the loopback interface carried, and what this process's engine says it sent, by kind."""
+    made = make_side(Given.from_json(given), side)
+    made.train(_WARM_UP)
+    before = dict(made.sent_bytes()) if isinstance(made, Ours) else {}
+    carried = traffic.bytes_of(lambda: made.train(num_minibatches))
+    after = dict(made.sent_bytes()) if isinstance(made, Ours) else {}
+    return carried, {kind: count - before.get(kind, 0) for kind, count in after.items()}
+
+
+def distance(given: Mapping[str, Any], side: str, steps: int) -> float:
+    """Return how far a reference's weights end from a plain loop's, over how far the loop went."""
+    found = Given.from_json(given)
+    made = make_side(found, side)
+    assert isinstance(made, Pipelined | DataParallel)
+    if side == DDP:
+        made.train(2 * steps)
+        return distance_from_plain_loop(made.module, found.subject, steps, parts=1, of=2)
+    made.train(steps)
+    return distance_from_plain_loop(made.module, found.subject, steps, parts=found.subject.microbatches)

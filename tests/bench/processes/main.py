@@ -1,0 +1,242 @@
+"""`python -m tests.bench.processes.main`: pipebench on two processes of one thread, against torch's own and a bound.
+
+Every ratio is speed of ours over speed of the reference, from interleaved pairs in the same processes; memory is ours
+over theirs, from processes of their own. The profile behind every prediction is taken first, in as many processes at
+once as a run has, and stays as it is.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pipebench.steady import simulate_segment
+from tests.bench.pairs import NUM_PAIRS, Ratio
+from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
+from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B
+from tests.bench.processes.sides import ALONE, OURS, REFERENCES, Given
+from tests.bench.processes.subject import Subject, cut_at, make_setup
+
+PARTS = ("speed", "memory", "traffic", "figure15")
+PICTURE = Path("reports", "figure15_miniature.png")
+_SHORT, _LONG, _FEW = 24, 96, 8  # minibatches; the long segment's fill and drain are about 1% of it
+# Ours, the reference, the target, minibatches per run.
+_DUELS = (
+    (GPIPE, GPIPE, 0.0, _SHORT),  # against itself: the noise of this machine today
+    (OURS[GPIPE], GPIPE, 1.0, _SHORT),
+    (OURS[ONE_F_ONE_B], ONE_F_ONE_B, 1.0, _SHORT),
+    (OURS[DDP], DDP, 1.0, _SHORT),
+    (OURS[ALONE], ALONE, 0.95, _LONG),
+    (OURS[ALONE], OURS[GPIPE], 0.0, _SHORT),
+)
+_REFERENCE_DUELS = tuple((name, GPIPE, 0.0, _SHORT) for name in REFERENCES)
+_LARGEST_DISTANCE = 1e-4  # of float32 weights after a few steps, over the way they went
+
+
+def main() -> None:
+    """Measure and print."""
+    options = _options()
+    console = Console(width=150)
+    subject = Subject(width=options.width)
+    if options.given is not None:  # where the loopback interface is this command's own
+        _print_traffic(console, Given.from_json(json.loads(options.given.read_text())), options)
+        return
+    environment = crew.MALLOC if options.malloc else {}
+    console.print(f"torch {torch.__version__}, {platform.machine()}, 2 processes of 1 thread; {subject}")
+    if environment:
+        console.print("every process: " + " ".join(f"{key}={value}" for key, value in environment.items()))
+    profile, cluster = machine.measure(subject, 2, figure15.sizes(subject), environment)
+    cut = options.cut or cut_at(profile, subject.minibatch_size)
+    given = Given(subject, cut, profile, cluster)
+    _print_given(console, given)
+    if "speed" in options.parts:
+        _print_distances(console, given, environment)
+        console.print(_speed(given, options, environment))
+    if "memory" in options.parts:
+        console.print(_memory(given, options, environment))
+    if "traffic" in options.parts:
+        _traffic_apart(given, options)
+    if "figure15" in options.parts and not options.references:
+        _print_figure15(console, given)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure pipebench's processes against torch's, side by side.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--width", type=float, default=0.25, help="of VGG-16; 1.0 takes about ten times as long")
+    parser.add_argument("--cut", type=int, help="first layer of the second stage; without, where the profile balances")
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS)
+    parser.add_argument("--memory-pairs", type=int, default=7)
+    parser.add_argument("--malloc", action="store_true", help="keep large blocks in the heap, in every process")
+    parser.add_argument("--references", action="store_true", help="measure the references alone")
+    parser.add_argument("--given", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _print_given(console: Console, given: Given) -> None:
+    subject, profile = given.subject, given.profile
+    rows = profile.layers[subject.minibatch_size]
+    first, second = (
+        sum(row.forward_s + row.backward_s for row in part) for part in (rows[: given.cut], rows[given.cut :])
+    )
+    (level,) = given.cluster.levels
+    console.print(
+        f"profile: {profile.note}\ncut before layer {given.cut} ({rows[given.cut].name}): "
+        f"{1000 * first:.1f} and {1000 * second:.1f} ms per minibatch; link {level.bandwidth_bytes_per_s / 1e9:.2f} "
+        f"GB/s, {1e6 * level.latency_s:.0f} us"
+    )
+
+
+def _print_distances(console: Console, given: Given, environment: dict[str, str]) -> None:
+    for side in (GPIPE, ONE_F_ONE_B, DDP):
+        arguments = {"given": given.to_json(), "side": side, "steps": 3}
+        distance = max(crew.run(jobs.distance, 2, arguments, environment=environment))
+        verdict = "the same work" if distance <= _LARGEST_DISTANCE else "NOT THE SAME WORK"
+        console.print(f"{side} against a plain loop after 3 updates: relative distance {distance:.1e}, {verdict}")
+
+
+def _speed(given: Given, options: argparse.Namespace, environment: dict[str, str]) -> Table:
+    rows = _REFERENCE_DUELS if options.references else _DUELS
+    arguments = {"given": given.to_json(), "rows": rows, "pairs": options.pairs}
+    found = crew.run(jobs.duels, 2, arguments, environment=environment, limit_s=7200)[0]
+    head = ("ratio (median)", "range", "target", "verdict", "samples/s, theirs", "ours", "predicted", "error")
+    table = Table(f"speed, {options.pairs} interleaved pairs", *head)
+    for (fields, theirs_s), (ours, _, _, count) in zip(found, rows, strict=True):
+        ratio = jobs.ratio_of(fields)
+        samples = count * given.subject.minibatch_size
+        predicted = ["-", "-"] if ours in REFERENCES else _prediction(given, ours, count, ratio.ours_s)
+        rates = [f"{samples / seconds:,.0f}" for seconds in (theirs_s, ratio.ours_s)]
+        table.add_row(ratio.what, *_ratio_cells(ratio), *rates, *predicted)
+    return table
+
+
+def _prediction(given: Given, mode: str, num_minibatches: int, measured_s: float) -> list[str]:
+    subject = given.subject
+    predicted_s = figure15.predicted_s(subject, given.case(mode), given.profile, given.cluster, num_minibatches)
+    rate = num_minibatches * subject.minibatch_size / predicted_s
+    return [f"{rate:,.0f}", f"{measured_s / predicted_s - 1:+.1%}"]
+
+
+def _ratio_cells(ratio: Ratio) -> list[str]:
+    return [
+        f"{statistics.median(ratio.values):.3f}",
+        f"{min(ratio.values):.3f} to {max(ratio.values):.3f}",
+        f"{ratio.target:.2f}" if ratio.target else "-",
+        ratio.verdict if ratio.target else "-",
+    ]
+
+
+def _memory(given: Given, options: argparse.Namespace, environment: dict[str, str]) -> Table:
+    """Return peaks; a ratio here is theirs over ours, so that above 1 is better, as with speed."""
+    table = Table(
+        f"peak memory above imports and data, {options.memory_pairs} pairs of fresh processes",
+        *("MB per rank, ours", "theirs", "largest rank, theirs / ours (median)", "range", "target", "verdict"),
+    )
+    if not memory.can_measure():
+        table.add_row("not measured: needs Linux's /proc/self/clear_refs")
+        return table
+    pairs = (
+        [(side, GPIPE) for side in REFERENCES]
+        if options.references
+        else [(OURS[s], s) for s in (GPIPE, ONE_F_ONE_B, DDP)]
+    )
+    for ours, theirs in pairs:
+        peaks: dict[bool, list[list[int]]] = {True: [], False: []}
+        for pair in range(options.memory_pairs):
+            for is_ours in (True, False) if pair % 2 == 0 else (False, True):
+                side = ours if is_ours else theirs
+                arguments = {"given": given.to_json(), "side": side, "num_minibatches": _FEW}
+                peaks[is_ours].append(crew.run(jobs.peak, 2, arguments, environment=environment))
+        values = tuple(max(b) / max(a) for a, b in zip(peaks[True], peaks[False], strict=True))
+        ratio = Ratio(f"{ours} against {theirs}", values, 0.0 if options.references else 1.0, 0.0)
+        table.add_row(ratio.what, *(_per_rank(peaks[is_ours]) for is_ours in (True, False)), *_ratio_cells(ratio))
+    return table
+
+
+def _per_rank(peaks: Sequence[Sequence[int]]) -> str:
+    return " / ".join(f"{statistics.median(column) / 1e6:.1f}" for column in zip(*peaks, strict=True))
+
+
+def _traffic_apart(given: Given, options: argparse.Namespace) -> None:
+    """Count in a command of its own, which has the loopback interface to itself where the system allows it."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(given.to_json()))
+        file.flush()
+        words = ["--given", file.name, *(["--references"] if options.references else [])]
+        subprocess.run(traffic.command_alone("tests.bench.processes.main", *words), check=True)
+
+
+def _print_traffic(console: Console, given: Given, options: argparse.Namespace) -> None:
+    if not traffic.can_measure():
+        console.print("loopback: not counted, which needs Linux's /proc/net/dev")
+        return
+    whose = "an interface of their own" if traffic.is_alone() else "the machine's, other programs' traffic included"
+    table = Table(
+        f"loopback, per minibatch; the counters are those of {whose}",
+        *("payload by shapes, MB", "payload the engine counts, MB", "on the interface, MB", "protocol overhead"),
+    )
+    modes = {side: mode for side, mode in OURS.items() if side != ALONE}
+    sides = [(side, mode) for side, mode in modes.items()]
+    if not options.references:
+        sides += [(mode, mode) for mode in OURS.values()]
+    for side, mode in sides:
+        table.add_row(side, *_traffic_cells(given, side, mode))
+    console.print(table)
+
+
+def _traffic_cells(given: Given, side: str, mode: str) -> list[str]:
+    found = crew.run(jobs.sent, 2, {"given": given.to_json(), "side": side, "num_minibatches": _FEW})
+    carried = found[0][0]
+    payload = _payload(given, mode)
+    counted: dict[str, int] = {}
+    for _, sent in found:
+        for kind, num_bytes in sent.items():
+            counted[kind] = counted.get(kind, 0) + num_bytes
+    return [
+        _kinds(payload),
+        _kinds(counted) if side == mode else "-",
+        f"{carried / _FEW / 1e6:.3f}",
+        f"{carried / sum(payload.values()) - 1:+.2%}",
+    ]
+
+
+def _payload(given: Given, mode: str) -> dict[str, int]:
+    setup = make_setup(given.subject, given.case(mode), given.profile, given.cluster)
+    return {kind: num_bytes for (kind, _), num_bytes in simulate_segment(setup, _FEW).num_bytes.items()}
+
+
+def _kinds(found: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {num_bytes / _FEW / 1e6:.3f}" for kind, num_bytes in sorted(found.items()))
+
+
+def _print_figure15(console: Console, given: Given) -> None:
+    subject = given.subject
+    cases = figure15.cases(given.profile, subject)
+    points = figure15.points(subject, cases, given.profile, given.cluster)
+    head = ("predicted, samples/s", "measured, samples/s", "predicted / measured - 1")
+    table = Table(f"figure 15 in miniature, {len(points)} cases", *head)
+    for point in points:
+        rates = (point.predicted_samples_per_s, point.measured_samples_per_s)
+        table.add_row(str(point.case), *(f"{rate:,.0f}" for rate in rates), f"{point.error:+.1%}")
+    console.print(table)
+    fit: Any = figure15.agreement(points)
+    console.print(
+        f"correlation {fit.correlation:.3f}; error {fit.mean_error:.1%} on average, {fit.largest_error:.1%} at most; "
+        f"{fit.wrong_pairs} of {fit.pairs} pairs that differ by more than {figure15.CLOSE:.0%} predicted in the other "
+        "order"
+    )
+    figure15.draw(points, f"VGG-16, width {subject.width:g}, 2 processes", PICTURE)
+    console.print(f"picture: {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The sides that are not ours: torch's pipelines, DistributedDataParallel, and the ideal of a stage that never waits.
+
+torch's pipelines get the very modules that the engine trains (`cut_stage`), so that a difference is one of engines.
+Each of them is used the fastest way it offers: outputs aren't kept, and the loss carries the one scaling of the
+gradients there is.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from pipebench.engine.stage import cut_stage
+from tests.bench.processes.subject import Minibatches, Subject, sgd, straight
+
+GPIPE, ONE_F_ONE_B, DDP = "ScheduleGPipe", "Schedule1F1B", "DistributedDataParallel"
+_SCHEDULES = {GPIPE: ScheduleGPipe, ONE_F_ONE_B: Schedule1F1B}
+_PREPARED = 4  # minibatches the ideal goes round
+
+
+class _OneValue(nn.Module):
+    """Returns a stage's only value by itself, as torch's loss function wants it."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        """Return what the stage puts out."""
+        value: torch.Tensor = self.stage(received)[0]
+        return value
+
+
+class Pipelined:
+    """One of torch's schedules on two stages.
+
+    Args:
+        subject: the model.
+        cut: first layer of the second stage.
+        schedule: its class's name.
+    """
+
+    def __init__(self, subject: Subject, cut: int, schedule: str) -> None:
+        rank = distributed.get_rank()
+        graph, plan = straight(subject, cut)
+        self.module: nn.Module = cut_stage(graph, plan, rank).module.train()
+        stage = PipelineStage(_OneValue(self.module), rank, 2, torch.device("cpu"))
+        size = subject.minibatch_size
+
+        def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(output, label, reduction="sum") / size
+
+        self._schedule: Any = _SCHEDULES[schedule](stage, subject.microbatches, loss, scale_grads=False)
+        self._optimizer = sgd(list(self.module.parameters()))
+        self._minibatches = Minibatches(subject)
+        self._is_first = rank == 0
+
+    def train(self, num_minibatches: int) -> None:
+        """Train on the next minibatches."""
+        for _ in range(num_minibatches):
+            self._optimizer.zero_grad()
+            if self._is_first:
+                self._schedule.step(*self._minibatches.take("image"), return_outputs=False)
+            else:
+                (label,) = self._minibatches.take("label")
+                self._schedule.step(target=label, return_outputs=False)
+            self._optimizer.step()
+
+
+class DataParallel:
+    """DistributedDataParallel on the whole model, with its default buckets.
+
+    BatchNorm's running statistics are each replica's own, as the engine's are between drains.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        self.module = subject.model()
+        self._parallel = DistributedDataParallel(self.module, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self._optimizer = sgd(list(self.module.parameters()))
+        self._minibatches = Minibatches(subject, size, rank)
+        self._size = size
+
+    def train(self, num_minibatches: int) -> None:
+        """Train on the next minibatches, shared out among the processes."""
+        for _ in range(num_minibatches // self._size):
+            image, label = self._minibatches.take("image", "label")
+            self._optimizer.zero_grad()
+            functional.cross_entropy(self._parallel(image), label).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+
+
+class Alone:
+    """Each process trains its own stage with nothing to wait for: inputs and gradients are made up front.
+
+    The slower of the two is the ideal that a pipeline of the two can't beat. The other works at the same time, as it
+    does in the pipeline.
+    """
+
+    def __init__(self, subject: Subject, cut: int) -> None:
+        graph, plan = straight(subject, cut)
+        first, second = (cut_stage(graph, plan, index).module.train() for index in range(2))
+        self._size = subject.minibatch_size
+        self._is_first = distributed.get_rank() == 0
+        minibatches = Minibatches(subject)
+        self._given = [self._prepare(first, second, *minibatches.take("image", "label")) for _ in range(_PREPARED)]
+        self.module: nn.Module = first if self._is_first else second
+        self.module.zero_grad()
+        self._optimizer = sgd(list(self.module.parameters()))
+        # Inputs that never change would lead the weights astray; a step of any length costs the same.
+        self._optimizer.param_groups[0]["lr"] = 1e-9
+
+    def train(self, num_minibatches: int) -> None:
+        """Train on minibatches that are there already."""
+        for k in range(num_minibatches):
+            received, other = self._given[k % _PREPARED]
+            self._optimizer.zero_grad()
+            if self._is_first:
+                self.module(received)[0].backward(other)
+            else:
+                torch.autograd.backward(self._loss(self.module(received.detach().requires_grad_())[0], other))
+            self._optimizer.step()
+
+    def _prepare(
+        self, first: nn.Module, second: nn.Module, image: torch.Tensor, label: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what this process's stage receives: an image and a gradient, or an activation and labels."""
+        activation = first(image)[0].detach().requires_grad_()
+        self._loss(second(activation)[0], label).backward()
+        assert activation.grad is not None
+        return (image, activation.grad) if self._is_first else (activation.detach(), label)
+
+    def _loss(self, output: torch.Tensor, label: torch.Tensor) -> Any:
+        return functional.cross_entropy(output, label, reduction="sum") / self._size
+
+
+def distance_from_plain_loop(module: nn.Module, subject: Subject, steps: int, parts: int, of: int = 1) -> float:
+    """Return how far a trained module is from a plain loop on the whole model, over how far the loop went.
+
+    Args:
+        module: the model or a stage of it, after `steps` updates; parameters have the model's names.
+        subject: the model.
+        steps: number of updates.
+        parts: parts every minibatch is cut into, one forward and backward each.
+        of: minibatches per update.
+    """
+    whole = subject.model()
+    before = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+    optimizer, minibatches = sgd(list(whole.parameters())), Minibatches(subject)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(of):
+            image, label = minibatches.take("image", "label")
+            for x, y in zip(image.chunk(parts), label.chunk(parts), strict=True):
+                loss = functional.cross_entropy(whole(x), y, reduction="sum") / (of * subject.minibatch_size)
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    apart = way = 0.0
+    for name, parameter in module.named_parameters():
+        there = whole.get_parameter(name).detach()
+        apart += float((parameter.detach() - there).square().sum())
+        way += float((there - before[name]).square().sum())
+    return math.sqrt(apart / way)

@@ -1,0 +1,73 @@
+"""Sides by name, so that any process of any crew can make them: ours are modes, theirs are torch's classes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from pipebench.cluster import Cluster, Level
+from pipebench.profile.model import Profile
+from tests.bench.processes.ours import make_ours
+from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, Pipelined
+from tests.bench.processes.subject import Case, Subject, make_setup
+
+ALONE = "slowest stage alone"
+REFERENCES = (GPIPE, ONE_F_ONE_B, DDP, ALONE)
+OURS = {GPIPE: "gpipe", ONE_F_ONE_B: "pipedream-flush", DDP: "dp", ALONE: "pipedream"}  # what stands against what
+
+
+class Side(Protocol):
+    """What trains."""
+
+    def train(self, num_minibatches: int) -> None:
+        """Train on the next minibatches."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every part of the bench is given, measured once before.
+
+    Attributes:
+        subject: the model.
+        cut: first layer of the second stage.
+        profile: taken with as many busy processes as a run has.
+        cluster: the processes and the links between them.
+    """
+
+    subject: Subject
+    cut: int
+    profile: Profile
+    cluster: Cluster
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a crew's arguments can hold."""
+        (level,) = self.cluster.levels
+        return {
+            "subject": asdict(self.subject),
+            "cut": self.cut,
+            "profile": self.profile.to_json(),
+            "link": asdict(level),
+        }
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> "Given":
+        """Return what `to_json` was called on."""
+        cluster = Cluster("loopback", "local", None, (Level(**fields["link"]),))
+        return Given(Subject(**fields["subject"]), fields["cut"], Profile.from_json(fields["profile"]), cluster)
+
+    def case(self, mode: str) -> Case:
+        """Return how a mode of ours is run: on the same two stages as torch's, or data parallel."""
+        if mode == "dp":
+            return Case(mode, (), (2,))
+        microbatches = 1 if mode == "pipedream" else self.subject.microbatches
+        return Case(mode, (self.cut,), (1, 1), microbatches=microbatches)
+
+
+def make_side(given: Given, name: str) -> Side:
+    """Make a side in this process: one of `REFERENCES`, or a mode of ours."""
+    if name == DDP:
+        return DataParallel(given.subject)
+    if name == ALONE:
+        return Alone(given.subject, given.cut)
+    if name in REFERENCES:
+        return Pipelined(given.subject, given.cut, name)
+    return make_ours(make_setup(given.subject, given.case(name), given.profile, given.cluster))
