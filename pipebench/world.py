@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from pipebench.errors import UserError
 from pipebench.launch_join import PeerLostError, Place, connect, is_worker, lost, meet, peers, read_place
 
-__all__ = ["PeerLostError", "World", "check_world_size", "is_worker", "join", "lost", "shared_folder_check"]
+__all__ = ["PeerLostError", "World", "check_world_size", "current", "is_worker", "join", "lost", "shared_folder_check"]
+
+
+# Of this process; torch, too, has one default group per process.
+_joined: list["World"] = []
 
 
 @dataclass
@@ -108,6 +112,16 @@ class World:
         with peers():
             self.store.set("started", "1")
 
+    def first(self, event: str) -> bool:
+        """Say whether this is the first worker to ask about this event, such as a report to be printed once.
+
+        Not collective. Without a store to ask (its server is gone) every worker is told that it is.
+        """
+        try:
+            return int(self.store.add(f"first/{event}", 1)) == 1
+        except RuntimeError:
+            return True
+
     def close(self) -> None:
         """Leave the groups, once. All workers call it; after a failure a process ends without."""
         if not self._closed:
@@ -122,7 +136,6 @@ def join(
     limit_s: float,
     operation_limit_s: float = 1800.0,
     place: Place | None = None,
-    on_join: Callable[[World], None] | None = None,
 ) -> World:
     """Join the other workers of this job.
 
@@ -131,7 +144,6 @@ def join(
         limit_s: how long to wait for workers that haven't come yet, seconds.
         operation_limit_s: how long a message or a collective may take before its peer counts as lost, seconds.
         place: this worker's place, by default from the environment.
-        on_join: called with the world before this returns; for what has to know it even if something fails later.
 
     Raises:
         UserError: no CUDA device where one is asked for, or different kinds of device; a port in use; a worker
@@ -156,10 +168,13 @@ def join(
             timeout=timedelta(seconds=operation_limit_s),
             device_id=chosen if direct else None,
         )
-    world = World(place, chosen, direct, store, operation_limit_s, connection)
-    if on_join is not None:
-        on_join(world)
-    return world
+    _joined.append(World(place, chosen, direct, store, operation_limit_s, connection))
+    return _joined[-1]
+
+
+def current() -> World | None:
+    """Return the world that this process joined last, or None."""
+    return _joined[-1] if _joined else None
 
 
 def own_device_each(everyone: Sequence[dict[str, Any]]) -> bool:

@@ -1,0 +1,152 @@
+"""Run the workers of a distributed run on this host: start, restart, stop, and report once why they failed.
+
+The parent process holds no model and takes no part in training; it can always be interrupted.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipebench.launch_elastic import Attempt
+from pipebench.launch_failure import Failure, report, root_cause, sentence
+from pipebench.launch_join import RUN
+
+# What Slurm and docker, too, leave between SIGTERM and SIGKILL.
+GRACE_S = 30.0
+INTERRUPTED = 130
+# No restart mends these: a mistake stays one, and a stall or an interrupt is meant to end the run.
+_FINAL = ("user", "stalled", "interrupted")
+_POLL_S = 0.02
+# For the launcher to notice that killed workers are dead.
+_KILLING_S = 10.0
+
+
+def run_workers(
+    command: Sequence[str],
+    num_workers: int,
+    run: Path,
+    *,
+    max_restarts: int,
+    grace_s: float = GRACE_S,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """Start the workers of a run on this host and wait for them, restarting them all when one of them dies.
+
+    Ctrl-C asks the workers to stop at the next drain; a second one ends them. SIGTERM and SIGHUP do the first at once
+    and the second after `grace_s` seconds. Signals are heard only if this is the main thread.
+
+    Args:
+        command: program and arguments of every worker, run with RANK, WORLD_SIZE and the like in its environment.
+        num_workers: how many to start.
+        run: the run's folder; workers find it as PIPEBENCH_RUN.
+        max_restarts: how often to restart before giving up. A failure before training began is never worth one.
+        grace_s: see above.
+        say: prints a message of one or more lines; by default to standard error.
+
+    Returns:
+        0 when every worker did its work, whatever came of it; 2 for a user's mistake, 3 for a failure, 130 when a
+        second signal ended the workers. Whatever isn't 0 has been reported.
+    """
+    say = say or _say
+    settings = {RUN: str(run), **worker_settings(num_workers)}
+    with _Signals(grace_s) as signals:
+        for number in range(max_restarts + 1):
+            attempt = Attempt(command, num_workers, number, settings)
+            try:
+                if not _watch(attempt, signals, say):
+                    return INTERRUPTED
+                failures = attempt.failures()
+                if not failures:
+                    return 0
+                cause, started = root_cause(failures), attempt.started
+            finally:
+                attempt.close()
+            again = started and cause.kind not in _FINAL and not signals.asked and number < max_restarts
+            if not again:
+                say(report(cause, _after(cause, number, started)))
+                return cause.exit_code
+            say(f"pipebench: {sentence(cause).splitlines()[0]}; restart {number + 1} of {max_restarts}")
+    raise AssertionError("a run ends in its last attempt")
+
+
+def worker_settings(num_workers: int) -> dict[str, str]:
+    """Return environment variables of workers that share this host, without those that the user has set."""
+    settings = {
+        # torch's C++ side prints pages about every connection that a dead worker leaves behind.
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+        # Every worker would take all cores for itself.
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_workers)),
+    }
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+class _Signals:
+    """Hears the signals that ask this process to end, instead of being ended by them.
+
+    Attributes:
+        asked: there was one.
+        deadline_s: when patience ends, by `time.monotonic`.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.asked = False
+        self.deadline_s = math.inf
+        self._grace_s = grace_s
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # Who started this process may want one ignored, as nohup does.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        patience_s = math.inf if not self.asked else 0.0
+        if number != signal.SIGINT:
+            patience_s = self._grace_s
+        self.deadline_s = min(self.deadline_s, time.monotonic() + patience_s)
+        self.asked = True
+
+
+def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> bool:
+    """Wait for the workers and pass on what the user wants; False if a signal ended them."""
+    passed_on = False
+    while not attempt.wait(_POLL_S):
+        if signals.asked and not passed_on:
+            passed_on = True
+            attempt.request_stop("interrupted")
+            say("pipebench: stopping at the next drain; Ctrl-C again ends now")
+        if time.monotonic() > signals.deadline_s:
+            attempt.kill()
+            attempt.wait(_KILLING_S)
+            say("pipebench: ended before the next drain")
+            return False
+    return True
+
+
+def _after(cause: Failure, number: int, started: bool) -> str:
+    if cause.kind in _FINAL:
+        return ""
+    if not started:
+        return "before training began"
+    return f"after {number} restart{'s' if number > 1 else ''}" if number else ""
+
+
+def _say(text: str) -> None:
+    # The terminal may be the very thing that has gone.
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
