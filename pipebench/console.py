@@ -1,6 +1,6 @@
 """What is printed when a run, its seeds or a comparison is done."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from pipebench.comparison import HEADINGS, comparison_markdown, comparison_rows, time_to_accuracy_s
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
+from pipebench.prediction import prediction_line
 from pipebench.progress import RunProgress, preparing
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
@@ -48,6 +49,19 @@ _STAGE_COLUMNS = (
     ("versions", "weight_versions_max", lambda value: f"{value:g}"),
     ("peak memory", "peak_memory_bytes", num_bytes),
 )
+# The same of RunResult.workers.
+_WORKER_COLUMNS = (
+    ("worker", "worker", str),
+    ("stage", "stage", str),
+    ("rank", "rank", str),
+    ("compute", "compute_s", seconds),
+    ("waiting", "waiting_s", seconds),
+    ("sending", "sending_s", seconds),
+    ("other", "other_s", seconds),
+    ("all-reduce", "all_reduce_s", seconds),
+    ("bubble", "bubble_fraction", percent),
+)
+_Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 
 
 def is_terminal() -> bool:
@@ -72,8 +86,9 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     for name, text in _facts(result):
         facts.add_row(Text(name, style="dim"), Text(text))
     print_plain(console, Padding(facts, (0, 0, 0, 2)))
-    if any(result.stages):
-        print_plain(console, Padding(_stage_table(result.stages), (0, 0, 0, 2)))
+    for rows, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
+        if any(rows):
+            print_plain(console, Padding(_table_of(rows, columns), (0, 0, 0, 2)))
     if picture:
         print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
     _print_link(console, link)
@@ -176,11 +191,12 @@ def new_table(*headings: str, narrow: bool = False, left: int = 1) -> Table:
     return table
 
 
-def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [column for column in _STAGE_COLUMNS if any(stage.get(column[1]) is not None for stage in stages)]
+def _table_of(rows: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
+    """Return a line per row, without the columns that no row has."""
+    columns = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
     table = new_table(*(heading for heading, _, _ in columns))
-    for stage in stages:
-        table.add_row(*(UNKNOWN if stage.get(key) is None else write(stage[key]) for _, key, write in columns))
+    for row in rows:
+        table.add_row(*(UNKNOWN if row.get(key) is None else write(row[key]) for _, key, write in columns))
     return table
 
 
@@ -190,6 +206,7 @@ def _facts(result: RunResult) -> list[tuple[str, str]]:
         ("durations", result.timing),
         ("time to accuracy", _time_to_accuracy(result)),
         ("epochs", _epochs(result)),
+        ("prediction", prediction_line(result.metrics)),
         ("throughput", _throughput(result)),
         ("sent per sample", _bytes_by_kind(result.metrics)),
         ("workers idle", _idle(result.metrics)),

@@ -83,6 +83,19 @@ def test_the_summary_tells_everything_a_run_came_to() -> None:
     assert not any(line.endswith(" ") for line in lines)
 
 
+def test_the_summary_has_a_row_per_worker_and_the_prediction() -> None:
+    row = {"worker": 0, "stage": 1, "rank": 2, "compute_s": 5.0, "waiting_s": 3.0, "sending_s": 0.5, "other_s": 1.5}
+    workers = ({**row, "all_reduce_s": 0.0, "bubble_fraction": 0.5, "waiting_norm_s": 0.0},)
+    to = plain()
+    console.print_summary(
+        replace(DP, workers=workers, metrics={**DP.metrics, "predicted_epoch_time_s": 1.5}), "", "", to
+    )
+    lines = [line.split() for line in written(to).splitlines()]
+    assert ["worker", "stage", "rank", "compute", "waiting", "sending", "other", "all-reduce", "bubble"] in lines
+    assert ["0", "1", "2", "5.00", "s", "3.00", "s", "500", "ms", "1.50", "s", "0", "s", "50.0%"] in lines
+    assert ["prediction", "epoch", "1.50", "s", "predicted,", "1.80", "s", "measured", "(+20.0%)"] in lines
+
+
 def test_the_summary_has_a_row_per_stage() -> None:
     to = plain()
     console.print_summary(DP, "", "", to)

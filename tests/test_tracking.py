@@ -501,6 +501,12 @@ def test_a_host_without_counters_has_no_system_metrics(tracking: Tracking, monke
     assert not [name for name in fetch(run).data.metrics if name.startswith("system/")]
 
 
+def test_results_of_before_there_were_workers_can_be_read() -> None:
+    data = json.loads(RESULT.to_json())
+    del data["workers"]
+    assert RunResult.from_json(json.dumps(data)) == RESULT
+
+
 def test_every_worker_has_its_seconds(tracking: Tracking) -> None:
     rows = tuple(
         {"worker": i, "rank": i, "compute_s": float(i), "waiting_norm_s": 0.0, "bubble_fraction": 0.5}
