@@ -22,8 +22,6 @@ from pipebench.launch_join import RUN
 # What Slurm and docker, too, leave between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 INTERRUPTED = 130
-# No restart mends these: a mistake stays one, and a stall or an interrupt is meant to end the run.
-_FINAL = ("user", "stalled", "interrupted")
 _POLL_S = 0.02
 # For the launcher to notice that killed workers are dead.
 _KILLING_S = 10.0
@@ -47,7 +45,7 @@ def run_workers(
         command: program and arguments of every worker, run with RANK, WORLD_SIZE and the like in its environment.
         num_workers: how many to start.
         run: the run's folder; workers find it as PIPEBENCH_RUN.
-        max_restarts: how often to restart before giving up. A failure before training began is never worth one.
+        max_restarts: how often to restart before giving up.
         grace_s: see above.
         say: prints a message of one or more lines; by default to standard error.
 
@@ -69,9 +67,8 @@ def run_workers(
                 cause, started = root_cause(failures), attempt.started
             finally:
                 attempt.close()
-            again = started and cause.kind not in _FINAL and not signals.asked and number < max_restarts
-            if not again:
-                say(report(cause, _after(cause, number, started)))
+            if signals.asked or number == max_restarts or not worth_restart(cause, started):
+                say(report(cause, _when(number, started)))
                 return cause.exit_code
             say(f"pipebench: {sentence(cause).splitlines()[0]}; restart {number + 1} of {max_restarts}")
     raise AssertionError("a run ends in its last attempt")
@@ -138,12 +135,22 @@ def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> b
     return True
 
 
-def _after(cause: Failure, number: int, started: bool) -> str:
-    if cause.kind in _FINAL:
-        return ""
-    if not started:
-        return "before training began"
-    return f"after {number} restart{'s' if number > 1 else ''}" if number else ""
+def worth_restart(cause: Failure, started: bool) -> bool:
+    """Say whether to try again: not after mistakes and stalls, nor after a start that would only fail again.
+
+    Args:
+        cause: why the workers ended.
+        started: training had begun on all of them.
+    """
+    if cause.kind in ("user", "stalled", "interrupted"):
+        return False
+    # Somebody, or something, ended it from outside: at whatever moment, that says nothing about the program.
+    return started or cause.message in ("ended by SIGKILL", "ended by SIGTERM")
+
+
+def _when(number: int, started: bool) -> str:
+    restarts = f"after {number} restart{'s' if number > 1 else ''}" if number else ""
+    return ", ".join(part for part in ("" if started else "before training began", restarts) if part)
 
 
 def _say(text: str) -> None:

@@ -129,8 +129,8 @@ class Attempt:
 
     @property
     def started(self) -> bool:
-        """Say whether training had begun."""
-        return bool(self._keys.check(["started"]))
+        """Say whether training had begun on every worker."""
+        return bool(self._keys.check([f"started/{rank}" for rank in range(self._num_workers)]))
 
     def failures(self) -> list[Failure]:
         """Return how workers failed, once all have ended; empty if none did.
@@ -153,7 +153,8 @@ class Attempt:
     def _watch(self) -> None:
         """Note who died first, and end what is left some time after that."""
         if self._first_dead_s is None:
-            self._died_first = {rank for rank, pid in self._pids().items() if _exit_code(pid)}
+            recorded = {int(file.parent.name) for file in self._folder.rglob("error.json")}
+            self._died_first = recorded | {rank for rank, pid in self._pids().items() if _exit_code(pid)}
             self._first_dead_s = time.monotonic() if self._died_first else None
         elif time.monotonic() - self._first_dead_s > _CLOSING_S:
             self.kill()
@@ -169,7 +170,8 @@ class Attempt:
             rdzv_backend=_BACKEND,
             rdzv_configs={"store": self.store},
             max_restarts=0,
-            monitor_interval=0.2,
+            # Seconds; longer than our own watch takes, so that it sees who died first.
+            monitor_interval=0.3,
             logs_specs=DefaultLogsSpecs(log_dir=str(self._folder)),
         )
         try:

@@ -137,7 +137,7 @@ def report(failure: Failure, after: str = "") -> str:
         after: when it happened or what was tried, such as `after 3 restarts`; "" for nothing.
     """
     lines = sentence(failure).splitlines()
-    if after:
+    if after and failure.kind != "user":
         lines[0] += f" ({after})"
     if failure.message == "ended by SIGKILL":
         lines.append("the system sends SIGKILL when memory runs out, unless somebody did")

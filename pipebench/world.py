@@ -108,9 +108,12 @@ class World:
         return self._groups[key]
 
     def mark_started(self) -> None:
-        """Tell the launcher that training has begun: from now on a failure is worth a restart. Not collective."""
+        """Tell the launcher that training has begun here; not collective.
+
+        Once all workers have said so, a failure is worth a restart.
+        """
         with peers():
-            self.store.set("started", "1")
+            self.store.set(f"started/{self.rank}", "1")
 
     def first(self, event: str) -> bool:
         """Say whether this is the first worker to ask about this event, such as a report to be printed once.
