@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pipebench.checkpoint.recut import carried_states
+from pipebench.checkpoint.share import Share
+from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
 from pipebench.engine.stage import Stage
 from pipebench.engine.weights import MakeOptimizer, Version, Weights
 from pipebench.sampling import mix, name_hash, seed_default_generator
@@ -46,7 +49,8 @@ class Place(NamedTuple):
     starts: bool
 
 
-_ALONE = Place("train", 0, 0, starts=True)
+_TRAIN = "train"
+_ALONE = Place(_TRAIN, 0, 0, starts=True)
 
 
 class Replica:
@@ -203,6 +207,60 @@ class Replica:
         parameters = dict(zip(self.weights.names, self.weights.newest.parameters, strict=True))
         return {**parameters, **dict(self.module.named_buffers())}
 
+    def state(self, share: Share) -> ModelState:
+        """Return this replica's share of the model's state at a drain: references, not copies."""
+        carried = {
+            f"{stream}/{microbatch}/{path}": carried
+            for (split, stream, microbatch), state in self.states.items()
+            if split == _TRAIN and share.holds(stream)
+            for path, carried in zip(self.stage.stateful, state, strict=True)
+        }
+        buffers = {share.names[name]: buffer for name, buffer in self.module.named_buffers()}
+        if share.replica > 0:
+            own = {name: buffer for name, buffer in buffers.items() if not buffer.is_floating_point()}
+            return ModelState(counters={f"{share.replica}/{n}": b for n, b in own.items()}, carried=carried)
+        return ModelState(
+            parameters={share.names[name]: parameter.detach() for name, parameter in self._parameters().items()},
+            optimizer={share.names[name]: state for name, state in self.weights.optimizer_state().items()},
+            buffers=buffers,
+            carried=carried,
+        )
+
+    def restore(self, state: ModelState, share: Share) -> None:
+        """Take over this replica's share of a model's state, by name, as if it had trained up to there.
+
+        Args:
+            state: of the whole model, taken under any plan; not changed, and not kept.
+            share: this replica's.
+
+        Raises:
+            CheckpointError: the state lacks something that this stage holds, or has it in another shape; nothing of
+                the replica has changed then.
+        """
+        own = {name: share.names[name] for name in (*self._parameters(), *dict(self.module.named_buffers()))}
+        given = {**state.buffers, **state.parameters}
+        given |= {n: b for n in own.values() if (b := state.counters.get(f"{share.replica}/{n}")) is not None}
+        tensors = {**self._parameters(), **dict(self.module.named_buffers())}
+        for name, tensor in tensors.items():
+            _check_fits(own[name], tensor, given)
+        carried = carried_states(state.carried, self.stage.stateful, share.unit_sizes)
+        parameters = {name: given[own[name]] for name in self.weights.names}
+        optimizer = {n: state.optimizer[own[n]] for n in self.weights.names if own[n] in state.optimizer}
+        self.weights.restore(parameters, optimizer)
+        with torch.no_grad():
+            for name in tensors.keys() - {*self.weights.names}:
+                tensors[name].copy_(given[own[name]])
+        self.states = {
+            (_TRAIN, *place): same_type_map(values, lambda t: t.to(self._device, copy=True))
+            for place, values in carried.items()
+            if share.holds(place[0])
+        }
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """Return the newest parameters, and those that aren't trained."""
+        newest = dict(zip(self.weights.names, self.weights.newest.parameters, strict=True))
+        return {**dict(self.module.named_parameters()), **newest}
+
     def live_bytes(self) -> int:
         """Return the bytes this replica holds: versions, optimizer state, gradients, minibatches in flight."""
         gradients = sum(g.nbytes for g in self.gradients if g is not None)
@@ -269,7 +327,7 @@ class Replica:
             total, self.gradients[index] = self.gradients[index], None
             on_gradient(index, gradient if total is None else total + gradient)
 
-        handles = [parameter.register_hook(partial(tell, index)) for index, parameter in enumerate(parameters)]
+        handles = [parameter.register_hook(partial(tell, index)) for index, parameter in enumerate(parameters)]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -320,6 +378,15 @@ def _as_leaf(leaf: Any) -> Any:
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state that lacks a parameter or buffer, or has another shape of it."""
+    if name not in given:
+        raise CheckpointError(f"the checkpoint has no {name}, which the model has")
+    if given[name].shape != tensor.shape:
+        shapes = f"{list(given[name].shape)} in the checkpoint and {list(tensor.shape)} in the model"
+        raise CheckpointError(f"{name} has the shape {shapes}")
 
 
 def _num_bytes(value: Any) -> int:

@@ -10,7 +10,8 @@ cuDNN would copy the weights at every call.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,6 +140,28 @@ class Weights:
             parameter.grad = None
         target.number += 1
         self._collect()
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Return what the optimizer keeps for every parameter it has updated, by name: references, not copies."""
+        state = self.optimizer.state if self.optimizer else {}
+        pairs = zip(self.names, self.newest.parameters, strict=True)
+        return {name: dict(state[p]) for name, p in pairs if state.get(p)}
+
+    def restore(self, parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the newest weights and what the optimizer keeps for them, by name; nothing may be in flight."""
+        with torch.no_grad():
+            for name, parameter in zip(self.names, self.newest.parameters, strict=True):
+                parameter.copy_(parameters[name])
+        if self.optimizer is None:
+            return
+        given = {i: optimizer[name] for i, name in enumerate(self.names) if name in optimizer}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": given})
+        # The optimizer knows on which device it wants what, but would also round it all to the parameter's type.
+        for index, state in given.items():
+            taken = self.optimizer.state[self.newest.parameters[index]]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    taken[key] = value.to(taken[key].device, copy=True)
 
     def _new_version(self) -> Version:
         return Version(self._shapes, self._groups, self._like)

@@ -1,0 +1,111 @@
+"""Files that are whole or not there: written aside, forced to the disk, renamed; hashed while they are written."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_CHUNK_BYTES = 1 << 22
+ASIDE = ".tmp"
+
+
+class HashingWriter:
+    """A file for `torch.save`: counts and hashes what is written.
+
+    A write that fails is told by `finish`, not by `write`: torch's zip writer can't end cleanly after an exception and
+    would take the process with it.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._failure: OSError | None = None
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Take some bytes; return how many."""
+        count = memoryview(data).nbytes
+        if self._failure is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._failure = error
+            self._hash.update(data)
+            self.num_bytes += count
+        return count
+
+    def flush(self) -> None:
+        """Do nothing: `finish` flushes."""
+
+    def finish(self) -> str:
+        """Force everything to the disk; return the SHA-256 of what was written.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._hash.hexdigest()
+
+
+def write_aside(path: Path, fill: Callable[[HashingWriter], object]) -> tuple[str, int]:
+    """Write a file beside its place and leave it there, as `aside(path)`, for the caller to rename.
+
+    Returns:
+        SHA-256 and number of bytes.
+
+    Raises:
+        OSError: it can't be written, the disk being full for one; nothing is left behind.
+    """
+    beside = aside(path)
+    try:
+        with open(beside, "wb") as file:
+            writer = HashingWriter(file)
+            fill(writer)
+            return writer.finish(), writer.num_bytes
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Give a file new content; whoever reads it meanwhile, or after a crash, finds the old or the new one.
+
+    Raises:
+        OSError: it can't be written; the old content stays.
+    """
+    write_aside(path, lambda writer: writer.write(content))
+    rename(aside(path), path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file, and force that to the disk."""
+    os.replace(source, target)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's list of files to the disk, where the file system knows such a thing."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def aside(path: Path) -> Path:
+    """Return where a file stands until it is whole."""
+    return path.with_name(f".{path.name}{ASIDE}")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256", _bufsize=_CHUNK_BYTES).hexdigest()

@@ -1,0 +1,56 @@
+"""Which part of a model's state a worker holds, and under which of the model's own names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipebench.graph import LayerGraph
+
+if TYPE_CHECKING:
+    from pipebench.engine.setup import Setup
+
+
+@dataclass(frozen=True)
+class Share:
+    """One worker's part of a model's state.
+
+    Attributes:
+        names: name in the stage's module to the model's own name, of every parameter and buffer.
+        replica: position among the replicas of its stage. The first answers for parameters, optimizer and buffers.
+        num_replicas: of its stage. They take turns with the streams of a text.
+        unit_sizes: samples of every microbatch of a minibatch, of text in streams.
+    """
+
+    names: Mapping[str, str] = field(repr=False)
+    replica: int = 0
+    num_replicas: int = 1
+    unit_sizes: tuple[int, ...] = (1,)
+
+    def holds(self, stream: int) -> bool:
+        """Return whether this replica carries a stream's state: segments start at multiples of the streams."""
+        return stream % self.num_replicas == self.replica
+
+
+def share_of(setup: "Setup", worker: int) -> Share:
+    """Return a worker's share of the state of a setup's model."""
+    from pipebench.sampling import microbatch_sizes
+
+    stage, replica = setup.pipeline.places[worker]
+    sizes = tuple(microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches))
+    return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], sizes)
+
+
+def own_names(graph: LayerGraph) -> dict[str, str]:
+    """Return the model's own name of every parameter and buffer of its layer graph.
+
+    A tied one has several names, and which of them comes first in a stage depends on the cut; the model's first is its
+    own. What tracing has added (tensors made in forward, second copies of random layers) keeps its name.
+    """
+    own: dict[int, str] = {}
+    for part in (graph.model, graph.root):
+        for named in (part.named_parameters(remove_duplicate=False), part.named_buffers(remove_duplicate=False)):
+            for name, tensor in named:
+                own.setdefault(id(tensor), name)
+    root = graph.root
+    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    return {name: own[id(tensor)] for name, tensor in tensors}

@@ -1,0 +1,108 @@
+"""What a checkpoint holds: a model in training, by the model's own names, whatever plan it is trained under."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from pipebench.errors import UserError
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint that can't be read, written or taken up; names the file or the entry, and the reason."""
+
+
+@dataclass
+class ModelState:
+    """The state of one replica of a stage, or of several merged.
+
+    Attributes:
+        parameters: the newest weights, frozen ones included, by the model's own name.
+        optimizer: what torch.optim keeps for a parameter (tensors, numbers), by the parameter's name.
+        buffers: by the model's own name; those that replicas average, and the first replica's others.
+        counters: `replica/name` to the buffers that aren't averaged (integers) of replicas other than the first.
+        carried: `stream/microbatch/module` to what a module carries to that stream's next minibatch of training.
+    """
+
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    counters: dict[str, torch.Tensor] = field(default_factory=dict)
+    carried: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def merge(cls, states: Iterable["ModelState"]) -> "ModelState":
+        """Return the state of a whole model from those of its stages and replicas; tensors are shared, not copied."""
+        merged = cls()
+        for state in states:
+            for section in fields(cls):
+                getattr(merged, section.name).update(getattr(state, section.name))
+        return merged
+
+    def to_plain(self) -> dict[str, dict[str, Any]]:
+        """Return it as dictionaries of tensors on the CPU, none of which is a view of something larger.
+
+        Raises:
+            CheckpointError: a state is of a type that `torch.load(weights_only=True)` wouldn't read back.
+        """
+        return {
+            section.name: {name: _plain(value, name) for name, value in getattr(self, section.name).items()}
+            for section in fields(self)
+        }
+
+    @classmethod
+    def from_plain(cls, data: object) -> "ModelState":
+        """Return the state that `to_plain` wrote.
+
+        Raises:
+            CheckpointError: it isn't one.
+        """
+        names = {section.name for section in fields(cls)}
+        if not isinstance(data, dict) or data.keys() != names or not all(map(_is_section, data.values())):
+            raise CheckpointError("is not a checkpoint of pipebench")
+        for section in ("parameters", "buffers", "counters"):
+            if not all(isinstance(value, torch.Tensor) for value in data[section].values()):
+                raise CheckpointError(f"holds something that isn't a tensor among its {section}")
+        if not all(map(_is_section, data["optimizer"].values())):
+            raise CheckpointError("holds something that isn't a parameter's state among its optimizer state")
+        return cls(**data)
+
+
+def same_type_map(value: Any, function: Any) -> Any:
+    """Return a copy of nested lists, tuples and dictionaries with a function applied to every tensor in them."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return type(value)((key, same_type_map(each, function)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value)(same_type_map(each, function) for each in value)
+    return value
+
+
+def _is_section(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _plain(value: Any, name: str) -> Any:
+    _check_types(value, name)
+    return same_type_map(value, _on_cpu)
+
+
+def _check_types(value: Any, name: str) -> None:
+    if value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, complex, str):
+        return
+    if type(value) not in (dict, OrderedDict, list, tuple):
+        raise CheckpointError(
+            f"the state of {name} holds a {type(value).__name__}; a checkpoint holds tensors, numbers, texts and None, "
+            f"in lists, tuples and dictionaries"
+        )
+    for each in (*value, *value.values()) if isinstance(value, dict) else value:
+        _check_types(each, name)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.detach().cpu()
+    is_view = found.untyped_storage().nbytes() != found.nbytes  # torch.save would write the whole storage
+    return found.clone() if is_view else found

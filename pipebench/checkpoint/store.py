@@ -1,0 +1,293 @@
+"""A folder of checkpoints: parts written by every worker, made whole by a manifest, checked when they are read.
+
+    step-00000375/
+        stage-0.6f1e0c9ab2d4.pt     a worker's part, named after its content
+        stage-1.0b77e2c5d901.pt
+        manifest.json               the parts' names, sizes and SHA-256, and the run's progress; written last
+
+A part of another content has another name, so writing a checkpoint never touches one that is whole already, not even
+at the same step. The manifest carries a SHA-256 of itself.
+"""
+
+import hashlib
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipebench.checkpoint import files
+from pipebench.checkpoint.state import CheckpointError, ModelState
+
+MANIFEST = "manifest.json"
+_FORMAT = "pipebench checkpoint 1"
+_STEP = re.compile(r"step-(\d{8,})", re.ASCII)
+_PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a checkpoint, as its manifest names it.
+
+    Attributes:
+        file: its name in the checkpoint's folder.
+        num_bytes: its size.
+        sha256: of its content, in hexadecimal.
+    """
+
+    file: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Attributes:
+        path: its folder.
+        step: minibatches of the run that were done.
+        progress: what was committed with it.
+        parts: its files.
+    """
+
+    path: Path
+    step: int
+    progress: dict[str, Any]
+    parts: tuple[Part, ...]
+
+    def load(self) -> ModelState:
+        """Return the model's state, mapped from the files: only what is used of it is read.
+
+        Raises:
+            CheckpointError: a part can't be read as one; names it.
+        """
+        return ModelState.merge(_load_part(self.path / part.file) for part in self.parts)
+
+    def check(self) -> None:
+        """Read everything once.
+
+        Raises:
+            CheckpointError: something is missing or isn't what was written; names it.
+        """
+        for part in self.parts:
+            path = self.path / part.file
+            try:
+                num_bytes = path.stat().st_size
+                if num_bytes != part.num_bytes:
+                    raise CheckpointError(f"{path}: has {num_bytes:,} bytes instead of {part.num_bytes:,}")
+                if files.sha256_of(path) != part.sha256:
+                    raise CheckpointError(f"{path}: its content isn't what was written (another SHA-256)")
+            except FileNotFoundError:
+                raise CheckpointError(f"{path}: is missing") from None
+            except OSError as error:
+                raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+        self.load()
+
+
+class Checkpoints:
+    """The checkpoints of a run. Every worker writes its part; one of them, when all have, commits.
+
+    Args:
+        folder: where they are; need not exist.
+        keep: how many whole ones stay; at least 1.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def write_part(self, step: int, part: str, state: ModelState) -> Part:
+        """Write one worker's part, onto the disk.
+
+        Args:
+            step: minibatches done.
+            part: letters, digits and `-`; no two workers give the same.
+            state: what the worker holds; not changed meanwhile.
+
+        Raises:
+            OSError: it can't be written, the disk being full for one; nothing of it is left behind.
+            CheckpointError: a module carries a state of a type that can't be read back.
+        """
+        plain = state.to_plain()
+        target = self._folder(step) / f"{part}.pt"
+        if not target.parent.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            files.sync_folder(self.folder)
+        sha256, num_bytes = files.write_aside(target, lambda writer: torch.save(plain, writer))  # type: ignore[arg-type] # it only writes
+        named = target.with_name(f"{part}.{sha256[:12]}.pt")
+        files.rename(files.aside(target), named)
+        return Part(named.name, num_bytes, sha256)
+
+    def commit(self, step: int, parts: Sequence[Part], progress: Mapping[str, Any]) -> None:
+        """Make a checkpoint of parts that are on the disk; then remove all but the newest `keep`, and leftovers.
+
+        Args:
+            step: minibatches done.
+            parts: of all workers.
+            progress: JSON data, given back with the checkpoint.
+
+        Raises:
+            OSError: the manifest can't be written; earlier checkpoints stay.
+        """
+        content = {
+            "format": _FORMAT,
+            "step": step,
+            "parts": [asdict(part) for part in parts],
+            "progress": dict(progress),
+        }
+        text = json.dumps({**content, "sha256": _hash_of(content)}, indent=1)
+        files.replace(self._folder(step) / MANIFEST, text.encode())
+        with suppress(OSError, CheckpointError):
+            self._prune(step)
+
+    def abandon(self, step: int) -> None:
+        """Remove the parts of a step that won't be committed; a checkpoint of that step made earlier stays."""
+        folder = self._folder(step)
+        if not (folder / MANIFEST).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with suppress(OSError, CheckpointError):
+                self._tidy(_read(folder))
+
+    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint in which every byte is what was written.
+
+        Args:
+            before: look only at checkpoints of earlier steps.
+
+        Returns:
+            The checkpoint, or None; and a sentence for each newer one that had to be skipped.
+        """
+        skipped: list[str] = []
+        for step in sorted(self.steps(), reverse=True):
+            if before is not None and step >= before:
+                continue
+            try:
+                return self.at(step), skipped
+            except CheckpointError as error:
+                skipped.append(f"skipped the checkpoint of step {step}: {error}")
+        return None, skipped
+
+    def at(self, step: int, *, check: bool = True) -> Checkpoint:
+        """Return the checkpoint of a step.
+
+        Args:
+            step: minibatches done.
+            check: read all of it to see that it is whole; False where another process has just done so.
+
+        Raises:
+            CheckpointError: there is none, or it isn't whole; names the file and the reason.
+        """
+        checkpoint = _read(self._folder(step))
+        if check:
+            checkpoint.check()
+        return checkpoint
+
+    def steps(self) -> list[int]:
+        """Return the steps there is something of, whole or not, ascending."""
+        return sorted(step for _, step in self._entries())
+
+    def _folder(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _entries(self) -> Iterator[tuple[Path, int]]:
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            matched = _STEP.fullmatch(path.name)
+            if matched and path.name == f"step-{int(matched[1]):08d}":
+                yield path, int(matched[1])
+
+    def _prune(self, committed: int) -> None:
+        """Remove older checkpoints and leftovers.
+
+        Later steps go too: they belong to a past that the run was set back from.
+        """
+        self._tidy(_read(self._folder(committed)))
+        kept = 1
+        for path, step in sorted(self._entries(), key=lambda entry: -entry[1]):
+            if step == committed:
+                continue
+            if step < committed and kept < self.keep and _seems_whole(path):
+                kept += 1
+            else:
+                _remove(path)
+        for path in self.folder.glob(".removed-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _tidy(self, checkpoint: Checkpoint) -> None:
+        """Remove parts that don't belong to a checkpoint from its folder."""
+        used = {part.file for part in checkpoint.parts}
+        for path in checkpoint.path.iterdir():
+            is_part = _PART.fullmatch(path.name) or path.name.endswith(files.ASIDE)
+            if is_part and path.name not in used:
+                path.unlink(missing_ok=True)
+
+
+def _read(folder: Path) -> Checkpoint:
+    """Return what a manifest says, its parts unseen."""
+    path = folder / MANIFEST
+    try:
+        data = json.loads(path.read_bytes())
+        sha256 = data.pop("sha256")
+        if data["format"] != _FORMAT or sha256 != _hash_of(data):
+            raise ValueError
+        parts = tuple(Part(**part) for part in data["parts"])
+        checkpoint = Checkpoint(folder, int(data["step"]), dict(data["progress"]), parts)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing, so the checkpoint was never finished") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path}: isn't what was written") from None
+    if folder.name != f"step-{checkpoint.step:08d}" or not all(_PART.fullmatch(part.file) for part in parts):
+        raise CheckpointError(f"{path}: belongs to another checkpoint, of step {checkpoint.step}")
+    return checkpoint
+
+
+def _load_part(path: Path) -> ModelState:
+    try:
+        return ModelState.from_plain(_loaded(path))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0][:160]
+        raise CheckpointError(f"{path}: can't be read as a checkpoint: {reason}") from error
+
+
+def _loaded(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)  # a file system without maps
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _seems_whole(folder: Path) -> bool:
+    """Return whether a checkpoint's files are there in their sizes; reading them at every commit would take long."""
+    try:
+        parts = _read(folder).parts
+        return all((folder / part.file).stat().st_size == part.num_bytes for part in parts)
+    except (CheckpointError, OSError):
+        return False
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint in one step, so that nobody finds half of one."""
+    out_of_sight = path.with_name(f".removed-{path.name}")
+    shutil.rmtree(out_of_sight, ignore_errors=True)
+    if path.is_dir():
+        path.rename(out_of_sight)
+        shutil.rmtree(out_of_sight, ignore_errors=True)
