@@ -65,7 +65,9 @@ def record(failure: Failure) -> None:
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name or Path(name).exists():
         return
-    extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(int(time.time()))}
+    # torchrun's table takes the earliest for the cause, and for a killed worker the second in which it noticed.
+    recorded_s = int(time.time()) + (2 if failure.kind == "lost" else 0)
+    extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(recorded_s)}
     data = {"message": {"message": failure.message, "extraInfo": extra}, "pipebench": asdict(failure)}
     # Aside, because the launcher may end this process at any moment and then reads the file.
     aside = Path(f"{name}.{os.getpid()}")

@@ -23,6 +23,8 @@ from pipebench.errors import PipebenchError, UserError
 
 ATTEMPT, RUN = "PIPEBENCH_ATTEMPT", "PIPEBENCH_RUN"
 _POLL_S = 0.02
+# By which the others wait longer than rank 0, for its sentence to arrive.
+_SLACK_S = 5.0
 
 
 class PeerLostError(PipebenchError):
@@ -65,8 +67,8 @@ def peers() -> Iterator[None]:
         raise
     except Exception as error:
         if lost(error):
-            # Gloo's sentence begins with the place in its own source.
-            sentence = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])
+            # Gloo's sentence begins with the place in its own source and ends in advice.
+            sentence = re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", str(error).splitlines()[0])
             raise PeerLostError(f"lost a peer: {sentence}") from error
         raise
 
@@ -261,11 +263,10 @@ def _incomplete(place: Place, missing: set[int], limit_s: float) -> str:
 def _attend(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
     word = uuid.uuid4().hex
     room.set(f"hello/{place.rank}", word)
-    # Rank 0 began to wait no later than its answer, so it decides first; the slack is for its sentence to arrive.
-    until = time.monotonic() + limit_s + 5
+    until = time.monotonic() + limit_s + _SLACK_S
     token = _wait(room, [f"welcome/{word}"], until, place).decode()
     room.set(f"{token}/here/{place.rank}", json.dumps(facts))
-    everyone = _wait(room, [f"{token}/go", f"{token}/failed"], time.monotonic() + limit_s + 5, place)
+    everyone = _wait(room, [f"{token}/go", f"{token}/failed"], time.monotonic() + limit_s + _SLACK_S, place)
     if room.check([f"{token}/failed"]):
         raise PeerLostError(everyone.decode())
     return token, json.loads(everyone)

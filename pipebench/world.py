@@ -157,22 +157,22 @@ def join(
     chosen, facts = _device(device, place)
     connection = connect(place, limit_s)
     token, everyone = meet(connection, place, facts, limit_s)
-    _same_kind(everyone)
     direct = chosen.type == "cuda" and dist.is_nccl_available() and own_device_each(everyone)
-    store = PrefixStore(token, connection)
+    world = World(place, chosen, direct, PrefixStore(token, connection), operation_limit_s, connection)
+    _joined.append(world)
+    check_devices(device, everyone)
     if place.one_host:
         _stay_on_loopback()
     with peers():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if direct else "gloo",
-            store=PrefixStore("groups", store),
+            store=PrefixStore("groups", world.store),
             rank=place.rank,
             world_size=place.size,
             timeout=timedelta(seconds=operation_limit_s),
             device_id=chosen if direct else None,
         )
-    _joined.append(World(place, chosen, direct, store, operation_limit_s, connection))
-    return _joined[-1]
+    return world
 
 
 def current() -> World | None:
@@ -220,34 +220,43 @@ def shared_folder_check(world: World, folder: Path) -> None:
         token.unlink()
     blind = [(rank, answer["host"]) for rank, answer in enumerate(answers) if not answer["sees"]]
     if blind:
-        who = ", ".join(f"rank {rank} on {host}" for rank, host in blind[:4]) + (", ..." if len(blind) > 4 else "")
         raise UserError(
-            f"{folder}: {len(blind)} of {world.size} workers don't see what rank 0 writes there ({who}); "
+            f"{folder}: {len(blind)} of {world.size} workers don't see what rank 0 writes there ({_who(blind)}); "
             "start on every host in one working directory that all hosts share"
         )
 
 
 def _device(device: str, place: Place) -> tuple[torch.device, dict[str, Any]]:
-    available = torch.cuda.is_available()
-    if device.startswith("cuda") and not available:
-        raise UserError(
-            f"engine.device: got cuda, and torch sees no CUDA device for rank {place.rank} on {socket.gethostname()}; "
-            "allowed is cpu"
-        )
-    if device == "cpu" or not available:
-        return torch.device("cpu"), {"gpu": None}
+    """Return the device for this worker, and what the others should know about it."""
+    facts = {"host": socket.gethostname(), "gpu": None}
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu"), facts
     chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(chosen)
-    return chosen, {"gpu": str(torch.cuda.get_device_properties(chosen).uuid)}
+    return chosen, {**facts, "gpu": str(torch.cuda.get_device_properties(chosen).uuid)}
 
 
-def _same_kind(everyone: Sequence[dict[str, Any]]) -> None:
-    without = [str(rank) for rank, facts in enumerate(everyone) if facts["gpu"] is None]
-    if 0 < len(without) < len(everyone):
-        raise UserError(
-            f"engine.device: got auto, and of {len(everyone)} workers rank {', '.join(without[:8])} see no CUDA device "
-            "while the others do; allowed is cpu, or cuda where every worker has one"
-        )
+def check_devices(device: str, everyone: Sequence[dict[str, Any]]) -> None:
+    """Refuse a run some of whose workers have no CUDA device where one is wanted.
+
+    Every worker raises the same, after all have met: so it is told once.
+
+    Args:
+        device: `cpu`, `cuda` or `auto`.
+        everyone: every rank's `host` and `gpu`, which is None where torch sees none.
+    """
+    without = [(rank, facts["host"]) for rank, facts in enumerate(everyone) if facts["gpu"] is None]
+    if device == "cpu" or not without or (device == "auto" and len(without) == len(everyone)):
+        return
+    raise UserError(
+        f"engine.device: got {device}, and {len(without)} of {len(everyone)} workers see no CUDA device "
+        f"({_who(without)}); allowed are cpu, or cuda where every worker has one"
+    )
+
+
+def _who(workers: Sequence[tuple[int, str]]) -> str:
+    named = ", ".join(f"rank {rank} on {host}" for rank, host in workers[:4])
+    return named + (", ..." if len(workers) > 4 else "")
 
 
 def _stay_on_loopback() -> None:
