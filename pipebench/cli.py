@@ -265,6 +265,28 @@ def plan(words: tuple[str, ...], **given: Any) -> None:
     planning.plan(loaded, asked)
 
 
+@cli.command(short_help="Write the weights of a run's checkpoint to a file.")
+@click.argument("run_", metavar="RUN")
+@click.option("--output", metavar="FILE.pt", help="Where to write them.  [default: RUN's id, in the current folder]")
+@click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")
+def export(run_: str, output: str | None, step: int | None) -> None:
+    """Write the weights of a run's checkpoint as a plain state_dict, whatever plan it was trained under.
+
+    RUN is the run's id (or the start of it), its MLflow run id, or its folder under pipebench-runs/.
+
+    \b
+    Examples:
+      pipebench export quickstart-1f0c9a7e
+      pipebench export quickstart-1f0c9a7e --step 375 --output quickstart.pt
+    """
+    from pipebench import exporting
+
+    exported = exporting.export(run_, output, step)
+    for sentence in exported.skipped:
+        click.echo(f"pipebench: {sentence}", err=True)
+    click.echo(exported)
+
+
 @cli.command(name="ls", short_help="List models, data sets, clusters, modes, cost models and recipes.")
 @click.argument("what", type=click.Choice(LISTS), required=False)
 def list_(what: str | None) -> None:

@@ -1,0 +1,133 @@
+"""Export: the weights of a run's checkpoint as a plain `state_dict`, for any program that has the model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipebench.checkpoint import files
+from pipebench.checkpoint.share import own_names
+from pipebench.checkpoint.state import CheckpointError, ModelState
+from pipebench.checkpoint.store import Checkpoint
+from pipebench.errors import RecipeError, UserError
+from pipebench.graph import trace
+from pipebench.prepare import initial_model
+from pipebench.recipe.load import load_file
+from pipebench.recipe.schema import Recipe
+from pipebench.run_folder import RunFolder, find
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        path: the file.
+        run_id: of which run.
+        step: minibatches done.
+        progress: what the checkpoint says of the run.
+        skipped: a sentence for each newer checkpoint that isn't whole.
+    """
+
+    path: Path
+    run_id: str
+    step: int
+    progress: Mapping[str, Any]
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        epoch = self.progress.get("epoch")
+        when = f"step {self.step}" if epoch is None else f"step {self.step}, epoch {epoch:g},"
+        return f"wrote {self.path}: the weights of {self.run_id} at {when} for {_LOADS}"
+
+
+_LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
+
+
+def export(run: str, output: str | None, step: int | None) -> Exported:
+    """Write the weights of a run's newest whole checkpoint as a `state_dict`.
+
+    Args:
+        run: see `run_folder.find`.
+        output: the file; None for `<run id>.pt` in the working directory. Replaced if it is a `state_dict`.
+        step: which checkpoint; None for the newest.
+
+    Raises:
+        UserError: there is no such run, no whole checkpoint of it, or the file is something else.
+    """
+    folder = find(run)
+    path = Path(output or f"{folder.run_id}.pt")
+    _check_output(path)
+    checkpoint, skipped = _checkpoint(folder, step)
+    model = filled_model(_recipe(folder), checkpoint.load())
+    try:
+        files.write_aside(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
+        files.rename(files.aside(path), path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written: {error.strerror}") from error
+    return Exported(path, folder.run_id, checkpoint.step, checkpoint.progress, tuple(skipped))
+
+
+def filled_model(recipe: Recipe, state: ModelState) -> nn.Module:
+    """Return a recipe's model in one piece, with the parameters and buffers of a state.
+
+    Raises:
+        CheckpointError: the state is that of another model; names what is missing or differs.
+    """
+    model = initial_model(recipe)
+    graph = trace(model, list(recipe.model.get("leaves") or ()))
+    mine = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    given = {**state.buffers, **state.parameters}
+    if unknown := sorted(state.parameters.keys() - mine.keys()):
+        raise CheckpointError(f"the checkpoint has {unknown[0]}, which the model of recipe {recipe.name} has not")
+    for name in sorted(set(own_names(graph).values()) & mine.keys()):
+        if name not in given or given[name].shape != mine[name].shape:
+            problem = "isn't in the checkpoint" if name not in given else "has another shape in the checkpoint"
+            raise CheckpointError(f"{name} of the model of recipe {recipe.name} {problem}")
+    with torch.no_grad():
+        for name in given.keys() & mine.keys():
+            mine[name].copy_(given[name])
+    return model
+
+
+def _check_output(path: Path) -> None:
+    """Refuse a file that can't be written, or that isn't an exported one, before any work is done."""
+    if not path.parent.is_dir():
+        raise UserError(f"--output: got {path}, but there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"--output: got {path}, which is a folder; a file is needed")
+    if path.exists() and not _is_state_dict(path):
+        raise UserError(f"--output: got {path}, which exists and is no state_dict; choose another name or remove it")
+
+
+def _is_state_dict(path: Path) -> bool:
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # whatever torch finds wrong with a file of any kind
+        return False
+    return isinstance(data, dict) and all(isinstance(value, torch.Tensor) for value in data.values())
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> tuple[Checkpoint, list[str]]:
+    store = folder.checkpoints
+    steps = ", ".join(map(str, store.steps()))
+    if step is not None:
+        if step not in store.steps():
+            raise UserError(f"--step: got {step}, allowed are the checkpoints of {folder.run_id}: {steps or 'none'}")
+        return store.at(step), []
+    found, skipped = store.latest()
+    if found is None:
+        reasons = f": {'; '.join(skipped)}" if skipped else ""
+        raise UserError(f"run {folder.run_id} has no {'whole ' if skipped else ''}checkpoint to export{reasons}")
+    return found, skipped
+
+
+def _recipe(folder: RunFolder) -> Recipe:
+    loaded = load_file(folder.recipe_path)
+    needed = [fault for fault in loaded.pending if fault.key.partition(".")[0] == "model"]
+    if needed:
+        raise RecipeError(needed)
+    return replace(loaded.recipe, train=replace(loaded.recipe.train, seed=folder.read().seed))

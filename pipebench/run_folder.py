@@ -1,0 +1,205 @@
+"""The folder of a distributed run: what its processes and later commands need to know of it.
+
+pipebench-runs/quickstart-1f0c9a7e/
+    run.json        who the run is
+    recipe.yaml     the recipe with everything filled in, as `pipebench show` prints it
+    checkpoints/
+    result.json     once it has ended
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipebench.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from pipebench.checkpoint.store import Checkpoints
+
+RUNS = Path("pipebench-runs")
+_RUN, _RECIPE, _RESULT = "run.json", "recipe.yaml", "result.json"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Who a run is.
+
+    Attributes:
+        run_id: the recipe's name and eight hexadecimal digits: the folder's name.
+        name: what the run is called in MLflow.
+        suite: the MLflow experiment.
+        seed: the run's, whatever the recipe says.
+        words: the command line's recipe and overrides.
+        parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
+        mlflow_run_id: its own, once there is one.
+        verbose: whether workers log every instruction.
+    """
+
+    run_id: str
+    name: str
+    suite: str
+    seed: int
+    words: tuple[str, ...] = ()
+    parent_mlflow_run_id: str | None = None
+    mlflow_run_id: str | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run; it exists."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's id."""
+        return self.path.name
+
+    @property
+    def recipe_path(self) -> Path:
+        """Return the recipe file, a recipe of its own."""
+        return self.path / _RECIPE
+
+    @property
+    def result_path(self) -> Path:
+        """Return where the result is written."""
+        return self.path / _RESULT
+
+    @cached_property
+    def checkpoints(self) -> "Checkpoints":
+        """Return the run's checkpoints."""
+        from pipebench.checkpoint.store import Checkpoints
+
+        return Checkpoints(self.path / "checkpoints")
+
+    def read(self) -> RunFacts:
+        """Return who the run is.
+
+        Raises:
+            UserError: run.json can't be read.
+        """
+        path = self.path / _RUN
+        try:
+            return _facts(json.loads(path.read_bytes()))
+        except OSError as error:
+            raise UserError(f"{path}: can't be read: {error.strerror}") from error
+        except (ValueError, TypeError):
+            raise UserError(f"{path}: isn't the description of a run of pipebench") from None
+
+    def update(self, **changes: Any) -> RunFacts:
+        """Change some facts and return all; readers find the old or the new ones, never half of them.
+
+        Raises:
+            UserError: run.json can't be read.
+            OSError: it can't be written.
+        """
+        facts = replace(self.read(), **changes)
+        self.write_json(_RUN, asdict(facts))
+        return facts
+
+    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write a JSON file into the folder; it is whole or not there.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        from pipebench.checkpoint.files import replace as replace_file
+
+        replace_file(self.path / name, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def create(
+    name: str,
+    *,
+    recipe: str,
+    recipe_yaml: str,
+    suite: str,
+    seed: int,
+    words: Sequence[str] = (),
+    parent_mlflow_run_id: str | None = None,
+    verbose: bool = False,
+) -> RunFolder:
+    """Make the folder of a new run in the working directory.
+
+    Args:
+        name: what the run is called in MLflow.
+        recipe: the recipe's name, from which the run's id is made.
+        recipe_yaml: the recipe with everything filled in.
+        suite: the MLflow experiment.
+        seed: the run's.
+        words: the command line's recipe and overrides.
+        parent_mlflow_run_id: of the run it belongs to.
+        verbose: whether workers log every instruction.
+
+    Raises:
+        UserError: nothing can be written to the working directory.
+    """
+    run_id = f"{recipe}-{secrets.token_hex(4)}"
+    facts = RunFacts(run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose)
+    folder = RunFolder(RUNS.absolute() / run_id)
+    try:
+        folder.path.mkdir(parents=True)
+        folder.recipe_path.write_text(recipe_yaml, encoding="utf-8")
+        folder.write_json(_RUN, asdict(facts))
+    except OSError as error:
+        raise UserError(f"{folder.path}: the run's folder can't be made: {error.strerror}") from error
+    return folder
+
+
+def find(run: str) -> RunFolder:
+    """Return the folder of a run in the working directory.
+
+    Args:
+        run: its id, the start of one that no other run has, its MLflow run id, or the folder's path.
+
+    Raises:
+        UserError: there is none, or there are several; names the nearest or all.
+    """
+    if "/" in run and (Path(run) / _RUN).is_file():
+        return RunFolder(Path(run).absolute())
+    known = {path.parent.name: RunFolder(path.parent.absolute()) for path in sorted(RUNS.glob(f"*/{_RUN}"))}
+    if run in known:
+        return known[run]
+    of_mlflow = [folder for folder in known.values() if run and _mlflow_run_id(folder) == run]
+    if of_mlflow:
+        return of_mlflow[0]
+    starting = [run_id for run_id in known if run and run_id.startswith(run)]
+    if len(starting) == 1:
+        return known[starting[0]]
+    if starting:
+        raise UserError(f"run: got {run!r}, with which {len(starting)} runs begin: {_listed(starting)}")
+    if not known:
+        raise UserError(f"run: got {run[:80]!r}, but {RUNS}/ in the working directory holds no run")
+    allowed = f"allowed are the runs in {RUNS}/ ({_listed(list(known))}) and their MLflow run ids"
+    raise UserError(f"run: got {run[:80]!r}, {allowed}{nearest(run[:80], known)}")
+
+
+def _mlflow_run_id(folder: RunFolder) -> str | None:
+    try:
+        return folder.read().mlflow_run_id
+    except UserError:
+        return None
+
+
+def _listed(run_ids: Sequence[str]) -> str:
+    more = f" and {len(run_ids) - 5} more" if len(run_ids) > 5 else ""
+    return ", ".join(run_ids[:5]) + more
+
+
+def _facts(data: Mapping[str, Any]) -> RunFacts:
+    """Return facts from JSON.
+
+    Raises:
+        TypeError: something is missing or of another type.
+    """
+    facts = RunFacts(**{**data, "words": tuple(data.get("words", ()))})
+    for each in fields(RunFacts):
+        value = getattr(facts, each.name)
+        if not isinstance(value, each.type if isinstance(each.type, type) else object):
+            raise TypeError(each.name)
+    return facts

@@ -1,0 +1,178 @@
+"""`pipebench export` writes what the model's own `load_state_dict` takes, strictly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from omegaconf import OmegaConf
+from torch import nn
+
+from pipebench.checkpoint.share import share_of
+from pipebench.cli import cli
+from pipebench.prepare import initial_model
+from pipebench.recipe.load import LoadedRecipe, load
+from pipebench.run_folder import RunFolder, create
+from tests.models import ConvNet, Tied
+from tests.support import Blobs, make_engine, make_setup
+
+RECIPE = """\
+name: small
+model: {target: "tests.checkpoint.test_export:MAKE"}
+dataset: {name: mnist5k}
+train:
+  minibatch_size: 32
+  optimizer: {name: sgd, lr: 0.02}
+  target: null
+  max_epochs: 1
+cluster: {name: cluster-a}
+parallelism: {mode: pipedream, plan: 2-1-1}
+"""
+
+
+def tied() -> nn.Module:
+    return Tied()
+
+
+def convolutions() -> nn.Module:
+    return ConvNet()
+
+
+class Unused(nn.Module):
+    """A parameter no forward needs, and a buffer that isn't in the state_dict."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 4), nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(6), persistent=False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        return self.used(x * self.scale)  # type: ignore[no-any-return]
+
+
+def unused() -> nn.Module:
+    return Unused()
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def loaded(model: str) -> LoadedRecipe:
+    Path("small.yaml").write_text(RECIPE.replace("MAKE", model))
+    return load("small.yaml")
+
+
+class Images(Blobs):
+    """Images in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__(shape=(2, 8, 8))
+        self._x = self._x.float()
+
+
+def trained(model: str = "tied", steps: tuple[int, ...] = (4, 8)) -> tuple[RunFolder, dict[str, torch.Tensor]]:
+    """Return a run with checkpoints, and its last weights by name."""
+    recipe = loaded(model)
+    folder = create("small", recipe="small", recipe_yaml=OmegaConf.to_yaml(recipe.config), suite="s", seed=3)
+    plan = ([1], [2, 1]) if model == "convolutions" else ([], [2])
+    made = initial_model(recipe.recipe)
+    engine = make_engine(make_setup(made, plan, dataset=Images() if model == "convolutions" else None))
+    done = 0
+    for step in steps:
+        engine.train(done, step - done)
+        done = step
+        parts = [
+            folder.checkpoints.write_part(step, f"worker-{worker}", replica.state(share_of(engine.setup, worker)))
+            for worker, replica in enumerate(engine.replicas)
+        ]
+        folder.checkpoints.commit(step, parts, {"epoch": step / 16})
+    return folder, {name: value.detach().clone() for r in engine.replicas[::-1] for name, value in r.tensors().items()}
+
+
+def export(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["export", *arguments])
+
+
+def refused(*arguments: str) -> str:
+    result = export(*arguments)
+    assert result.exit_code == 2, result.output
+    [line] = result.stderr.splitlines()
+    return line.removeprefix("pipebench: error: ")
+
+
+@pytest.mark.parametrize(("model", "make"), [("tied", Tied), ("convolutions", ConvNet), ("unused", Unused)])
+def test_the_model_takes_what_is_exported(model: str, make: Any) -> None:
+    folder, expected = trained(model)
+    result = export(folder.run_id)
+    assert result.exit_code == 0, result.output
+    assert result.output == (
+        f"wrote {folder.run_id}.pt: the weights of {folder.run_id} at step 8, epoch 0.5, for "
+        f"model.load_state_dict(torch.load(FILE, weights_only=True))\n"
+    )
+    fresh = make()
+    state = torch.load(f"{folder.run_id}.pt", weights_only=True)
+    assert set(state) == set(fresh.state_dict())
+    fresh.load_state_dict(state, strict=True)
+    found = {**dict(fresh.named_parameters(remove_duplicate=False)), **dict(fresh.named_buffers())}
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    initial = make()
+    assert not all(torch.equal(a, b) for a, b in zip(fresh.parameters(), initial.parameters(), strict=True))
+
+
+def test_a_step_and_a_file_can_be_chosen_and_written_again() -> None:
+    folder, _ = trained()
+    for step in (8, 4):
+        result = export(folder.run_id[:8], "--step", str(step), "--output", "mine.pt")
+        assert result.exit_code == 0, result.output
+        assert f"at step {step}, " in result.output
+    message = refused(folder.run_id, "--step", "5")
+    assert message == f"--step: got 5, allowed are the checkpoints of {folder.run_id}: 4, 8"
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_exported() -> None:
+    folder, _ = trained()
+    part = next(folder.path.glob("checkpoints/step-00000008/worker-0.*.pt"))
+    part.write_bytes(part.read_bytes()[:-1])
+    result = export(folder.run_id)
+    assert result.exit_code == 0
+    assert "at step 4, epoch 0.25, for" in result.stdout
+    assert result.stderr.startswith(f"pipebench: skipped the checkpoint of step 8: {part}: has ")
+    assert f"{part}: has " in refused(folder.run_id, "--step", "8")
+
+
+def test_mistakes_are_answered_in_a_sentence(tmp_path: Path) -> None:
+    assert "holds no run" in refused("none")
+    folder, _ = trained(steps=())
+    assert refused(folder.run_id) == f"run {folder.run_id} has no checkpoint to export"
+    Path("notes.txt").write_text("mine")
+    Path("folder").mkdir()
+    torch.save([1], "list.pt")
+    for output, reason in (
+        ("notes.txt", "which exists and is no state_dict"),
+        ("list.pt", "which exists and is no state_dict"),
+        ("folder", "which is a folder"),
+        ("nowhere/x.pt", "there is no folder nowhere"),
+    ):
+        assert reason in refused(folder.run_id, "--output", output)
+    assert Path("notes.txt").read_text() == "mine"
+
+
+def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder, _ = trained()
+    folder.recipe_path.write_text(RECIPE.replace("MAKE", "unused"))
+    assert refused(folder.run_id) == "the checkpoint has head.bias, which the model of recipe small has not"
+
+
+def test_only_damaged_checkpoints_is_no_checkpoint() -> None:
+    folder, _ = trained(steps=(4,))
+    manifest = folder.path / "checkpoints/step-00000004/manifest.json"
+    manifest.unlink()
+    assert "has no whole checkpoint to export: skipped the checkpoint of step 4" in refused(folder.run_id)
