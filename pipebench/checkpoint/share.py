@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipebench.graph import LayerGraph
+from pipebench.sampling import microbatch_sizes
 
 if TYPE_CHECKING:
     from pipebench.engine.setup import Setup
@@ -18,26 +19,25 @@ class Share:
         names: name in the stage's module to the model's own name, of every parameter and buffer.
         replica: position among the replicas of its stage. The first answers for parameters, optimizer and buffers.
         num_replicas: of its stage. They take turns with the streams of a text.
-        unit_sizes: samples of every microbatch of a minibatch, of text in streams.
+        unit_sizes: samples of every microbatch of a minibatch of text in streams. Empty where samples don't follow each
+            other: nothing is carried on there.
     """
 
     names: Mapping[str, str] = field(repr=False)
     replica: int = 0
     num_replicas: int = 1
-    unit_sizes: tuple[int, ...] = (1,)
+    unit_sizes: tuple[int, ...] = ()
 
     def holds(self, stream: int) -> bool:
         """Return whether this replica carries a stream's state: segments start at multiples of the streams."""
-        return stream % self.num_replicas == self.replica
+        return bool(self.unit_sizes) and stream % self.num_replicas == self.replica
 
 
 def share_of(setup: "Setup", worker: int) -> Share:
     """Return a worker's share of the state of a setup's model."""
-    from pipebench.sampling import microbatch_sizes
-
     stage, replica = setup.pipeline.places[worker]
-    sizes = tuple(microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches))
-    return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], sizes)
+    sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
+    return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], tuple(sizes))
 
 
 def own_names(graph: LayerGraph) -> dict[str, str]:

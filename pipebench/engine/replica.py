@@ -243,7 +243,7 @@ class Replica:
         tensors = {**self._parameters(), **dict(self.module.named_buffers())}
         for name, tensor in tensors.items():
             _check_fits(own[name], tensor, given)
-        carried = carried_states(state.carried, self.stage.stateful, share.unit_sizes)
+        carried = carried_states(state.carried if share.unit_sizes else {}, self.stage.stateful, share.unit_sizes)
         parameters = {name: given[own[name]] for name in self.weights.names}
         optimizer = {n: state.optimizer[own[n]] for n in self.weights.names if own[n] in state.optimizer}
         self.weights.restore(parameters, optimizer)

@@ -1,6 +1,7 @@
 """A run that goes on from a checkpoint ends with the bits of one that never stopped, under the same plan."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -320,3 +321,55 @@ def test_names_that_tracing_adds_are_kept() -> None:
     graph = trace(LanguageModel(0.5))
     names = own_names(graph)
     assert set(names.values()) == set(dict(graph.model.named_parameters()))
+
+
+class Resting(nn.Module):
+    """A stateful module fed with samples that don't follow each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), Counting()
+        self.head = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        return self.head(self.second(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    """Carries its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried_state: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Hand it on."""
+        self.carried_state = x.detach()
+        return x
+
+
+def test_states_that_never_go_on_stand_in_no_ones_way() -> None:
+    """The last minibatch of an epoch is short: it has fewer samples than there are microbatches."""
+    data = Blobs(num_train=17)
+    engine = make_engine(make_setup(Resting(), ([1], [1, 1]), dataset=data))
+    engine.train(0, 5)
+    state = captured(engine)
+    assert state.carried == {}
+    columns: dict[str, Any] = {"weights": "one", "order": "all-forwards", "microbatches": 4, "dataset": data}
+    restored(make_setup(Resting(), ([2], [1, 1]), **columns), state).train(5, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_gpu_goes_on_from_its_own_and_from_the_cpus_checkpoints(optimizer: str) -> None:
+    def make(device: str) -> Setup:
+        made = OPTIMIZERS[optimizer]
+        return replace(make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=made), device=torch.device(device))
+
+    check_going_on(lambda: make("cuda"))
+    engine = make_engine(make("cpu"))
+    engine.train(0, BEFORE)
+    restored(make("cuda"), captured(engine)).train(BEFORE, AFTER)
