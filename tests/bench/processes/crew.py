@@ -30,10 +30,10 @@ _ENVIRONMENT = {
     "MASTER_ADDR": "127.0.0.1",
     "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent's store: no process has to be one
     "TORCHELASTIC_RESTART_COUNT": "0",
-    "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-}
+} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+ROOT = Path(__file__).parents[3]
 _JOIN_LIMIT = timedelta(seconds=120)
 _POLL_S = 0.05
 
@@ -75,7 +75,7 @@ def run(
             for rank in range(num_processes):
                 with (folder / f"errors{rank}").open("w") as errors:
                     own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    processes.append(subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stderr=errors))
+                    processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdin=subprocess.PIPE, stderr=errors))
             _wait(processes, folder, time.monotonic() + limit_s)
         finally:
             for process in processes:

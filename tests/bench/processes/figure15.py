@@ -5,7 +5,7 @@ Paper: PipeDream (SOSP'19), section 5.5. Differs: two processes on one machine, 
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROUNDS = 5
+ROUNDS = 3
 NUM_MINIBATCHES = 24  # a multiple of every number of replicas
 CLOSE = 0.05  # relative: the error wanted, and the difference from which an order counts
 _LEFT = (0.2, 0.35, 0.5, 0.65, 0.8)  # shares of the time before the cut
@@ -32,7 +32,13 @@ _WIDTH_IN, _HEIGHT_IN = 7.0, 6.0
 
 @dataclass(frozen=True)
 class Point:
-    """A case with its two throughputs, in samples per second over a segment, fill and drain included."""
+    """A case with its two throughputs over a segment, fill and drain included.
+
+    Attributes:
+        case: what was run.
+        predicted_samples_per_s: by the simulator.
+        measured_samples_per_s: median of `ROUNDS` segments.
+    """
 
     case: Case
     predicted_samples_per_s: float
@@ -99,7 +105,9 @@ def predicted_s(subject: Subject, case: Case, profile: Profile, cluster: Cluster
     return simulate_segment(make_setup(subject, case, profile, cluster), num_minibatches).end_s
 
 
-def points(subject: Subject, given: Sequence[Case], profile: Profile, cluster: Cluster) -> list[Point]:
+def points(
+    subject: Subject, given: Sequence[Case], profile: Profile, cluster: Cluster, environment: Mapping[str, str]
+) -> list[Point]:
     """Predict every case, then measure all of them in one crew, in turn."""
     predicted = [predicted_s(subject, case, profile, cluster, NUM_MINIBATCHES) for case in given]
     (level,) = cluster.levels
@@ -109,7 +117,7 @@ def points(subject: Subject, given: Sequence[Case], profile: Profile, cluster: C
         "profile": profile.to_json(),
         "link": [level.bandwidth_bytes_per_s, level.latency_s],
     }
-    measured = crew.run(measure_here, given[0].num_workers, arguments)[0]
+    measured = crew.run(measure_here, given[0].num_workers, arguments, environment=environment)[0]
     samples = NUM_MINIBATCHES * subject.minibatch_size
     return [Point(c, samples / p, samples / m) for c, p, m in zip(given, predicted, measured, strict=True)]
 

@@ -7,28 +7,29 @@ once as a run has, and stays as it is.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from pipebench.steady import simulate_segment
-from tests.bench.pairs import NUM_PAIRS, Ratio
+from tests.bench.pairs import Ratio
 from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B
 from tests.bench.processes.sides import ALONE, OURS, REFERENCES, Given
 from tests.bench.processes.subject import Subject, cut_at, make_setup
 
 PARTS = ("speed", "memory", "traffic", "figure15")
+NUM_PAIRS = 7
 PICTURE = Path("reports", "figure15_miniature.png")
-_SHORT, _LONG, _FEW = 24, 96, 8  # minibatches; the long segment's fill and drain are about 1% of it
+_SHORT, _LONG, _FEW = 16, 96, 8  # minibatches; the long segment's fill and drain are about 1% of it
 # Ours, the reference, the target, minibatches per run.
 _DUELS = (
     (GPIPE, GPIPE, 0.0, _SHORT),  # against itself: the noise of this machine today
@@ -52,6 +53,7 @@ def main() -> None:
         return
     environment = crew.MALLOC if options.malloc else {}
     console.print(f"torch {torch.__version__}, {platform.machine()}, 2 processes of 1 thread; {subject}")
+    console.print(f"{os.cpu_count()} processors, load average of the minute before {os.getloadavg()[0]:.2f}")
     if environment:
         console.print("every process: " + " ".join(f"{key}={value}" for key, value in environment.items()))
     profile, cluster = machine.measure(subject, 2, figure15.sizes(subject), environment)
@@ -66,7 +68,10 @@ def main() -> None:
     if "traffic" in options.parts:
         _traffic_apart(given, options)
     if "figure15" in options.parts and not options.references:
-        _print_figure15(console, given)
+        if options.processes != 2:
+            profile, cluster = machine.measure(subject, options.processes, figure15.sizes(subject), environment)
+            given = Given(subject, cut, profile, cluster)
+        _print_figure15(console, given, environment)
 
 
 def _options() -> argparse.Namespace:
@@ -74,8 +79,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--width", type=float, default=0.25, help="of VGG-16; 1.0 takes about ten times as long")
     parser.add_argument("--cut", type=int, help="first layer of the second stage; without, where the profile balances")
-    parser.add_argument("--pairs", type=int, default=NUM_PAIRS)
-    parser.add_argument("--memory-pairs", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="of speeds")
+    parser.add_argument("--memory-pairs", type=int, default=NUM_PAIRS, help="of fresh processes")
+    parser.add_argument("--processes", type=int, choices=(2, 3), default=2, help="of figure 15")
     parser.add_argument("--malloc", action="store_true", help="keep large blocks in the heap, in every process")
     parser.add_argument("--references", action="store_true", help="measure the references alone")
     parser.add_argument("--given", type=Path, help=argparse.SUPPRESS)
@@ -136,10 +142,10 @@ def _ratio_cells(ratio: Ratio) -> list[str]:
 
 
 def _memory(given: Given, options: argparse.Namespace, environment: dict[str, str]) -> Table:
-    """Return peaks; a ratio here is theirs over ours, so that above 1 is better, as with speed."""
+    """Return the peaks of every rank, and ours over theirs on the rank that needs most."""
     table = Table(
         f"peak memory above imports and data, {options.memory_pairs} pairs of fresh processes",
-        *("MB per rank, ours", "theirs", "largest rank, theirs / ours (median)", "range", "target", "verdict"),
+        *("MB per rank, ours", "theirs", "largest rank, ours / theirs (median)", "range", "target", "verdict"),
     )
     if not memory.can_measure():
         table.add_row("not measured: needs Linux's /proc/self/clear_refs")
@@ -156,9 +162,13 @@ def _memory(given: Given, options: argparse.Namespace, environment: dict[str, st
                 side = ours if is_ours else theirs
                 arguments = {"given": given.to_json(), "side": side, "num_minibatches": _FEW}
                 peaks[is_ours].append(crew.run(jobs.peak, 2, arguments, environment=environment))
-        values = tuple(max(b) / max(a) for a, b in zip(peaks[True], peaks[False], strict=True))
-        ratio = Ratio(f"{ours} against {theirs}", values, 0.0 if options.references else 1.0, 0.0)
-        table.add_row(ratio.what, *(_per_rank(peaks[is_ours]) for is_ours in (True, False)), *_ratio_cells(ratio))
+        # The verdict's rule is that of speeds, where more is better.
+        savings = tuple(max(b) / max(a) for a, b in zip(peaks[True], peaks[False], strict=True))
+        ratio = Ratio(f"{ours} against {theirs}", savings, 1.0, 0.0)
+        sizes = [_per_rank(peaks[is_ours]) for is_ours in (True, False)]
+        values = sorted(1 / saving for saving in savings)
+        spread = [f"{statistics.median(values):.3f}", f"{values[0]:.3f} to {values[-1]:.3f}"]
+        table.add_row(ratio.what, *sizes, *spread, *(["-", "-"] if options.references else ["1.00", ratio.verdict]))
     return table
 
 
@@ -172,7 +182,9 @@ def _traffic_apart(given: Given, options: argparse.Namespace) -> None:
         file.write(json.dumps(given.to_json()))
         file.flush()
         words = ["--given", file.name, *(["--references"] if options.references else [])]
-        subprocess.run(traffic.command_alone("tests.bench.processes.main", *words), check=True)
+        command = traffic.command_alone("tests.bench.processes.main", *words)
+        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # no name service there, which torch warns about
+        subprocess.run(command, cwd=crew.ROOT, env=quiet, check=True)
 
 
 def _print_traffic(console: Console, given: Given, options: argparse.Namespace) -> None:
@@ -185,7 +197,7 @@ def _print_traffic(console: Console, given: Given, options: argparse.Namespace) 
         *("payload by shapes, MB", "payload the engine counts, MB", "on the interface, MB", "protocol overhead"),
     )
     modes = {side: mode for side, mode in OURS.items() if side != ALONE}
-    sides = [(side, mode) for side, mode in modes.items()]
+    sides = list(modes.items())
     if not options.references:
         sides += [(mode, mode) for mode in OURS.values()]
     for side, mode in sides:
@@ -218,23 +230,23 @@ def _kinds(found: dict[str, int]) -> str:
     return ", ".join(f"{kind} {num_bytes / _FEW / 1e6:.3f}" for kind, num_bytes in sorted(found.items()))
 
 
-def _print_figure15(console: Console, given: Given) -> None:
-    subject = given.subject
-    cases = figure15.cases(given.profile, subject)
-    points = figure15.points(subject, cases, given.profile, given.cluster)
+def _print_figure15(console: Console, given: Given, environment: dict[str, str]) -> None:
+    subject, num_processes = given.subject, given.cluster.num_workers
+    cases = figure15.cases(given.profile, subject, num_processes)
+    points = figure15.points(subject, cases, given.profile, given.cluster, environment)
     head = ("predicted, samples/s", "measured, samples/s", "predicted / measured - 1")
     table = Table(f"figure 15 in miniature, {len(points)} cases", *head)
     for point in points:
         rates = (point.predicted_samples_per_s, point.measured_samples_per_s)
         table.add_row(str(point.case), *(f"{rate:,.0f}" for rate in rates), f"{point.error:+.1%}")
     console.print(table)
-    fit: Any = figure15.agreement(points)
+    fit = figure15.agreement(points)
     console.print(
         f"correlation {fit.correlation:.3f}; error {fit.mean_error:.1%} on average, {fit.largest_error:.1%} at most; "
         f"{fit.wrong_pairs} of {fit.pairs} pairs that differ by more than {figure15.CLOSE:.0%} predicted in the other "
         "order"
     )
-    figure15.draw(points, f"VGG-16, width {subject.width:g}, 2 processes", PICTURE)
+    figure15.draw(points, f"VGG-16, width {subject.width:g}, {num_processes} processes", PICTURE)
     console.print(f"picture: {PICTURE}")
 
 

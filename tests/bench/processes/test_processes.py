@@ -1,0 +1,127 @@
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from pipebench.cluster import Cluster, Level
+from pipebench.profile.model import Profile
+from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
+from tests.bench.processes.duel import duel
+from tests.bench.processes.figure15 import Point
+from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, distance_from_plain_loop
+from tests.bench.processes.sides import Given, make_side
+from tests.bench.processes.subject import Case, Subject, cut_at
+from tests.support import unit_profile
+from zoo.mnist5k import mnist5k
+
+NARROW = Subject(width=0.03125, minibatch_size=16)
+LINK = Level("machine", 2, 5e9, 50e-6)
+
+
+@pytest.fixture(scope="module")
+def given() -> Given:
+    profile = unit_profile(NARROW.graph(), mnist5k(), figure15.sizes(NARROW))
+    return Given(NARROW, cut_at(profile, 16), profile, Cluster("loopback", "local", None, (LINK,)))
+
+
+def references_are_right(fields: dict[str, object]) -> dict[str, float]:
+    """Return every reference's distance, one from another loop, and what a broadcast carried; a job for a crew."""
+    found = {side: jobs.distance(fields, side, 2) for side in (GPIPE, ONE_F_ONE_B, DDP)}
+    made = make_side(Given.from_json(fields), GPIPE)
+    made.train(2)
+    found["cut into fewer parts"] = distance_from_plain_loop(made.module, NARROW, 2, parts=2)  # type: ignore[attr-defined]
+    found["slowest"] = crew.slowest_s(float(distributed.get_rank()))
+    found["carried"] = traffic.bytes_of(lambda: distributed.broadcast(torch.zeros(1_000_000), 0))
+    return found
+
+
+def fails_on_one_rank() -> None:
+    """Fail on rank 1 while rank 0 waits for it; a job for a crew."""
+    if distributed.get_rank() == 1:
+        raise ValueError("what rank 1 says")
+    distributed.barrier()
+
+
+def test_references_do_the_work_of_a_plain_loop(given: Given) -> None:
+    found = crew.run(references_are_right, 2, {"fields": given.to_json()}, limit_s=60)
+    for rank in found:
+        assert max(rank[side] for side in (GPIPE, ONE_F_ONE_B, DDP)) < 1e-5
+        assert rank["cut into fewer parts"] > 1e-2  # BatchNorm sees other minibatches: the measure can tell
+        assert rank["slowest"] == 1
+        assert rank["carried"] > 4_000_000
+
+
+def test_a_crew_that_fails_says_why_and_ends() -> None:
+    with pytest.raises(RuntimeError, match="what rank 1 says"):
+        crew.run(fails_on_one_rank, 2, {}, limit_s=60)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_every_case_of_figure_15_is_predicted(given: Given, num_processes: int) -> None:
+    cases = figure15.cases(given.profile, NARROW, num_processes)
+    assert len({str(case) for case in cases}) == len(cases) >= 12
+    assert {case.num_workers for case in cases} == {num_processes}
+    cluster = Cluster("loopback", "local", None, (Level("machine", num_processes, 5e9, 50e-6),))
+    busy_s = 3.0 * len(given.profile.layers[16][:-1])  # of a minibatch, at unit costs
+    for case in cases:
+        took_s = figure15.predicted_s(NARROW, case, given.profile, cluster, 24)
+        # A microbatch costs as much as a minibatch in this profile, and no more than all workers can be busy.
+        assert 24 * busy_s * case.microbatches / num_processes < took_s < 25 * busy_s * case.microbatches
+
+
+def test_duel_takes_turns_and_divides_theirs_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    seconds = iter([2.0, 1.0, 3.0, 2.0, 2.0, 5.0])
+
+    def fake(work: Callable[[], object]) -> float:
+        work()
+        return next(seconds)
+
+    monkeypatch.setattr("tests.bench.processes.duel.together", fake)
+    ratio, theirs_s = duel("both", lambda: calls.append("ours"), lambda: calls.append("theirs"), 1.0, 3)
+    assert calls == ["ours", "theirs", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert ratio.values == (0.5, 1.5, 2.5)
+    assert (ratio.ours_s, theirs_s, ratio.verdict) == (2.0, 3.0, "met")
+
+
+@pytest.mark.skipif(not memory.can_measure(), reason="needs Linux's /proc/self/clear_refs")
+def test_peak_memory_is_that_of_the_work() -> None:
+    many = 50_000_000
+
+    def make() -> Callable[[], object]:
+        assert len(b"x" * 3 * many)  # for a moment only
+        kept = b"x" * many
+        return lambda: len(kept + b"x")
+
+    assert 2 * many <= memory.peak_bytes(make) < 2.5 * many
+
+
+def test_agreement() -> None:
+    case = Case("pipedream", (1,), (1, 1))
+    points = [Point(case, 100, 100), Point(case, 220, 200), Point(case, 150, 160), Point(case, 98, 101)]
+    fit = figure15.agreement(points)
+    predicted, measured = [100, 220, 150, 98], [100, 200, 160, 101]
+    assert fit.correlation == pytest.approx(statistics.correlation(predicted, measured))
+    assert fit.largest_error == pytest.approx(0.1)
+    assert fit.mean_error == pytest.approx((0 + 0.1 + 10 / 160 + 3 / 101) / 4)
+    assert (fit.pairs, fit.wrong_pairs) == (5, 0)  # 100 and 101 are too close to have an order
+    assert figure15.agreement([*points, Point(case, 90, 300)]).wrong_pairs == 4
+
+
+def test_the_picture_is_one(tmp_path: Path) -> None:
+    points = [Point(Case(mode, (1,), (1, 1)), 100.0 + k, 105.0) for k, mode in enumerate(("gpipe", "dp", "other"))]
+    points.append(Point(Case("dp", (), (2,)), 50.0, 60.0))
+    figure15.draw(points, "three cases", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_profiles_of_processes_are_averaged(given: Given) -> None:
+    profile = given.profile
+    text = profile.to_json().replace('"forward_s": 1.0', '"forward_s": 2.0')
+    mean = machine.mean_profile([profile, Profile.from_json(text)])
+    assert {row.forward_s for row in mean.layers[16][:-1]} == {1.5}
+    assert [row.backward_s for row in mean.layers[16]] == [row.backward_s for row in profile.layers[16]]
+    assert cut_at(mean, 16, 0.25) == pytest.approx(len(profile.layers[16]) / 4, abs=1)
