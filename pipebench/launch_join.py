@@ -5,6 +5,7 @@ of the dead are still there. Every worker draws a fresh word: an answer to it ca
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -142,36 +143,34 @@ def read_place(environ: Mapping[str, str]) -> Place:
     )
 
 
-def serve(address: str, port: int = 0, limit_s: float = 60.0) -> TCPStore:
-    """Serve a store on one address only; torch's own server listens on every interface of the host.
+def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool = True) -> TCPStore:
+    """Serve a store, to this host's own processes on one address only; torch's server always listens everywhere.
 
     Args:
         address: name or number of an interface of this host, such as 127.0.0.1.
         port: 0 takes a free one; the store's `port` tells which.
         limit_s: how long the store's waiting calls wait, seconds.
+        one_host: nobody else has to reach it. Otherwise it listens everywhere: many hosts take their own name for an
+            address of the loopback interface, which others can't reach.
 
     Raises:
         UserError: the address isn't this host's, or the port is in use.
     """
     try:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        if one_host:
+            family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(where[:2], family=family, backlog=2048)
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", port), backlog=2048)
     except OSError as error:
-        raise UserError(f"can't serve the workers' store on {address}:{port}: {error.strerror or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise UserError(
-            f"can't serve the workers' store on {address}:{port}: {error.strerror or error}; "
-            "give another MASTER_PORT, or end what uses it"
-        ) from None
-    bound = listener.getsockname()[1]
+        reason = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else error.strerror
+        hint = "; give another MASTER_PORT, or end what uses it" if error.errno == errno.EADDRINUSE else ""
+        raise UserError(f"can't serve the workers' store on {address}:{port}: {reason}{hint}") from None
     return TCPStore(
         address,
-        bound,
+        listener.getsockname()[1],
         is_master=True,
         timeout=timedelta(seconds=limit_s),
         wait_for_workers=False,
@@ -186,7 +185,7 @@ def connect(place: Place, limit_s: float) -> TCPStore:
         UserError: nothing answers at the address within `limit_s` seconds, or the port is in use.
     """
     if place.rank == 0 and not place.agent_store:
-        return serve(place.address, place.port, limit_s)
+        return serve(place.address, place.port, limit_s, one_host=place.one_host)
     until = time.monotonic() + limit_s
     # torch's client prints pages about every attempt that fails: knock first.
     while True:

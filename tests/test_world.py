@@ -135,14 +135,21 @@ def test_a_store_listens_on_its_address_only() -> None:
     socket.create_connection(("127.0.0.1", store.port), timeout=LIMIT_S).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port), timeout=LIMIT_S)
+    everywhere = serve("127.0.0.1", one_host=False)
+    socket.create_connection(("127.0.0.2", everywhere.port), timeout=LIMIT_S).close()
 
 
-def test_a_port_in_use_is_one_sentence() -> None:
-    with (
-        taken_port() as port,
-        pytest.raises(UserError, match=rf"127.0.0.1:{port}: Address already in use; give"),
-    ):
-        connect(place(0, 2, port, agent_store=False), LIMIT_S)
+@pytest.mark.parametrize("local_size", [2, 1])
+def test_a_port_in_use_is_one_sentence(local_size: int) -> None:
+    with taken_port() as port, pytest.raises(UserError, match=rf"127.0.0.1:{port}: Address already in use; give"):
+        connect(place(0, 2, port, agent_store=False, local_size=local_size), LIMIT_S)
+
+
+def test_an_address_that_is_not_this_host_s_is_one_sentence() -> None:
+    # 192.0.2.0/24 is kept for documentation.
+    for address, reason in (("192.0.2.1", "Cannot assign requested address"), ("no.such.host.invalid", "")):
+        with pytest.raises(UserError, match=rf"^can't serve the workers' store on {address}:0: {reason}[^;]*$"):
+            serve(address)
 
 
 def test_an_address_that_nobody_serves_is_one_sentence() -> None:
