@@ -60,6 +60,10 @@ class ScheduleError(PipebenchError, RuntimeError):
     """Workers wait for each other in a circle; the message draws what each one waits for."""
 
 
+class DivergedError(PipebenchError, ArithmeticError):
+    """A training loss that isn't finite: the end of a run, and its result."""
+
+
 def nearest(given: object, allowed: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest allowed name, or "" if nothing is close."""
     matches = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.55)

@@ -33,7 +33,7 @@ from pipebench.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix,
 from pipebench.schedule.pipeline import Pipeline
 from zoo.registry import Dataset
 
-SIMULATED = "simulated"
+SIMULATED, DISTRIBUTED = "simulated", "distributed"
 
 
 @dataclass(frozen=True)

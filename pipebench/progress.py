@@ -17,6 +17,19 @@ _REDRAW_EVERY_S = 0.1
 _BAR_CELLS = 20
 
 
+class Silent:
+    """Progress that nobody watches: of reports, and of all processes but the first."""
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Ignore a minibatch."""
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Ignore an evaluation."""
+
+    def note(self, text: str) -> None:
+        """Ignore a note."""
+
+
 class RunProgress:
     """Tells how a run is getting on. Use it as a context manager around the run.
 
@@ -95,6 +108,10 @@ class RunProgress:
         clock = f"{self._clock} time {seconds(point.clock_s)}"
         wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
         self._console.print(Text(f"{self._name}  epoch {epoch:g}  {scores}  {clock}{wall}"), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Tell of anything else, in a line that stays."""
+        self._console.print(Text(f"{self._name}  {text}"), soft_wrap=True)
 
     def _line(self, samples: int, clock_s: float, loss: float, occupancy: float) -> Text:
         share = min(1.0, samples / self._total_samples) if self._total_samples > 0 else 0.0

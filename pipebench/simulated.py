@@ -1,12 +1,12 @@
 """The simulated engine's answer: an epoch's time, bytes and bubble from durations alone; no accuracy, no TTA."""
 
+from pipebench.answer import byte_metrics, describe, describe_stages
 from pipebench.engine.setup import Setup
 from pipebench.meter import Meter, fractions
 from pipebench.prepare import Prepared
 from pipebench.result import COMPLETED, RunResult
 from pipebench.steady import simulate_segment
 from pipebench.timeline import Timeline
-from pipebench.training import byte_metrics, describe, describe_stages
 
 
 def simulate_epoch(prepared: Prepared) -> tuple[RunResult, Timeline]:

@@ -1,28 +1,94 @@
-"""Training to a target: segments between drains, evaluations, and the answer in numbers.
+"""Training to a target: segments between drains, evaluations, checkpoints, and the answer in numbers.
 
 The clock follows MLPerf's habits: it starts after initialisation and profiling, never pauses, and includes
 evaluation; the time without evaluation is given too. A run that misses its target has no time to accuracy.
+
+In a distributed run every process goes through this loop alike: what decides its course is exchanged at every drain.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from pipebench.answer import byte_metrics, describe, stage_rows, together
+from pipebench.checkpoint.state import CheckpointError, ModelState
+from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.meter import Meter, fractions, sum_by
+from pipebench.errors import DivergedError
+from pipebench.measured import Measured
+from pipebench.meter import Meter
 from pipebench.network import Network
 from pipebench.prepare import Prepared
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT, Timeline
+from pipebench.timeline import Timeline
 
 _LOG = logging.getLogger("pipebench.training")
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU: look at it only so often
+
+OnLoss = Callable[[torch.Tensor, int, float, float], None]
+OnUnit = Callable[[int, float, float], None]
+
+
+class Engine(Protocol):
+    """What trains: all workers in one process, or one of them."""
+
+    clock_s: float  # at the last drain
+
+    @property
+    def now_s(self) -> float:
+        """The clock, also between two drains."""
+
+    @property
+    def busy_fraction(self) -> float:
+        """Share of the time in training that the workers of this process spent computing."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends early, as far as this process knows."""
+
+    @property
+    def position(self) -> int:
+        """This process's place in what `exchange` returns."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process keeps the run's records."""
+
+    def start_clock(self, clock_s: float = 0.0) -> None:
+        """Let the run's clock start, or go on from `clock_s`."""
+
+    def train(self, first_minibatch: int, num_minibatches: int) -> int:
+        """Train, then drain; return how many minibatches were trained on."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return `eval_loss` and every metric of the dataset for the newest weights."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what every process gives, in the order of workers; JSON."""
+
+    def parts(self) -> Sequence[tuple[str, ModelState]]:
+        """Return what this process contributes to a checkpoint, by name."""
+
+    def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
+        """Go on from a checkpoint; `facts` are this process's then, None under another plan."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was counted here: `num_bytes`, and `peak_bytes` and `weight_versions_max` per worker; JSON."""
+
+    def settle(self) -> None:
+        """Let `clock_s` be the time now: what came since the drain belongs to neither training nor evaluation."""
+
+    def measured(self, training_s: float) -> Measured:
+        """Return what all workers measured; all processes call it."""
+
+
+MakeEngine = Callable[[OnLoss, OnUnit], Engine]
 
 
 class Progress(Protocol):
@@ -34,9 +100,23 @@ class Progress(Protocol):
     def evaluation(self, point: Point, epoch: float) -> None:
         """Tell of one evaluation."""
 
+    def note(self, text: str) -> None:
+        """Tell of anything else, in a line that stays."""
 
-class _DivergedError(Exception):
-    """A loss is not finite."""
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where a run's checkpoints go, and the one it begins with.
+
+    Attributes:
+        checkpoints: the run's; None keeps none.
+        found: where to go on; None begins anew.
+        lost_s: seconds by which the clock has run on since that checkpoint (or since the start, without one).
+    """
+
+    checkpoints: Checkpoints | None = None
+    found: Checkpoint | None = None
+    lost_s: float = 0.0
 
 
 @dataclass
@@ -46,136 +126,252 @@ class _Run:
     prepared: Prepared
     progress: Progress
     on_point: Callable[[Point], None]
-    points: list[Point]
+    keeping: Keeping
+    points: list[Point] = field(default_factory=list)
+    done: int = 0  # minibatches
     samples: int = 0
     seen: int = 0
-    loss_sum: float | torch.Tensor = 0.0  # a tensor as long as it stays on the GPU
+    told: int = 0  # samples told to the progress
+    own_loss: float | torch.Tensor = 0.0  # of this process since the drain; a tensor as long as it stays on the GPU
+    own_weight: float = 0.0
+    loss_sum: float = 0.0  # of all processes since the evaluation
     weight: float = 0.0
     training_s: float = 0.0
     evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
     reached: Point | None = None
     reached_training_s: float = 0.0
 
 
+class _StoppedError(Exception):
+    """All processes have agreed to end here."""
+
+
+def on_virtual_clock(prepared: Prepared) -> MakeEngine:
+    """Return what makes a virtual engine for a prepared recipe."""
+
+    def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
+        meter = Meter(prepared.setup.pipeline)
+        network = Network(prepared.setup.cluster, meter.transfer)
+        return VirtualEngine(prepared.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter)
+
+    return make
+
+
 def train_to_target(
-    prepared: Prepared, progress: Progress, on_point: Callable[[Point], None]
+    prepared: Prepared,
+    make_engine: MakeEngine,
+    progress: Progress,
+    on_point: Callable[[Point], None],
+    keeping: Keeping = Keeping(),
 ) -> tuple[RunResult, Timeline]:
     """Train a prepared recipe until its target, its last epoch, divergence or Ctrl-C.
 
     Args:
         prepared: the recipe, ready to run.
+        make_engine: makes the engine, which tells of every loss and of every unit that is done.
         progress: told of every minibatch and evaluation.
         on_point: takes every point of the curves as soon as it is known.
+        keeping: checkpoints.
 
     Returns:
         The result and the recorded part of the timeline.
+
+    Raises:
+        CheckpointError: the checkpoint to go on from doesn't fit.
     """
-    meter = Meter(prepared.setup.pipeline)
-    run = _Run(prepared, progress, on_point, [])
-    started = time.perf_counter()
-    engine = VirtualEngine(
-        prepared.setup,
-        Network(prepared.cluster, meter.transfer),
-        meter.event,
-        lambda loss, samples, weight, clock_s: _take_loss(run, meter, loss, samples, weight, clock_s),
+    run = _Run(prepared, progress, on_point, keeping)
+    engine = make_engine(
+        lambda loss, samples, weight, clock_s: _take_loss(run, loss, samples, weight),
+        lambda samples, loss, clock_s: _tell(run, engine, samples, loss, clock_s),
     )
+    _go_on(run, engine)
+    started = time.perf_counter()
+    ended_s: float | None = None
     try:
-        outcome, sentence = _segments(run, engine, meter)
-    except _DivergedError as diverged:
-        outcome, sentence = DIVERGED, str(diverged)
+        outcome, sentence = _segments(run, engine)
+    except DivergedError as diverged:
+        outcome, sentence, ended_s = DIVERGED, str(diverged), engine.now_s
+    except _StoppedError as stopped:
+        reason = str(stopped)
+        outcome = DIVERGED if reason.startswith(DIVERGED) else INTERRUPTED
+        sentence = reason if outcome == DIVERGED else f"{reason} after {run.samples:,} samples"
     except KeyboardInterrupt:
-        outcome, sentence = INTERRUPTED, f"interrupted after {run.seen:,} samples"
+        outcome, sentence, ended_s = INTERRUPTED, f"interrupted after {run.seen:,} samples", engine.now_s
+    total_s = engine.clock_s if ended_s is None else max(ended_s, engine.clock_s)
     if run.seen > run.samples:  # ended between two drains
-        run.training_s += engine.now_s - engine.clock_s
+        run.training_s += total_s - engine.clock_s
         run.samples = run.seen
-    metrics = _metrics(run, engine, meter) | {"wall_time_s": time.perf_counter() - started}
+    facts = together(engine.exchange(engine.facts()))
+    measured = engine.measured(run.training_s)
+    metrics = _metrics(run, facts, measured)
+    metrics |= {"total_time_s": total_s, "wall_time_s": time.perf_counter() - started}
     result = RunResult(
         **describe(prepared), outcome=outcome, sentence=sentence, metrics=metrics, points=tuple(run.points),
-        stages=_stages(prepared, engine),
+        stages=stage_rows(prepared, facts), workers=measured.workers,
     )  # fmt: skip
-    return result, meter.timeline()
+    return result, measured.timeline
 
 
-def describe(prepared: Prepared) -> dict[str, Any]:
-    """Return the part of a result that is known before the run."""
-    recipe = prepared.recipe
-    return {
-        "name": recipe.name,
-        "mode": recipe.parallelism.mode,
-        "plan": str(prepared.setup.plan),
-        "engine": recipe.engine.kind,
-        "clock": "virtual",
-        "timing": prepared.profile.note,
-        "seed": recipe.train.seed,
-    }
+def _go_on(run: _Run, engine: Engine) -> None:
+    """Start the clock, from the checkpoint on if there is one."""
+    found, clock_s = run.keeping.found, run.keeping.lost_s
+    if found is not None:
+        kept = found.progress
+        clock_s += kept["clock_s"]
+        facts = kept["facts"][engine.position] if kept["taken_by"] == _taken_by(run.prepared) else None
+        engine.restore(found.load(), facts, clock_s)
+        run.done, run.samples = found.step, run.prepared.setup.sampler.samples_before(found.step)
+        run.seen = run.told = run.samples
+        run.loss_sum, run.weight = kept["loss_sum"], kept["weight"]
+        run.training_s, run.evaluation_s, run.checkpoint_s = (
+            kept[name] for name in ("training_s", "evaluation_s", "checkpoint_s")
+        )
+        for point in kept["points"]:
+            _note_point(run, Point(**point), kept["training_s"])
+    engine.start_clock(clock_s)
 
 
-def _segments(run: _Run, engine: VirtualEngine, meter: Meter) -> tuple[str, str]:
-    recipe, sampler = run.prepared.recipe, run.prepared.setup.sampler
-    target = recipe.train.target
-    total = recipe.train.max_epochs * sampler.minibatches_per_epoch
-    period = _period(recipe.train.evaluate_every, sampler.minibatches_per_epoch)
-    done = 0
-    while done < total and run.reached is None:
-        count = min(period, total - done)
-        before_s = engine.clock_s
-        engine.train(done, count)
-        done += count
-        run.samples = run.seen = sampler.samples_before(done)
-        run.training_s += engine.clock_s - before_s
-        before_s, meter.evaluating = engine.clock_s, True
-        scores = engine.evaluate()
-        meter.evaluating = False
-        run.evaluation_s += engine.clock_s - before_s
-        _take_point(run, engine.clock_s, scores)
+def _taken_by(prepared: Prepared) -> str:
+    """Return what decides whether what workers counted can be added to: the engine and the plan."""
+    setup = prepared.setup
+    return f"{prepared.recipe.engine.kind}, {setup.plan.stages}, devices {setup.cluster.devices}"
+
+
+def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
+    train, sampler = run.prepared.recipe.train, run.prepared.setup.sampler
+    total = train.max_epochs * sampler.minibatches_per_epoch
+    evaluate_every = _period(train.evaluate_every, sampler.minibatches_per_epoch)
+    save_every = _period(train.checkpoint_every or train.evaluate_every, sampler.minibatches_per_epoch)
+    while run.done < total and run.reached is None:
+        until = min(total, *((run.done // period + 1) * period for period in (evaluate_every, save_every)))
+        _train(run, engine, until - run.done)
+        if run.done % evaluate_every == 0 or run.done == total:
+            _evaluate(run, engine)
+        if run.done % save_every == 0 or run.done == total or run.reached is not None:
+            _save(run, engine)
+    target = train.target
     if target is None:
-        return COMPLETED, f"trained {recipe.train.max_epochs} epochs; no target was set"
+        return COMPLETED, f"trained {train.max_epochs} epochs; no target was set"
     goal = f"{target.metric} {target.value:g}"
     if run.reached is not None:
         value = run.reached.metrics[target.metric]
         epochs = run.reached.samples / sampler.num_samples
         return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {epochs:g} epochs"
     best = _best(run, target.metric)
-    return MISSED, f"missed {goal}: the best in {recipe.train.max_epochs} epochs was {target.metric} {best:.4g}"
+    return MISSED, f"missed {goal}: the best in {train.max_epochs} epochs was {target.metric} {best:.4g}"
 
 
 def _period(every: PeriodRecipe, minibatches_per_epoch: int) -> int:
     return every.minibatches or (every.epochs or 1) * minibatches_per_epoch
 
 
-def _take_loss(run: _Run, meter: Meter, loss: torch.Tensor, samples: int, weight: float, clock_s: float) -> None:
+def _train(run: _Run, engine: Engine, num_minibatches: int) -> None:
+    """Train on a segment and put together what the processes know; end where a stop was agreed on."""
+    before_s = engine.clock_s
+    run.done += engine.train(run.done, num_minibatches)
+    run.samples = run.seen = run.told = run.prepared.setup.sampler.samples_before(run.done)
+    run.training_s += engine.clock_s - before_s
+    own = {"loss": float(run.own_loss), "weight": run.own_weight, "stop": engine.stop_reason}
+    run.own_loss = run.own_weight = 0.0
+    shares = engine.exchange(own)
+    run.loss_sum += sum(share["loss"] for share in shares)
+    run.weight += sum(share["weight"] for share in shares)
+    reason = next((share["stop"] for share in shares if share["stop"]), None)
+    if reason is not None:
+        if not reason.startswith(DIVERGED):
+            _save(run, engine)
+        raise _StoppedError(reason)
+
+
+def _evaluate(run: _Run, engine: Engine) -> None:
+    before_s = engine.clock_s
+    scores = engine.evaluate()
+    run.evaluation_s += engine.clock_s - before_s
+    metrics = {"train_loss": run.loss_sum / run.weight, **scores}
+    run.loss_sum = run.weight = 0.0
+    point = Point(run.samples, engine.clock_s, metrics)
+    _note_point(run, point, run.training_s)
+    run.on_point(point)
+    run.progress.evaluation(point, run.samples / run.prepared.setup.sampler.num_samples)
+    _LOG.info("t=%.6g s: %s", point.clock_s, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+def _note_point(run: _Run, point: Point, training_s: float) -> None:
+    run.points.append(point)
+    target = run.prepared.recipe.train.target
+    if target is not None and run.reached is None:
+        value, best = point.metrics[target.metric], run.prepared.setup.dataset.metrics[target.metric]
+        if value >= target.value if best == "max" else value <= target.value:
+            run.reached, run.reached_training_s = point, training_s
+
+
+def _save(run: _Run, engine: Engine) -> None:
+    """Write a checkpoint; where that fails, say so and train on: the one before stays."""
+    store = run.keeping.checkpoints
+    if store is None:
+        return
+    before_s, parts, problem = engine.clock_s, [], None
+    try:
+        parts = [asdict(store.write_part(run.done, name, state)) for name, state in engine.parts()]
+    except (OSError, CheckpointError) as error:
+        problem = str(error)
+    shares = engine.exchange({"parts": parts, "problem": problem, "facts": engine.facts()})
+    problem = next((share["problem"] for share in shares if share["problem"]), None)
+    if engine.is_first:
+        if problem is None:
+            progress = _progress(run, engine.clock_s, [share["facts"] for share in shares])
+            try:
+                store.commit(run.done, [Part(**part) for share in shares for part in share["parts"]], progress)
+            except OSError as error:
+                problem = str(error)
+        if problem is not None:
+            store.abandon(run.done)
+            text = f"no checkpoint at minibatch {run.done}: {problem}; the one before stays, training goes on"
+            run.progress.note(text)
+            _LOG.warning(text)
+    engine.settle()
+    run.checkpoint_s += engine.clock_s - before_s
+
+
+def _progress(run: _Run, clock_s: float, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the training loop."""
+    return {
+        "taken_by": _taken_by(run.prepared),
+        "facts": list(facts),
+        "samples": run.samples,
+        "epochs": run.samples / run.prepared.setup.sampler.num_samples,
+        "points": [asdict(point) for point in run.points],
+        "loss_sum": run.loss_sum,
+        "weight": run.weight,
+        "training_s": run.training_s,
+        "evaluation_s": run.evaluation_s,
+        "checkpoint_s": run.checkpoint_s,
+        "clock_s": clock_s,
+        "saved_at_s": time.time(),
+    }
+
+
+def _take_loss(run: _Run, loss: torch.Tensor, samples: int, weight: float) -> None:
     """Add up a unit's loss; end the run if it is not finite."""
     run.seen += samples
-    run.weight += weight
-    run.loss_sum = run.loss_sum + loss
+    run.own_weight += weight
+    run.own_loss = run.own_loss + loss
     if loss.is_cuda and run.seen // samples % _CUDA_LOSS_EVERY:
         return
-    run.loss_sum = float(run.loss_sum)
-    if not math.isfinite(run.loss_sum):
+    run.own_loss = float(run.own_loss)
+    if not math.isfinite(run.own_loss):
         epoch = run.seen / run.prepared.setup.sampler.num_samples
-        raise _DivergedError(
+        raise DivergedError(
             f"diverged: the training loss is {float(loss):g} after {run.seen:,} samples (epoch {epoch:.2f}); "
             f"lower train.optimizer.lr ({run.prepared.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
         )
-    workers = run.prepared.setup.pipeline.num_workers
-    elapsed_s = clock_s - run.evaluation_s
-    occupancy = min(1.0, meter.busy_s / (workers * elapsed_s)) if elapsed_s > 0 else 0.0
-    run.progress.update(run.seen, clock_s, float(loss) / weight, occupancy)
 
 
-def _take_point(run: _Run, clock_s: float, scores: Mapping[str, float]) -> None:
-    metrics = {"train_loss": float(run.loss_sum) / run.weight, **scores}
-    run.loss_sum = run.weight = 0.0
-    point = Point(run.samples, clock_s, metrics)
-    run.points.append(point)
-    run.on_point(point)
-    run.progress.evaluation(point, run.samples / run.prepared.setup.sampler.num_samples)
-    _LOG.info("t=%.6g s: %s", clock_s, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-    target = run.prepared.recipe.train.target
-    if target is not None and run.reached is None:
-        value, best = scores[target.metric], run.prepared.setup.dataset.metrics[target.metric]
-        if value >= target.value if best == "max" else value <= target.value:
-            run.reached, run.reached_training_s = point, run.training_s
+def _tell(run: _Run, engine: Engine, samples: int, loss: float, clock_s: float) -> None:
+    """Tell the progress of a unit."""
+    run.told += samples
+    run.progress.update(run.told, clock_s, loss, engine.busy_fraction)
 
 
 def _best(run: _Run, metric: str) -> float:
@@ -183,21 +379,21 @@ def _best(run: _Run, metric: str) -> float:
     return max(values) if run.prepared.setup.dataset.metrics[metric] == "max" else min(values)
 
 
-def _metrics(run: _Run, engine: VirtualEngine, meter: Meter) -> dict[str, float]:
-    setup = run.prepared.setup
-    training_s, samples = run.training_s, run.samples
+def _metrics(run: _Run, facts: Mapping[str, Any], measured: Measured) -> dict[str, float]:
+    setup, samples, training_s = run.prepared.setup, run.samples, run.training_s
     metrics: dict[str, float] = {
-        "total_time_s": max(engine.clock_s, engine.now_s),
         "evaluation_time_s": run.evaluation_s,
-        "weight_versions_max": max(replica.weights.most_alive for replica in engine.replicas),
-        "peak_memory_bytes_max": max(engine.peak_bytes),
+        "weight_versions_max": max(facts["weight_versions_max"]),
+        "peak_memory_bytes_max": max(facts["peak_bytes"]),
         "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
-        **byte_metrics(engine.num_bytes, samples),
+        **byte_metrics(facts["num_bytes"], samples),
     }
+    if run.keeping.checkpoints is not None:
+        metrics["checkpoint_time_s"] = run.checkpoint_s
     if samples > 0 and training_s > 0:
         metrics["throughput_samples_per_s"] = samples / training_s
         metrics["epoch_time_s"] = training_s * setup.sampler.num_samples / samples
-        metrics |= fractions(meter.busy_s, meter.stall_s, setup.pipeline.num_workers, training_s)
+        metrics |= measured.metrics
     if run.reached is not None:
         metrics["time_to_accuracy_s"] = run.reached.clock_s
         metrics["time_to_accuracy_without_evaluation_s"] = run.reached_training_s
@@ -207,58 +403,3 @@ def _metrics(run: _Run, engine: VirtualEngine, meter: Meter) -> dict[str, float]
             metrics[f"final_{name}"] = run.points[-1].metrics[name]
             metrics[f"best_{name}"] = _best(run, name)
     return metrics
-
-
-def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
-    """Return communication metrics from bytes by (kind, level).
-
-    The total is activations, gradients and all-reduces; buffers and evaluation are given apart.
-    """
-    counts = dict(num_bytes)
-    training = (ACTIVATION, GRADIENT, ALL_REDUCE)
-    kinds = sum_by(counts, 0, (*training, BUFFERS, EVALUATION))
-    levels = sum_by(counts, 1, training)
-    total = sum(kinds.get(kind, 0) for kind in training)
-    metrics: dict[str, float] = {"comm_bytes_total": total}
-    metrics |= {f"comm_bytes_{kind.replace('-', '_')}": value for kind, value in kinds.items()}
-    metrics |= {f"comm_bytes_level_{level}": value for level, value in levels.items()}
-    if samples > 0:
-        metrics["comm_bytes_per_sample"] = total / samples
-        for kind in training:
-            if kind in kinds:
-                metrics[f"comm_bytes_per_sample_{kind.replace('-', '_')}"] = kinds[kind] / samples
-    return metrics
-
-
-def describe_stages(prepared: Prepared) -> list[dict[str, Any]]:
-    """Return what is known of every stage before the run."""
-    setup = prepared.setup
-    travels = max(setup.costs.stages[0].forward_s)
-    names = [layer.name for layer in setup.graph.layers]
-    return [
-        {
-            "index": index,
-            "replicas": stage.replicas,
-            "first_layer": names[stage.start],
-            "last_layer": names[stage.stop - 1],
-            "num_layers": stage.stop - stage.start,
-            "depth": setup.pipeline.warmups[index],
-            "forward_s": costs.forward_s[travels],
-            "backward_s": costs.backward_s[travels],
-            "update_s": costs.update_s,
-            "samples_per_update": setup.pipeline.round_size(index) * setup.sampler.minibatch_size,
-            "parameter_bytes": sum(bucket.num_bytes for bucket in costs.buckets),
-        }
-        for index, (stage, costs) in enumerate(zip(setup.plan.stages, setup.costs.stages, strict=True))
-    ]
-
-
-def _stages(prepared: Prepared, engine: VirtualEngine) -> tuple[dict[str, Any], ...]:
-    rows = describe_stages(prepared)
-    for (stage, _), replica, peak in zip(
-        prepared.setup.pipeline.places, engine.replicas, engine.peak_bytes, strict=True
-    ):
-        row = rows[stage]
-        row["weight_versions_max"] = max(row.get("weight_versions_max", 0), replica.weights.most_alive)
-        row["peak_memory_bytes"] = max(row.get("peak_memory_bytes", 0), peak)
-    return tuple(rows)

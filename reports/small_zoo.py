@@ -24,10 +24,11 @@ from pipebench.formats import num_bytes, seconds
 from pipebench.prepare import Prepared, prepare
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
+from pipebench.progress import Silent
 from pipebench.recipe.options import make_dataset
 from pipebench.result import Point, RunResult
 from pipebench.simulated import simulate_epoch
-from pipebench.training import train_to_target
+from pipebench.training import on_virtual_clock, train_to_target
 from reports.planned_models import table
 from zoo.captions import Captions
 from zoo.language import Text
@@ -165,7 +166,7 @@ def train(run: Run) -> None:
     loaded = run.loaded
     with torch_settings(loaded.recipe.engine):
         prepared = prepared_of(loaded)
-        result, _ = train_to_target(prepared, _Silent(), lambda point: None)
+        result, _ = train_to_target(prepared, on_virtual_clock(prepared), Silent(), lambda point: None)
         facts = environment(prepared.setup.device)
     keep(run, result, facts, time.perf_counter() - started)
 
@@ -183,16 +184,6 @@ def prepared_of(loaded: LoadedRecipe) -> Prepared:
     """Return a recipe, ready to run."""
     recipe = loaded.recipe
     return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent))
-
-
-class _Silent:
-    """Progress that nobody watches."""
-
-    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
-        """Ignore."""
-
-    def evaluation(self, point: Point, epoch: float) -> None:
-        """Ignore."""
 
 
 def train_missing(jobs: int, tell: Callable[[str], object]) -> None:

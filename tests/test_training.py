@@ -24,7 +24,7 @@ from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, 
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulated import simulate_epoch
 from pipebench.timeline import Timeline
-from pipebench.training import train_to_target
+from pipebench.training import on_virtual_clock, train_to_target
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
@@ -41,6 +41,9 @@ class Silent:
             raise KeyboardInterrupt
 
     def evaluation(self, point: Point, epoch: float) -> None:
+        """Nothing to do."""
+
+    def note(self, text: str) -> None:
         """Nothing to do."""
 
 
@@ -69,7 +72,7 @@ def prepared(given: Recipe, lr: float = 0.1, plan: Any = ([4], [2, 1]), num_trai
 
 def train(given: Prepared, progress: Silent | None = None) -> tuple[RunResult, Timeline, list[Point]]:
     points: list[Point] = []
-    result, timeline = train_to_target(given, progress or Silent(), points.append)
+    result, timeline = train_to_target(given, on_virtual_clock(given), progress or Silent(), points.append)
     return result, timeline, points
 
 

@@ -5,15 +5,16 @@ those of N processes; only time is the simulator's.
 """
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
+from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.replica import Replica
 from pipebench.engine.ring import ring_all_reduce
@@ -21,6 +22,8 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, training_feed
+from pipebench.measured import Measured
+from pipebench.meter import Meter, fractions
 from pipebench.network import Network
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import forward_programs, programs
@@ -30,6 +33,7 @@ from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUAT
 _LOG = logging.getLogger("pipebench.engine")
 
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
+OnUnit = Callable[[int, float, float], None]
 
 
 class VirtualEngine:
@@ -41,6 +45,9 @@ class VirtualEngine:
         observe: told of every event, after it was executed.
         on_loss: told of every unit's summed loss (a scalar on the engine's device, not divided by its weight), number
             of samples, weight and the time; it may raise to end the run.
+        on_unit: told of every unit whose loss is known: its samples, its mean loss (NaN where reading it would keep a
+            GPU waiting), the time.
+        meter: takes note of every event, too.
     """
 
     def __init__(
@@ -49,14 +56,19 @@ class VirtualEngine:
         network: Network,
         observe: Callable[[Event], None] = lambda event: None,
         on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
+        on_unit: OnUnit = lambda samples, loss, clock_s: None,
+        meter: Meter | None = None,
     ) -> None:
         self.setup = setup
         self.network = network
         self.clock_s = 0.0  # at the last drain
         self.now_s = 0.0
         self.num_bytes: Counter[tuple[str, str]] = Counter()
+        self._evaluation_s = 0.0
         self._observe = observe
         self._on_loss = on_loss
+        self._on_unit = on_unit
+        self._meter = meter or Meter(setup.pipeline)
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
         self._handlers: dict[Op, Callable[[Worker, int, Instruction], None]] = {
             Op.LOAD_INPUT: lambda worker, unit, _: worker.load(unit),
@@ -82,6 +94,75 @@ class VirtualEngine:
         """The most bytes that every worker has held."""
         return [worker.peak_bytes for worker in self.workers]
 
+    @property
+    def busy_fraction(self) -> float:
+        """Share of the workers' time in training that they spent computing."""
+        elapsed_s = (self.now_s - self._evaluation_s) * len(self.workers)
+        return min(1.0, self._meter.busy_s / elapsed_s) if elapsed_s > 0 else 0.0
+
+    @property
+    def stop_reason(self) -> None:
+        """Nobody else could ask for an early end."""
+
+    @property
+    def position(self) -> int:
+        """The one process there is."""
+        return 0
+
+    @property
+    def is_first(self) -> bool:
+        """The one process there is keeps the run's records."""
+        return True
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what every process gives: this one's."""
+        return [value]
+
+    def start_clock(self, clock_s: float = 0.0) -> None:
+        """Let the run's clock go on from `clock_s`."""
+        self.clock_s = self.now_s = clock_s
+
+    def settle(self) -> None:
+        """On this clock nothing happens between two segments."""
+
+    def parts(self) -> list[tuple[str, ModelState]]:
+        """Return every worker's part of a checkpoint, by name."""
+        return [worker.part() for worker in self.workers]
+
+    def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: of the whole model.
+            facts: what `facts` returned when it was taken; None if engine or plan was another.
+            clock_s: the run's clock then.
+        """
+        for worker in self.workers:
+            worker.restore(state)
+        if facts is not None:
+            self.num_bytes = Counter({(kind, level): count for kind, level, count in facts["num_bytes"]})
+            for worker, peak_bytes in zip(self.workers, facts["peak_bytes"], strict=True):
+                worker.peak_bytes = max(worker.peak_bytes, peak_bytes)
+            self._meter.busy_s, self._meter.stall_s = facts["busy_s"], facts["stall_s"]
+            self._evaluation_s = facts["evaluation_s"]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was counted so far, in a form that JSON holds; lists are by worker."""
+        return {
+            "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
+            "peak_bytes": self.peak_bytes,
+            "weight_versions_max": [replica.weights.most_alive for replica in self.replicas],
+            "busy_s": self._meter.busy_s,
+            "stall_s": self._meter.stall_s,
+            "evaluation_s": self._evaluation_s,
+        }
+
+    def measured(self, training_s: float) -> Measured:
+        """Return what the workers did, on the virtual clock."""
+        meter = self._meter
+        metrics = fractions(meter.busy_s, meter.stall_s, len(self.workers), training_s)
+        return Measured(metrics, (), meter.timeline(), meter.busy_s, meter.stall_s, Counter(self.num_bytes))
+
     def _clear(self) -> None:
         """Empty the mailboxes."""
         self._mail: dict[tuple[Op, int, int, int], Any] = {}
@@ -103,6 +184,7 @@ class VirtualEngine:
         """Evaluate the newest weights on every held-out sample; return `eval_loss` and every metric of the dataset."""
         dataset, count = self.setup.dataset, self.setup.held_out.minibatches_per_epoch
         self._clear()
+        before_s, self._meter.evaluating = self.clock_s, True
         self._feed = Feed(self.setup, "eval", 0, count)
         for worker in self.workers:
             worker.begin(self._feed, 0, count)
@@ -122,12 +204,14 @@ class VirtualEngine:
         before = Counter(self.network.num_bytes)
         self._play(forward_programs(self.setup.pipeline, count), execute)
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
+        self._meter.evaluating = False
+        self._evaluation_s += self.clock_s - before_s
         for replica in self.replicas:
             replica.forget("eval")
         metrics = scores.metrics()
         if dataset.generates_with is not None:
-            first_replicas = (self.replicas[self.setup.pipeline.worker(s, 0)] for s in range(len(self.setup.plan.stages)))
-            metrics |= dataset.whole_model_metrics(self._whole.filled(replica.tensors() for replica in first_replicas))
+            stages = (worker.replica.tensors() for worker in self.workers if worker.replica_index == 0)
+            metrics |= dataset.whole_model_metrics(self._whole.filled(stages))
         return metrics
 
     @cached_property
@@ -148,6 +232,7 @@ class VirtualEngine:
                     )
                 execute(event)
                 self._observe(event)
+                self._meter.event(event)
         finally:
             self._feed.close()
         self.clock_s = simulation.end_s
@@ -166,6 +251,8 @@ class VirtualEngine:
         loss = worker.forward(unit)
         if loss is not None:
             self._on_loss(*loss, self.now_s)
+            mean = math.nan if loss.total.is_cuda else float(loss.total) / loss.weight
+            self._on_unit(loss.samples, mean, self.now_s)
 
     def _send_activation(self, worker: Worker, unit: int, peer: int, kind: str) -> None:
         values = worker.activation_for(unit, self.setup.pipeline.places[peer][0])

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipebench.checkpoint.share import share_of
+from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.replica import LossFunction, OnGradient, Replica, Values
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight
@@ -57,6 +59,7 @@ class Worker:
             overwrite=setup.weights == NONE,
         )
         self.peak_bytes = self.replica.live_bytes()
+        self._share = share_of(setup, index)
 
     def begin(self, feed: Feed, first: int, num_minibatches: int) -> None:
         """Start a segment of training or an evaluation, with nothing in flight.
@@ -172,6 +175,14 @@ class Worker:
     def buffers(self) -> list[torch.Tensor]:
         """Return the stage's running statistics, which a drain averages over its replicas."""
         return [buffer for buffer in self.replica.module.buffers() if buffer.is_floating_point()]
+
+    def part(self) -> tuple[str, ModelState]:
+        """Return what this worker contributes to a checkpoint, by name."""
+        return f"stage-{self.stage_index}-replica-{self.replica_index}", self.replica.state(self._share)
+
+    def restore(self, state: ModelState) -> None:
+        """Go on from a checkpoint of the whole model, taken under any plan."""
+        self.replica.restore(state, self._share)
 
     def _in_order(self, received: Values) -> Values:
         return {layer: received[layer] for layers in self.replica.stage.receives.values() for layer in layers}

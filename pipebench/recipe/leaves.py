@@ -20,7 +20,7 @@ from pipebench.recipe.yaml_file import parse
 
 COMMAND_LINE = "command line"
 # Keys that only make sense together: a source that gives one of them replaces them all.
-_TOGETHER = (("train", "evaluate_every"),)
+TOGETHER = (("train", "evaluate_every"), ("train", "checkpoint_every"))
 _OPTION = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Key = tuple[str, ...]
@@ -95,7 +95,7 @@ class Leaves:
         return any(key[: len(bad)] == bad or bad[: len(key)] == key for bad in self.faulty)
 
     def _drop_replaced(self, new: Mapping[Key, Leaf]) -> None:
-        groups = {group for group in _TOGETHER for key in new if key[: len(group)] == group}
+        groups = {group for group in TOGETHER for key in new if key[: len(group)] == group}
         for old in list(self.found):
             replaced = any(old[: len(key)] == key or key[: len(old)] == old for key in new)
             if (replaced and old not in new) or any(old[: len(group)] == group for group in groups):

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.errors import Fault, RecipeError
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
-from pipebench.recipe.leaves import Key, Leaf, Leaves, defaults, dotted, expected_type, is_expression
+from pipebench.recipe.leaves import TOGETHER, Key, Leaf, Leaves, defaults, dotted, expected_type, is_expression
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.validate import Draft, check
@@ -135,7 +135,7 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
 def _nested(found: Mapping[Key, Leaf]) -> dict[str, Any]:
     """Return defaults and leaves as nested plain data, expressions as they are."""
     data = defaults()
-    for group in {key[:2] for key in found if key[:2] == ("train", "evaluate_every")}:
+    for group in {key[:2] for key in found if len(key) > 2 and key[:2] in TOGETHER}:
         data[group[0]][group[1]] = {"epochs": None, "minibatches": None}
     for key, leaf in found.items():
         section = data

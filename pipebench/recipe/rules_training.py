@@ -1,6 +1,7 @@
 """Rules on training, parallelism and engine: numbers and names that have to suit each other."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
@@ -52,11 +53,13 @@ def _momentum(name: str, momentum: float) -> Problems:
         yield "train.optimizer.momentum", f"got {momentum:g}, which only sgd takes; adam has betas and needs 0 here"
 
 
-@rule("train.evaluate_every.epochs", "train.evaluate_every.minibatches")
-def _evaluate_every(epochs: int | None, minibatches: int | None) -> Problems:
-    if (epochs is None) == (minibatches is None):
-        given = "neither" if epochs is None else "both"
-        yield "train.evaluate_every", f"got {given} of epochs and minibatches, allowed is exactly one"
+@rule("train.evaluate_every", "train.checkpoint_every")
+def _periods(evaluate_every: Mapping[str, Any], checkpoint_every: Mapping[str, Any] | None) -> Problems:
+    for name, period in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
+        given = [key for key, value in (period or {}).items() if value is not None]
+        if period is not None and len(given) != 1:
+            both = "both" if given else "neither"
+            yield f"train.{name}", f"got {both} of epochs and minibatches, allowed is exactly one"
 
 
 @rule("parallelism.mode", "parallelism.plan", "parallelism.order", "parallelism.weights", "parallelism.recompute")

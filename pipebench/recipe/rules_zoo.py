@@ -105,8 +105,14 @@ def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
         yield "train.minibatch_size", problem
 
 
-@rule("@dataset", "train.streams", "train.minibatch_size", "train.evaluate_every.minibatches")
-def _streams(dataset: Any, streams: int | None, minibatch_size: int, evaluate_every: int | None) -> Problems:
+@rule("@dataset", "train.streams", "train.minibatch_size", "train.evaluate_every", "train.checkpoint_every")
+def _streams(
+    dataset: Any,
+    streams: int | None,
+    minibatch_size: int,
+    evaluate_every: Mapping[str, Any],
+    checkpoint_every: Mapping[str, Any] | None,
+) -> Problems:
     if not dataset.sequential:
         if streams is not None:
             yield "train.streams", f"got {streams}, which is for text, whose samples follow each other: allowed is null"
@@ -116,9 +122,11 @@ def _streams(dataset: Any, streams: int | None, minibatch_size: int, evaluate_ev
         most = dataset.num_train // minibatch_size
         rows = f"streams of {minibatch_size} rows each"
         yield "train.streams", f"got {streams} {rows}, allowed are 1 to {most}: the text has {dataset.num_train} chunks"
-    if evaluate_every is not None and evaluate_every % streams:
-        given = f"got {evaluate_every}, which would leave some of the {streams} streams behind"
-        yield "train.evaluate_every.minibatches", f"{given}: allowed are multiples of {streams}"
+    for name, period in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
+        minibatches = (period or {}).get("minibatches")
+        if minibatches is not None and minibatches % streams:
+            given = f"got {minibatches}, which would leave some of the {streams} streams behind"
+            yield f"train.{name}.minibatches", f"{given}: allowed are multiples of {streams}"
 
 
 @rule("@dataset", "@cluster", "train.streams", "parallelism.mode", "parallelism.plan")

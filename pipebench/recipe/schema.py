@@ -83,6 +83,8 @@ class TrainRecipe:
             the replica that carries a stream's state on is always the same one; null: 1 for text.
         target: null trains for throughput only, until `max_epochs`.
         evaluate_every: the pipeline drains before every evaluation; there is always one at the end.
+        checkpoint_every: the pipeline drains before every checkpoint; null: processes write one after every
+            evaluation, the virtual engine writes none.
     """
 
     seed: int = 0
@@ -93,6 +95,7 @@ class TrainRecipe:
     target: TargetRecipe | None = None
     max_epochs: int = MISSING
     evaluate_every: PeriodRecipe = field(default_factory=lambda: PeriodRecipe(epochs=1))
+    checkpoint_every: PeriodRecipe | None = None
 
 
 @dataclass(frozen=True)
@@ -137,12 +140,16 @@ class EngineRecipe:
     """What plays the schedule.
 
     Attributes:
-        kind: `virtual` (real arithmetic on a virtual clock) or `simulated` (durations only, no training).
-        device: `auto`, `cpu` or `cuda`: where the virtual engine computes.
+        kind: `virtual` (real arithmetic on a virtual clock), `simulated` (durations only, no training) or `distributed`
+            (a process per worker, on the wall clock).
+        device: `auto`, `cpu` or `cuda`: where arithmetic happens.
         threads: `auto` or torch's number of threads.
         timing: `auto` (measured on cluster `local`, analytic elsewhere), `measured`, `analytic` or a profile file.
         deterministic: deterministic kernels only.
         tf32: allow TF32 on GPUs that have it.
+        max_restarts: distributed only: how often all processes start again after one has died.
+        stall_limit_s: distributed only: seconds after which a worker that doesn't get on ends the run.
+        join_limit_s: distributed only: seconds to wait for all processes at the start.
     """
 
     kind: str = "virtual"
@@ -151,6 +158,9 @@ class EngineRecipe:
     timing: str = "auto"
     deterministic: bool = True
     tf32: bool = False
+    max_restarts: int = 3
+    stall_limit_s: float = 300.0
+    join_limit_s: float = 120.0
 
 
 @dataclass(frozen=True)

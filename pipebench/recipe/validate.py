@@ -98,10 +98,7 @@ def _check_choice(draft: Draft, key: str, names: tuple[str, ...]) -> None:
     value = draft.get(key)
     if value is UNUSABLE or value is None or value in names:
         return
-    if key == "engine.kind" and value == "distributed":
-        draft.fault(key, f"'distributed' is not in this version, allowed are {', '.join(names)}")
-    else:
-        draft.fault(key, choice(str(value)[:60], names))
+    draft.fault(key, choice(str(value)[:60], names))
 
 
 def _within(smallest: float, largest: float) -> Callable[[float], bool]:
@@ -116,7 +113,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.cost_model": ("overlap", "sosp19", "artifact"),  # as in planner.cost_models, which takes NumPy to load
     "parallelism.order": ORDERS,
     "parallelism.weights": WEIGHT_POLICIES,
-    "engine.kind": ("virtual", "simulated"),
+    "engine.kind": ("virtual", "simulated", "distributed"),
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
@@ -140,6 +137,11 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.schedule.warmup_epochs": (lambda epochs: epochs >= 0, "a number of at least 0"),
     "train.evaluate_every.epochs": (_within(1, 2**31), "a whole number of at least 1"),
     "train.evaluate_every.minibatches": (_within(1, 2**31), "a whole number of at least 1"),
+    "train.checkpoint_every.epochs": (_within(1, 2**31), "a whole number of at least 1"),
+    "train.checkpoint_every.minibatches": (_within(1, 2**31), "a whole number of at least 1"),
+    "engine.max_restarts": (_within(0, 2**31), "a whole number from 0 on"),
+    "engine.stall_limit_s": (lambda seconds: seconds > 0, "a number of seconds above 0"),
+    "engine.join_limit_s": (lambda seconds: seconds > 0, "a number of seconds above 0"),
     "cluster.servers": (_within(1, 2**31), "a whole number of at least 1"),
     "parallelism.microbatches": (_within(1, 2**31), "a whole number of at least 1"),
     "parallelism.accumulate": (_within(1, 2**31), "a whole number of at least 1"),

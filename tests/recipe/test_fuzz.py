@@ -71,6 +71,7 @@ KNOWN = [
     ("engine", "threads"),
     ("engine", "timing"),
     ("train", "evaluate_every"),
+    ("train", "checkpoint_every"),
     ("extends",),
 ]
 

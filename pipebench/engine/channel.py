@@ -1,0 +1,279 @@
+"""Channels: a one-way, ordered flow of messages between two workers, received ahead and sent in the background.
+
+A message goes into a buffer that the receiver posted before it was sent, so it travels while both sides compute. How
+large the posted buffers are follows from the messages before, by one rule that both ends apply: neither has to ask.
+
+Two workers that exchange activations and gradients have a channel for each, with a tag of its own: what one direction
+waits for never stands behind the other (P6, P10). A send returns at once and its buffer is its own until the message
+has left (P14); buffers of messages that have left are used again (P15). Every message is waited for or retired before
+the process group ends (P4). Received tensors are copies: a buffer is never an autograd leaf (P17).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.engine.message import (
+    HEADER_BYTES,
+    Header,
+    Layout,
+    aligned,
+    layout_of,
+    read_header,
+    write_header,
+)
+from pipebench.launch_join import peers
+
+AHEAD = 2  # receives posted before they are waited for; more would only hold memory (P18)
+_ROOM_FOR_TEXT = 2048  # in the first buffers, for layouts in words
+
+
+@dataclass(frozen=True)
+class Link:
+    """How two workers reach each other.
+
+    Attributes:
+        peer: the other one's rank.
+        group: a Gloo group of all ranks that carries messages and nothing else.
+        tag: of this direction and kind of message, on that group.
+        direct: an NCCL group of the two, for the tensors; None if they travel inside the messages.
+        device: where values are, and where they are wanted.
+        clock: the run's clock, seconds.
+    """
+
+    peer: int
+    group: Any
+    tag: int
+    direct: Any
+    device: torch.device
+    clock: Callable[[], float]
+
+    @property
+    def spill_tag(self) -> int:
+        """Tag of what was too large for the posted buffer."""
+        return self.tag + 1
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return a new buffer of bytes on the CPU; pinned where a GPU copies to or from it."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+
+class _Capacity:
+    """The size of the buffer posted for the next message: that of the largest message so far.
+
+    The receiver posts message j's buffer when it has taken message j - AHEAD, so the sender leaves out the sizes of the
+    last AHEAD - 1 messages. Between segments the receiver knows more, and posts more, than the sender counts on.
+    """
+
+    def __init__(self, first_bytes: int, leave_out: int) -> None:
+        self._latest: deque[int] = deque([0] * leave_out)
+        self.now = HEADER_BYTES + _ROOM_FOR_TEXT + aligned(first_bytes)
+
+    def count(self, num_bytes: int) -> None:
+        """A message of that size was sent or taken."""
+        self._latest.append(num_bytes)
+        self.now = max(self.now, self._latest.popleft())
+
+
+@dataclass
+class _Buffer:
+    """Bytes of a message, with the tensors' places in it by layout."""
+
+    data: torch.Tensor
+    views: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+
+    def places(self, layout: Layout, number: int, start: int) -> list[torch.Tensor]:
+        """Return where the tensors of layout `number` are in a message whose tensors begin at `start`."""
+        found = self.views.get((number, start))
+        if found is None:
+            found = self.views[number, start] = layout.views(self.data[start:])
+        return found
+
+
+class Sender:
+    """The sending end.
+
+    Args:
+        link: where to.
+        first_bytes: size of the values that are expected.
+    """
+
+    def __init__(self, link: Link, first_bytes: int) -> None:
+        self._link = link
+        self._capacity = _Capacity(first_bytes, AHEAD - 1)
+        self._layouts: dict[Any, int] = {}
+        self._leaving: deque[tuple[list[Any], list[_Buffer], Any]] = deque()
+        self._free: list[_Buffer] = []
+
+    def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None) -> int:
+        """Hand over a message; return its payload in bytes.
+
+        Args:
+            unit: the unit whose values these are.
+            values: a pytree of tensors.
+            note: a number that travels along.
+            most_leaving: wait for earlier messages to leave where that many haven't; None never waits.
+        """
+        self.retire()
+        while most_leaving is not None and len(self._leaving) >= most_leaving:
+            self._wait_for_first()
+        layout, tensors = layout_of(values)
+        number, text = self._numbered(layout)
+        body_bytes = 0 if self._link.direct is not None else layout.num_bytes
+        num_bytes = HEADER_BYTES + len(text) + body_bytes
+        spills = num_bytes > self._capacity.now
+        header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note)
+        self._capacity.count(num_bytes)
+        buffer = self._take(num_bytes)
+        write_header(buffer.data, header)
+        start = HEADER_BYTES + len(text)
+        if text:
+            buffer.data[HEADER_BYTES:start] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if body_bytes:
+            for place, tensor in zip(buffer.places(layout, number, start), tensors, strict=True):
+                place.copy_(tensor.detach())
+        cuts = [(0, HEADER_BYTES, self._link.tag), (HEADER_BYTES, num_bytes, self._link.spill_tag)]
+        pieces = cuts if spills else [(0, num_bytes, self._link.tag)]
+        with peers():
+            works = [
+                dist.isend(buffer.data[a:b], self._link.peer, group=self._link.group, tag=tag) for a, b, tag in pieces
+            ]
+            if self._link.direct is not None:
+                kept = [tensor.detach().contiguous() for tensor in tensors]
+                works += [dist.isend(tensor, self._link.peer, group=self._link.direct) for tensor in kept]
+                tensors = kept
+        self._leaving.append((works, [buffer], tensors if self._link.direct is not None else None))
+        return layout.payload_bytes
+
+    def retire(self) -> None:
+        """Take back the buffers of messages that have left."""
+        while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
+            self._wait_for_first()
+
+    def flush(self) -> None:
+        """Wait until every message has left."""
+        while self._leaving:
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        works, buffers, _ = self._leaving.popleft()
+        with peers():
+            for work in works:
+                work.wait()
+        self._free += buffers
+
+    def _take(self, num_bytes: int) -> _Buffer:
+        while self._free:
+            buffer = self._free.pop()
+            if len(buffer.data) >= num_bytes:  # a smaller one has served its time
+                return buffer
+        return _Buffer(self._link.buffer(max(num_bytes, self._capacity.now)))
+
+    def _numbered(self, layout: Layout) -> tuple[int, bytes]:
+        """Return a layout's number, and the layout in words if the receiver doesn't know it."""
+        key = (layout.structure, layout.leaves)
+        number = self._layouts.get(key)
+        if number is not None:
+            return number, b""
+        self._layouts[key] = number = len(self._layouts)
+        return number, layout.to_text()
+
+
+@dataclass(frozen=True)
+class Message:
+    """What was received.
+
+    Attributes:
+        values: as they were sent, on the receiver's device.
+        payload_bytes: of all tensors together.
+        sent_s: when they were handed over, on the run's clock.
+        arrived_s: when they were here: when the wait for them ended, or the moment they were asked for.
+        note: the number that travelled along.
+    """
+
+    values: Any
+    payload_bytes: int
+    sent_s: float
+    arrived_s: float
+    note: float
+
+
+class Receiver:
+    """The receiving end; arguments as for `Sender`."""
+
+    def __init__(self, link: Link, first_bytes: int) -> None:
+        self._link = link
+        self._capacity = _Capacity(first_bytes, 0)
+        self._layouts: list[Layout] = []
+        self._posted: deque[tuple[Any, _Buffer]] = deque()
+        self._free: list[_Buffer] = []
+        self._unposted = 0
+
+    def expect(self, num_messages: int) -> None:
+        """Post buffers for messages that are going to come, now and as others are received."""
+        self._unposted += num_messages
+        while self._unposted > 0 and len(self._posted) < AHEAD:
+            self._post()
+
+    def receive(self, unit: int) -> Message:
+        """Wait for the next message, which must be about this unit.
+
+        Raises:
+            PeerLostError: the sender is gone.
+        """
+        work, buffer = self._posted.popleft()
+        self._wait(work)
+        header = read_header(buffer.data)
+        if header.unit != unit:
+            raise AssertionError(
+                f"rank {self._link.peer} sent unit {header.unit} (tag {self._link.tag}) where unit {unit} was awaited"
+            )
+        if header.spilled:
+            buffer = self._spilled(header)
+        arrived_s = self._link.clock()
+        start = HEADER_BYTES + header.text_bytes
+        if header.text_bytes:
+            self._layouts.append(Layout.from_text(buffer.data[HEADER_BYTES:start].numpy().tobytes()))
+        layout = self._layouts[header.layout]
+        if self._link.direct is None:
+            places = buffer.places(layout, header.layout, start)
+            tensors = [place.to(self._link.device, copy=True) for place in places]
+        else:
+            tensors = self._directly(layout)
+        self._free.append(buffer)
+        self._capacity.count(header.num_bytes)
+        self.expect(0)
+        return Message(layout.values(tensors), layout.payload_bytes, header.sent_s, arrived_s, header.note)
+
+    def _wait(self, work: Any) -> None:
+        with peers():
+            work.wait()
+
+    def _spilled(self, header: Header) -> _Buffer:
+        """Receive the rest of a message that is larger than any before it."""
+        buffer = _Buffer(self._link.buffer(header.num_bytes))
+        with peers():
+            rest = buffer.data[HEADER_BYTES : header.num_bytes]
+            dist.recv(rest, self._link.peer, group=self._link.group, tag=self._link.spill_tag)
+        return buffer
+
+    def _directly(self, layout: Layout) -> list[torch.Tensor]:
+        """Receive the tensors by NCCL; the wait is the device's, not the host's (P16)."""
+        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=self._link.device) for leaf in layout.tensors]
+        with peers():
+            for tensor in tensors:
+                dist.recv(tensor, self._link.peer, group=self._link.direct)
+        return tensors
+
+    def _post(self) -> None:
+        num_bytes = self._capacity.now
+        self._free = [buffer for buffer in self._free if len(buffer.data) >= num_bytes]
+        buffer = self._free.pop() if self._free else _Buffer(self._link.buffer(num_bytes))
+        with peers():
+            work = dist.irecv(buffer.data[:num_bytes], self._link.peer, group=self._link.group, tag=self._link.tag)
+        self._posted.append((work, buffer))
+        self._unposted -= 1

@@ -1,0 +1,474 @@
+"""The distributed engine: one worker of the plan in this process, the others in theirs, on the wall clock.
+
+It executes its worker's list, instruction by instruction. What blocks and what doesn't is `transport.py`'s subject;
+the arithmetic is `worker.py`'s, the same as the virtual engine's.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.checkpoint.state import ModelState
+from pipebench.engine.control import Control
+from pipebench.engine.feed import Feed
+from pipebench.engine.gate import admitted_program
+from pipebench.engine.reducer import Reducer
+from pipebench.engine.ring import ring_all_reduce
+from pipebench.engine.scores import Scores
+from pipebench.engine.setup import Setup
+from pipebench.engine.transport import Transport
+from pipebench.engine.whole import WholeModel, gather_tensors
+from pipebench.engine.worker import Worker, training_feed
+from pipebench.errors import DivergedError
+from pipebench.launch_join import peers
+from pipebench.measured import Measured, MeasuredMeter, merge
+from pipebench.network import ring_bytes
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.pipeline import forward_programs, programs
+from pipebench.simulate import Event
+from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT, Transfer
+from pipebench.world import World
+
+_MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
+_CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
+
+OnLoss = Callable[[torch.Tensor, int, float, float], None]
+OnUnit = Callable[[int, float, float], None]
+
+
+class DistributedEngine:
+    """Trains this process's worker. `train` and `evaluate` leave the pipeline drained; all processes call them alike.
+
+    Args:
+        setup: what to run; `setup.device` is this process's.
+        world: the processes; as many as the plan has workers.
+        control: watches this worker and agrees with the others on early ends; None for neither.
+        on_loss: told of every unit's summed loss on the workers of the last stage; `DivergedError` stops all workers.
+        on_unit: told of every unit that this worker has done with: its samples, the latest mean loss it knows (NaN if
+            none), the time.
+
+    Attributes:
+        worker: this process's worker.
+        meter: what it measures.
+        num_bytes: payload it has sent, by kind and level.
+        clock_s: the run's clock at the last drain, the same on all workers.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        world: World,
+        *,
+        control: Control | None = None,
+        on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
+        on_unit: OnUnit = lambda samples, loss, clock_s: None,
+    ) -> None:
+        self.setup = setup
+        self.world = world
+        self._control = control
+        self._on_loss = on_loss
+        self._on_unit = on_unit
+        ranks = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
+        self.worker = Worker(setup, ranks.index(world.rank))
+        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank)
+        self.num_bytes: Counter[tuple[str, str]] = Counter()
+        self.clock_s = 0.0
+        self._origin_s = time.perf_counter()
+        self._not_training_s = 0.0
+        self._segment = 0
+        self._latest_loss = math.nan
+        self._stop: str | None = None
+        self._norms: dict[int, torch.Tensor] = {}
+        self._transport = Transport(setup, world, self.worker.index, self.clock)
+        self._make_groups()
+        self._handlers: dict[Op, Callable[[int, Instruction], float]] = {
+            Op.LOAD_INPUT: self._load,
+            Op.RECEIVE_ACTIVATION: self._receive_activation,
+            Op.FORWARD: self._forward,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECEIVE_GRADIENT: self._receive_gradient,
+            Op.BACKWARD: self._backward,
+            Op.SEND_GRADIENT: self._send_gradient,
+            Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.WAIT_NORM: self._wait_norm,
+            Op.UPDATE: self._update,
+        }
+
+    # What the training loop asks for.
+
+    def start_clock(self, clock_s: float = 0.0) -> None:
+        """Let the run's clock start here, at the same moment on all workers."""
+        self.exchange(None)
+        self._origin_s = time.perf_counter() - clock_s
+        self.clock_s = clock_s
+        self._not_training_s = max(0.0, clock_s - self.meter.busy_s)
+
+    def clock(self) -> float:
+        """Return the run's clock, seconds."""
+        return time.perf_counter() - self._origin_s
+
+    @property
+    def now_s(self) -> float:
+        """The run's clock now."""
+        return self.clock()
+
+    @property
+    def busy_fraction(self) -> float:
+        """Share of this worker's time in training that it spent computing."""
+        elapsed_s = self.clock() - self._not_training_s
+        return min(1.0, self.meter.busy_s / elapsed_s) if elapsed_s > 0 else 0.0
+
+    @property
+    def position(self) -> int:
+        """This process's place in what `exchange` returns: its worker's number."""
+        return self.worker.index
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 keeps the run's records."""
+        return self.world.rank == 0
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why this worker knows that the run ends early, if it does."""
+        return self._stop or (self._control.stop_reason if self._control is not None else None)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every worker's value, in the order of workers; JSON travels.
+
+        Raises:
+            PeerLostError: a worker is gone.
+        """
+        self._at(None, "exchange")
+        values = self.world.exchange(value)
+        self._at(None, "")
+        return [values[self.setup.cluster.device_of(worker)] for worker in range(self.setup.pipeline.num_workers)]
+
+    def train(self, first_minibatch: int, num_minibatches: int) -> int:
+        """Train on minibatches `first_minibatch` and after, then drain.
+
+        Returns:
+            How many were trained on: fewer than asked for if a stop was agreed on.
+
+        Raises:
+            PeerLostError: a worker is gone.
+        """
+        feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
+        self._feed = feed
+        self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors)
+        try:
+            done = self._train(num_minibatches)
+            self._transport.flush()
+        finally:
+            feed.close()
+        self._average_buffers()
+        self.settle()
+        return done
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the newest weights on every held-out sample, pipelined; return the metrics, on all workers.
+
+        Raises:
+            PeerLostError: a worker is gone.
+        """
+        dataset, count = self.setup.dataset, self.setup.held_out.minibatches_per_epoch
+        self._feed = Feed(self.setup, "eval", 0, count)
+        self.worker.begin(self._feed, 0, count)
+        self.meter.evaluating = True
+        scores = Scores(dataset)
+        pipeline = self.setup.pipeline
+        self._transport.expect(forward_programs(pipeline, count)[self.worker.index], lambda unit: False)
+        try:
+            for instruction in forward_programs(pipeline, count)[self.worker.index]:
+                self._timed(instruction, self._evaluate_one(instruction, scores))
+            self._transport.flush()
+        finally:
+            self._feed.close()
+        self.worker.replica.forget("eval")
+        scores.merge(self.exchange(scores.sums))
+        metrics = scores.metrics()
+        if dataset.generates_with is not None:
+            metrics |= self._whole_model_metrics()
+        self.meter.evaluating = False
+        before_s = self.clock_s
+        self.settle()
+        self._not_training_s += self.clock_s - before_s
+        return metrics
+
+    def parts(self) -> list[tuple[str, ModelState]]:
+        """Return what this process contributes to a checkpoint."""
+        return [self.worker.part()]
+
+    def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: of the whole model.
+            facts: what `facts` returned on this worker when it was taken; None if the plan was another.
+            clock_s: the run's clock then.
+        """
+        self.worker.restore(state)
+        if facts is not None:
+            self.meter.restore(facts["meter"], clock_s)
+            self.num_bytes = Counter({(kind, level): count for kind, level, count in facts["num_bytes"]})
+            self.worker.peak_bytes = max(self.worker.peak_bytes, *facts["peak_bytes"])
+
+    def facts(self) -> dict[str, Any]:
+        """Return what this worker has measured so far, in a form that JSON holds."""
+        return {
+            "meter": self.meter.state(),
+            "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
+            "peak_bytes": [self.worker.peak_bytes],
+            "weight_versions_max": [self.worker.replica.weights.most_alive],
+        }
+
+    def settle(self) -> None:
+        """All workers agree on the time: the last one's."""
+        if self.setup.device.type == "cuda":
+            torch.cuda.synchronize(self.setup.device)
+        self.clock_s = max(self.exchange(self.clock()))
+
+    def measured(self, training_s: float) -> Measured:
+        """Return what all workers measured; all call it."""
+        return merge(self.exchange(self.meter.share()), self.setup.pipeline, training_s)
+
+    # The loop.
+
+    def _train(self, num_minibatches: int) -> int:
+        """Execute this worker's list; it becomes that of a shorter segment where the workers agree on one."""
+        pipeline, index = self.setup.pipeline, self.worker.index
+        self._transport.expect(programs(pipeline, num_minibatches)[index], lambda unit: self._feed.size(unit) == 0)
+        if self._control is None:
+            for instruction in programs(pipeline, num_minibatches)[index]:
+                self._timed(instruction)
+            return num_minibatches
+        self._control.begin(self._segment, num_minibatches)
+        self._segment += 1
+        for instruction in admitted_program(pipeline, index, num_minibatches, self._control):
+            if self._control.limit < num_minibatches:
+                num_minibatches = self._control.limit
+                self.worker.end_early(num_minibatches)
+            self._timed(instruction)
+        return self._control.limit
+
+    def _timed(self, instruction: Instruction, handler: Callable[[int, Instruction], float] | None = None) -> None:
+        """Execute an instruction, watched and measured."""
+        self._at(instruction, "")
+        start_s = self.clock()
+        stall_s = (handler or self._handlers[instruction.op])(instruction.number, instruction)
+        self.meter.event(Event(start_s, self.clock(), self.worker.index, instruction, stall_s))
+
+    def _at(self, instruction: Instruction | None, wait: str) -> None:
+        if self._control is not None:
+            self._control.at(instruction, wait)
+
+    # One method per instruction; each returns the seconds it waited for bytes that were on their way.
+
+    def _load(self, unit: int, _: Instruction) -> float:
+        self.worker.load(unit)
+        return 0.0
+
+    def _receive_activation(self, unit: int, instruction: Instruction) -> float:
+        if self._feed.size(unit) == 0:
+            return 0.0
+        values, stall_s = self._receive(ACTIVATION, unit, instruction.peer)
+        self.worker.take_activation(unit, values)
+        return stall_s
+
+    def _forward(self, unit: int, _: Instruction) -> float:
+        loss = self.worker.forward(unit)
+        if loss is not None:
+            try:
+                self._on_loss(*loss, self.clock())
+            except DivergedError as diverged:
+                self._stop = self._stop or str(diverged)
+                if self._control is not None:
+                    self._control.request_stop(str(diverged))
+            if not loss.total.is_cuda or unit % _CUDA_LOSS_EVERY == 0:
+                self._latest_loss = float(loss.total) / loss.weight
+        return 0.0
+
+    def _send_activation(self, unit: int, instruction: Instruction) -> float:
+        if self._feed.size(unit) > 0:
+            values = self.worker.activation_for(unit, self.setup.pipeline.places[instruction.peer][0])
+            self._send(ACTIVATION, ACTIVATION, unit, instruction.peer, values)
+        return 0.0
+
+    def _receive_gradient(self, unit: int, instruction: Instruction) -> float:
+        if self._feed.size(unit) == 0:
+            return 0.0
+        gradients, stall_s = self._receive(GRADIENT, unit, instruction.peer)
+        self.worker.take_gradient(unit, gradients)
+        return stall_s
+
+    def _backward(self, unit: int, instruction: Instruction) -> float:
+        starts = instruction.reduce >= 0
+        self.worker.backward(unit, self._reducer.add if starts and self._reducer is not None else None)
+        if starts and self._reducer is not None:
+            self._reducer.finish(self.worker.replica.gradients)
+        self._on_unit(self._feed.size(unit), self._latest_loss, self.clock())
+        return 0.0
+
+    def _send_gradient(self, unit: int, instruction: Instruction) -> float:
+        if self._feed.size(unit) > 0:
+            gradients = self.worker.gradient_for(unit, self.setup.pipeline.places[instruction.peer][0])
+            self._send(GRADIENT, GRADIENT, unit, instruction.peer, gradients)
+        return 0.0
+
+    def _wait_all_reduce(self, round_index: int, instruction: Instruction) -> float:
+        assert self._reducer is not None
+        if instruction.reduce >= 0:  # no backward of this round ran here
+            self._reducer.finish(self.worker.replica.gradients)
+        start_s = self.clock()
+
+        def arrived(num_bytes: int, set_out_s: float) -> None:
+            self._count_ring(ALL_REDUCE, f"R{round_index}", num_bytes, set_out_s)
+
+        self.worker.replica.gradients = self._reducer.wait(arrived)
+        return self.clock() - start_s
+
+    def _wait_norm(self, round_index: int, _: Instruction) -> float:
+        """All stages agree on the gradient's norm: the squares are gathered, and added as the virtual engine does."""
+        pipeline, cluster = self.setup.pipeline, self.setup.cluster
+        own = self.worker.squared_norm() if self.worker.replica_index == 0 else torch.zeros(1)
+        found = [torch.zeros(1) for _ in range(self.world.size)]
+        start_s = self.clock()
+        with peers():
+            dist.all_gather(found, own.cpu(), group=self._norm_group)
+        ring = cluster.ring(range(pipeline.num_workers))
+
+        def count(sender: int, receiver: int, num_bytes: int) -> None:
+            if ring[sender] == self.worker.index:
+                self.num_bytes[CONTROL, self._level(ring[sender], ring[receiver])] += num_bytes
+
+        squares = [found[cluster.device_of(worker)] for worker in ring]
+        self._norm = ring_all_reduce(squares, count).sqrt().to(self.setup.device)
+        return self.clock() - start_s
+
+    def _update(self, round_index: int, _: Instruction) -> float:
+        self.worker.update(round_index, self._norm if self.setup.pipeline.shares_norm else None)
+        return 0.0
+
+    def _evaluate_one(self, instruction: Instruction, scores: Scores) -> Callable[[int, Instruction], float]:
+        """Return what executes an instruction of an evaluation."""
+        if instruction.op is Op.FORWARD:
+            return lambda unit, _: self._score(unit, scores)
+        if instruction.op is Op.SEND_ACTIVATION:
+            return self._send_evaluated
+        if instruction.op is Op.LOAD_INPUT:
+            return lambda unit, _: 0.0  # loaded by the forward
+        return self._receive_activation
+
+    def _score(self, unit: int, scores: Scores) -> float:
+        output = self.worker.evaluate(unit)
+        if self.worker.replica.stage.is_last:
+            scores.add(output, self._feed.targets(unit), self._feed.weight(unit))
+        return 0.0
+
+    def _send_evaluated(self, unit: int, instruction: Instruction) -> float:
+        values = self.worker.activation_for(unit, self.setup.pipeline.places[instruction.peer][0])
+        self._send(ACTIVATION, EVALUATION, unit, instruction.peer, values, _MOST_LEAVING)
+        return 0.0
+
+    # What the instructions share.
+
+    def _send(
+        self, channel: str, kind: str, unit: int, peer: int, values: Any, most_leaving: int | None = None
+    ) -> None:
+        sent = self._transport.send(channel, unit, peer, values, self._latest_loss, most_leaving)
+        self.num_bytes[kind, self._level(self.worker.index, peer)] += sent
+
+    def _receive(self, kind: str, unit: int, peer: int) -> tuple[Any, float]:
+        start_s = self.clock()
+        message = self._transport.receive(kind, unit, peer)
+        if kind == GRADIENT:
+            self._latest_loss = message.note
+        booked = EVALUATION if self.meter.evaluating else kind
+        letter = "B" if kind == GRADIENT else "F"
+        label = f"{letter}{unit if self.meter.evaluating else self.setup.pipeline.label(unit)}"
+        level = self._level(peer, self.worker.index)
+        ends_s = max(message.sent_s, message.arrived_s)
+        self.meter.transfer(
+            Transfer(booked, label, (peer,), (self.worker.index,), level, message.payload_bytes, message.sent_s, ends_s)
+        )
+        return message.values, max(0.0, message.arrived_s - max(start_s, message.sent_s))
+
+    def _level(self, sender: int, receiver: int) -> str:
+        cluster = self.setup.cluster
+        return cluster.levels[cluster.level_between(sender, receiver)].name
+
+    def _count_ring(self, kind: str, label: str, num_bytes: int, start_s: float) -> None:
+        """Count what this worker sends in a ring all-reduce, and note the whole for the timeline."""
+        ring, cluster = self._ring, self.setup.cluster
+        position = ring.index(self.worker.index)
+        sent = ring_bytes(num_bytes, len(ring))
+        next_one = ring[(position + 1) % len(ring)]
+        self.num_bytes[kind, self._level(self.worker.index, next_one)] += sent[position]
+        levels = [cluster.levels[cluster.level_between(a, b)] for a, b in zip(ring, ring[1:] + ring[:1], strict=True)]
+        slowest = min(levels, key=lambda level: level.goodput_bytes_per_s).name
+        members = tuple(sorted(ring))
+        self.meter.transfer(Transfer(kind, label, members, members, slowest, sum(sent), start_s, self.clock()))
+
+    def _make_groups(self) -> None:
+        """Make the process groups of all stages' replicas and of the norm; all workers make all, in one order."""
+        setup, world = self.setup, self.world
+        limit = timedelta(seconds=world.operation_limit_s)
+        self._reducer: Reducer | None = None
+        self._ring = [self.worker.index]
+        self._group: Any = None
+        self._norm_group: Any = dist.new_group(backend="gloo", timeout=limit) if setup.pipeline.shares_norm else None
+        for stage, replicas in enumerate(setup.pipeline.replicas):
+            if replicas == 1:
+                continue
+            first = setup.pipeline.worker(stage, 0)
+            ring = setup.cluster.ring(range(first, first + replicas))
+            ranks = [setup.cluster.device_of(worker) for worker in ring]
+            backend = "nccl" if world.direct else "gloo"
+            group = dist.new_group(ranks, backend=backend, timeout=limit, use_local_synchronization=False)
+            if stage == self.worker.stage_index:
+                self._ring, self._group = ring, group
+                weights = self.worker.replica.weights
+                buckets = [
+                    [weights.names.index(name) for name in bucket.parameters]
+                    for bucket in setup.costs.stages[stage].buckets
+                ]
+                on_gpu = setup.device.type == "cuda"
+                self._reducer = Reducer(
+                    buckets, weights.newest.parameters, group, host_copy=on_gpu and not world.direct, clock=self.clock
+                )
+
+    def _average_buffers(self) -> None:
+        """Average running statistics over the stage's replicas, as part of the drain (DESIGN: BatchNorm)."""
+        buffers = self.worker.buffers()
+        if len(self._ring) == 1 or not buffers:
+            return
+        start_s = self.clock()
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        travels = flat if self.world.direct else flat.cpu()
+        with peers():
+            dist.all_reduce(travels, group=self._group)
+        means = torch.split(travels.to(flat.device) / len(self._ring), [buffer.numel() for buffer in buffers])
+        for buffer, mean in zip(buffers, means, strict=True):
+            buffer.copy_(mean.view(buffer.shape))
+        self._count_ring(BUFFERS, "buffers", flat.nbytes, start_s)
+
+    @cached_property
+    def _whole(self) -> WholeModel:
+        return WholeModel(self.setup)
+
+    def _whole_model_metrics(self) -> dict[str, float]:
+        """Gather the newest weights on rank 0, which computes what only the whole model can give; the others wait."""
+        own = self.worker.replica.tensors() if self.worker.replica_index == 0 else {}
+        stages = gather_tensors(own, self.world)
+        found: dict[str, float] = {}
+        if self.world.rank == 0:
+            found = self.setup.dataset.whole_model_metrics(self._whole.filled(stages))
+        self._at(None, "whole-model metrics")
+        return next(metrics for metrics in self.exchange(found) if metrics)

@@ -1,0 +1,163 @@
+"""Messages: values of any structure as one run of bytes, and back.
+
+A message is a header of eight integers, the layout of its values in words where the receiver hasn't seen it before,
+and the bytes of every tensor. Shapes that come again travel as a number; new ones need no question and no answer.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+ALIGNMENT = 64  # bytes: every tensor begins where any type may
+HEADER_BYTES = 64
+
+
+class Header(NamedTuple):
+    """What stands first in a message.
+
+    Attributes:
+        unit: the unit whose values these are.
+        layout: number of the layout, counted on the channel.
+        text_bytes: length of the layout in words that follows; 0 if the receiver has it.
+        num_bytes: length of the whole message.
+        spilled: 1 if the rest comes apart, because the receiver's buffer is too small for it.
+        sent_s: when it was handed over, on the run's clock.
+        note: a number that travels along: the latest loss the sender knows.
+    """
+
+    unit: int
+    layout: int
+    text_bytes: int
+    num_bytes: int
+    spilled: int
+    sent_s: float
+    note: float
+
+
+_HEADER = struct.Struct("<5q2d8x")
+assert _HEADER.size == HEADER_BYTES
+
+
+def write_header(buffer: torch.Tensor, header: Header) -> None:
+    """Write a header at the start of a buffer of bytes on the CPU."""
+    data: Any = buffer.numpy()  # NumPy's types don't say that it is one
+    _HEADER.pack_into(data, 0, *header)
+
+
+def read_header(buffer: torch.Tensor) -> Header:
+    """Read the header at the start of a buffer of bytes on the CPU."""
+    data: Any = buffer.numpy()
+    return Header(*_HEADER.unpack_from(data, 0))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a message: its type, shape, whether a gradient comes back for it, where it begins."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    requires_grad: bool
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The structure of a message's values.
+
+    Attributes:
+        structure: torch's pytree of the values, leaves left out.
+        leaves: one per leaf: a tensor's, or whatever else it is (a number, text or None), which is part of the layout.
+        num_bytes: of all tensors together, with the gaps that align them.
+        payload_bytes: of all tensors together.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    num_bytes: int
+    payload_bytes: int
+
+    @cached_property
+    def tensors(self) -> tuple[Leaf, ...]:
+        """The leaves that are tensors."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Leaf))
+
+    def to_text(self) -> bytes:
+        """Return the layout in words, padded so that what follows it is aligned."""
+        leaves = [
+            [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]
+            if isinstance(leaf, Leaf)
+            else {"is": leaf}
+            for leaf in self.leaves
+        ]
+        text = json.dumps([pytree.treespec_dumps(self.structure), leaves]).encode()
+        return text.ljust(aligned(len(text)))
+
+    @staticmethod
+    def from_text(text: bytes) -> "Layout":
+        """Read what `to_text` wrote."""
+        structure, given = json.loads(text)
+        leaves: list[Any] = []
+        for leaf in given:
+            if isinstance(leaf, dict):
+                leaves.append(leaf["is"])
+            else:
+                leaves.append((getattr(torch, leaf[0]), torch.Size(leaf[1]), leaf[2]))
+        return _laid_out(pytree.treespec_loads(structure), leaves)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return every tensor's place in a buffer of bytes, in the tensor's type and shape."""
+        pieces = (buffer[leaf.offset : leaf.offset + leaf.num_bytes] for leaf in self.tensors)
+        return [piece.view(leaf.dtype).view(leaf.shape) for piece, leaf in zip(pieces, self.tensors, strict=True)]
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Put the structure together again from its tensors, which keep whether a gradient comes back for them."""
+        remaining = iter(tensors)
+        leaves = [
+            next(remaining).requires_grad_(leaf.requires_grad) if isinstance(leaf, Leaf) else leaf
+            for leaf in self.leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+def layout_of(values: Any) -> tuple[Layout, list[torch.Tensor]]:
+    """Return the layout of some values, and their tensors.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a number, text or None.
+    """
+    leaves, structure = pytree.tree_flatten(values)
+    shaped: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            shaped.append((leaf.dtype, leaf.shape, leaf.requires_grad))
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            shaped.append(leaf)
+        else:
+            raise TypeError(f"a {type(leaf).__name__} crosses from stage to stage; tensors, numbers and text can")
+    return _laid_out(structure, shaped), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to a place where a tensor may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _laid_out(structure: pytree.TreeSpec, shaped: Sequence[Any]) -> Layout:
+    leaves: list[Any] = []
+    end, payload = 0, 0
+    for leaf in shaped:
+        if isinstance(leaf, tuple):
+            dtype, shape, requires_grad = leaf
+            num_bytes = shape.numel() * dtype.itemsize
+            leaves.append(Leaf(dtype, shape, requires_grad, end, num_bytes))
+            end, payload = end + aligned(num_bytes), payload + num_bytes
+        else:
+            leaves.append(leaf)
+    return Layout(structure, tuple(leaves), end, payload)

@@ -1,0 +1,131 @@
+"""What one worker sends to and receives from the others: activations and gradients, each by a channel of its own.
+
+Why nothing can deadlock, for any plan. An engine process blocks in four instructions only: receiving an activation,
+receiving a gradient, waiting for an all-reduce, waiting for the norm. Everything else that talks to another process
+returns at once: sends copy and go, an all-reduce starts inside a backward and goes on in Gloo's or NCCL's own threads.
+The simulator blocks in the same four instructions of the same lists, and finds a circle if there is one; the tests run
+it on every kind of plan, and where a list could end in a circle (short groups) it is read off an execution that ended.
+Three things remain to be shown.
+
+- What a blocked instruction waits for does arrive: every channel carries its messages in the order in which both ends
+  list them, receives are posted before they are waited for, and the bytes are moved by threads that wait for nobody.
+- An all-reduce and a message can't block each other: they belong to different process groups, with connections (NCCL:
+  communicators and streams) of their own. All replicas of a stage start the buckets of their rounds in one order.
+- In an evaluation, a sender that is far ahead waits for its oldest message to leave. A unit reads nothing but units of
+  its own number, so the receiver of the oldest unfinished unit always has what it needs: it goes on, and the sender
+  after it.
+
+With NCCL the first use of two workers' communicator waits for both: all channels are opened in one order by all.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.engine.channel import Link, Message, Receiver, Sender
+from pipebench.engine.setup import Setup
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.timeline import ACTIVATION, GRADIENT
+from pipebench.world import World
+
+_TAGS = {ACTIVATION: 2, GRADIENT: 4}  # each and the next one, for what is too large
+_SENDS = {Op.SEND_ACTIVATION: ACTIVATION, Op.SEND_GRADIENT: GRADIENT}
+_RECEIVES = {Op.RECEIVE_ACTIVATION: ACTIVATION, Op.RECEIVE_GRADIENT: GRADIENT}
+_Key = tuple[str, int, int]  # kind, sender, receiver
+
+
+class Transport:
+    """The channels of one worker.
+
+    Args:
+        setup: whose stages exchange values.
+        world: the processes.
+        worker: which worker this process is.
+        clock: the run's clock, seconds.
+    """
+
+    def __init__(self, setup: Setup, world: World, worker: int, clock: Callable[[], float]) -> None:
+        self._worker = worker
+        self._senders: dict[tuple[str, int], Sender] = {}
+        self._receivers: dict[tuple[str, int], Receiver] = {}
+        rank_of = setup.cluster.device_of
+        messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.operation_limit_s))
+        for kind, sender, receiver in channels_of(setup.pipeline):
+            ranks = (rank_of(sender), rank_of(receiver))
+            direct = _pair(world, ranks) if world.direct else None
+            if worker not in (sender, receiver):
+                continue
+            peer = ranks[1] if worker == sender else ranks[0]
+            link = Link(peer, messages, _TAGS[kind], direct, setup.device, clock)
+            first_bytes = _expected_bytes(setup, kind, sender, receiver)
+            if worker == sender:
+                self._senders[kind, receiver] = Sender(link, first_bytes)
+            else:
+                self._receivers[kind, sender] = Receiver(link, first_bytes)
+
+    def expect(self, program: Iterable[Instruction], is_empty: Callable[[int], bool]) -> None:
+        """Post the first receives of a program; units without samples don't travel."""
+        counts: Counter[tuple[str, int]] = Counter()
+        for op, unit, peer, _ in program:
+            if op in _RECEIVES and not is_empty(unit):
+                counts[_RECEIVES[op], peer] += 1
+        for key, count in counts.items():
+            self._receivers[key].expect(count)
+
+    def send(self, kind: str, unit: int, peer: int, values: Any, note: float, most_leaving: int | None = None) -> int:
+        """Send a unit's values to a worker; return their payload in bytes. See `Sender.send`."""
+        return self._senders[kind, peer].send(unit, values, note, most_leaving)
+
+    def receive(self, kind: str, unit: int, peer: int) -> Message:
+        """Wait for a unit's values from a worker.
+
+        Raises:
+            PeerLostError: it is gone.
+        """
+        return self._receivers[kind, peer].receive(unit)
+
+    def flush(self) -> None:
+        """Wait until everything sent has left.
+
+        Raises:
+            PeerLostError: a receiver is gone.
+        """
+        for sender in self._senders.values():
+            sender.flush()
+
+
+def channels_of(pipeline: Pipeline) -> Iterator[_Key]:
+    """Yield every channel of a pipeline, in one order for all workers."""
+    for edge in pipeline.edges:
+        units = range(pipeline.replicas[edge.source] * pipeline.replicas[edge.target])
+        pairs = {(pipeline.worker(edge.source, unit), pipeline.worker(edge.target, unit)) for unit in units}
+        for source, target in sorted(pairs):
+            yield ACTIVATION, source, target
+            if edge.has_gradient:
+                yield GRADIENT, target, source
+
+
+def _expected_bytes(setup: Setup, kind: str, sender: int, receiver: int) -> int:
+    """Return the size of the largest values that the profile foresees on a channel."""
+    places = setup.pipeline.places
+    stages = (places[sender][0], places[receiver][0])
+    if kind == ACTIVATION:
+        return max(setup.costs.activation_bytes[stages].values())
+    return max(setup.costs.gradient_bytes[stages[1], stages[0]].values())
+
+
+def _pair(world: World, ranks: tuple[int, int]) -> Any:
+    """Return an NCCL group of two of its own, used once already: the first use waits for both (P5)."""
+    group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=world.operation_limit_s), backend="nccl")
+    if world.rank in ranks:
+        word = torch.zeros(1, device=world.device)
+        if world.rank == ranks[0]:
+            dist.send(word, ranks[1], group=group)
+        else:
+            dist.recv(word, ranks[0], group=group)
+    return group

@@ -1,0 +1,28 @@
+"""The processes that the tests of the distributed engine share: one spawn per number of workers."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.processes import Processes
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Processes]:
+    """Two workers."""
+    with Processes(2) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[Processes]:
+    """Three workers."""
+    with Processes(3) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Processes]:
+    """Four workers."""
+    with Processes(4) as processes:
+        yield processes

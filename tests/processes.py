@@ -1,0 +1,89 @@
+"""Processes that stay and run one function after another: a process group is made once for many tests."""
+
+import importlib
+import os
+import socket
+import traceback
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import multiprocessing
+
+from pipebench.launch_join import Place
+
+ANSWER_LIMIT_S = 120.0
+
+
+class Processes:
+    """A world of processes on this machine, as a context manager.
+
+    Args:
+        size: how many.
+        device: where their workers compute.
+    """
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, device, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        """Return the processes."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End them."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+    def run(self, function: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `module:function(world, ...)` in every process; return what each returned, by rank.
+
+        Raises:
+            AssertionError: one of them raised, with its traceback; or gave no answer.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(ANSWER_LIMIT_S), f"rank {rank} does not answer to {function}"
+            answers.append(pipe.recv())
+        failed = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in answers]
+
+
+def _serve(rank: int, size: int, port: int, device: str, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    from pipebench.world import join
+
+    place = Place(rank, size, rank, size, "127.0.0.1", port, agent_store=False, attempt=None)
+    world = join(device, limit_s=60.0, place=place)
+    while True:
+        try:
+            name, args, kwargs = pipe.recv()
+        except EOFError:
+            break
+        module, function = name.split(":")
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), function)(world, *args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    world.close()
