@@ -14,8 +14,8 @@ ASIDE = ".tmp"
 class HashingWriter:
     """A file for `torch.save`: counts and hashes what is written.
 
-    A write that fails is told by `finish`, not by `write`: torch's zip writer can't end cleanly after an exception and
-    would take the process with it.
+    A write that fails is told by `finish`, not by `write`: torch's zip writer would hide it behind a RuntimeError about
+    positions in the file.
     """
 
     def __init__(self, file: BinaryIO) -> None:

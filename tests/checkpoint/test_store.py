@@ -343,7 +343,7 @@ def run_limited(folder: Path, size: int, **options: Any) -> str:
 
 
 def test_a_limit_on_files_sizes_leaves_the_process_alive(tmp_path: Path) -> None:
-    """The system itself refuses: torch's zip writer would end the process if it learned of it while it writes."""
+    """The system itself refuses; what it said comes out, not what torch's zip writer makes of it."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
