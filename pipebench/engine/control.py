@@ -92,7 +92,10 @@ class Control:
             thread.start()
 
     def close(self) -> None:
-        """End the threads; waits for them, but not long for one that waits for the store."""
+        """End the threads; waits for them, but not long for one that waits for the store.
+
+        Every worker does so before a last barrier, if the store ends with one of them: else the others are orphans.
+        """
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
@@ -142,9 +145,11 @@ class Control:
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop at the same minibatch; from any thread. The first reason in the store counts."""
-        if self._request is None:
+        if (
+            self._request is None
+        ):  # a signal handler may call this in the middle of itself: it must not take a lock twice
             self._request = reason
-        self._wake.set()
+            self._wake.set()
 
     def _talk(self) -> None:
         try:
