@@ -260,7 +260,9 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_killed_workers_restart_all_up_to_the_limit(tmp_path: Path) -> None:
+def test_killed_workers_restart_all_up_to_the_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
     code, said = run(script(tmp_path, text), tmp_path)
     assert code == 3
@@ -270,6 +272,9 @@ def test_killed_workers_restart_all_up_to_the_limit(tmp_path: Path) -> None:
         "pipebench: error: worker process rank 1 ended by SIGKILL (before training began, after 2 restarts)",
         "pipebench: error: the system sends SIGKILL when memory runs out, unless somebody did",
     ]
+    # torch's launcher would tell all of it a second time.
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")
     assert sorted(file.name for file in tmp_path.glob("up-*-0")) == ["up-0-0", "up-1-0", "up-2-0"]
 
 

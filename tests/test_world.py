@@ -197,6 +197,18 @@ def test_workers_meet_on_a_store_that_the_dead_have_used(monkeypatch: pytest.Mon
     assert outcomes[1][1] == [{"of": 0}, {"of": 1}, {"of": 2}]
 
 
+def test_rank_0_waits_for_the_living_where_the_dead_have_said_hello() -> None:
+    store = serve("127.0.0.1")
+    store.set("pipebench/join/hello/1", "a word of the dead")
+    late = threading.Timer(0.2, lambda: found.update(meeting(store.port, [1], 2)))
+    found: dict[int, Any] = {}
+    late.start()
+    outcome = meeting(store.port, [0], 2, 5)[0]
+    late.join()
+    assert outcome[1] == [{"of": 0}, {"of": 1}]
+    assert found[1] == outcome
+
+
 def test_a_missing_worker_is_told_once_with_how_many_joined() -> None:
     store = serve("127.0.0.1")
     outcomes = meeting(store.port, [0, 2], 4, 0.5)
