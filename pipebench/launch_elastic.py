@@ -207,11 +207,14 @@ def _exit_code(pid: int) -> int | None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the launcher's own log off the terminal: what there is to say is said once, by pipebench."""
-    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torchelastic-events-null")]
+    before, handler = [logger.propagate for logger in loggers], logging.NullHandler()
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.propagate = propagate
-        logger.removeHandler(handler)
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(handler)
