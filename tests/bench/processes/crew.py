@@ -7,34 +7,33 @@ loopback interface; what it returns comes back as JSON. A crew never outlives it
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pipebench.device import torch_settings
+from pipebench.launch_join import serve
 from pipebench.recipe.schema import EngineRecipe
+from pipebench.world import join
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+_LOOPBACK = "127.0.0.1"
 _ENVIRONMENT = {
-    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_ADDR": _LOOPBACK,
     "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent's store: no process has to be one
-    "TORCHELASTIC_RESTART_COUNT": "0",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+}
 ROOT = Path(__file__).parents[3]
-_JOIN_LIMIT = timedelta(seconds=120)
+_JOIN_LIMIT_S = 120.0
 _POLL_S = 0.05
 
 
@@ -61,12 +60,13 @@ def run(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "arguments").write_text(json.dumps(arguments))
-        store, port = _store()
+        store = serve(_LOOPBACK)
         shared = {
             **os.environ,
             **_ENVIRONMENT,
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(store.port),
             "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
             **(environment or {}),
         }
         command = [sys.executable, "-m", __name__, f"{job.__module__}:{job.__qualname__}", str(folder)]
@@ -85,27 +85,23 @@ def run(
         return [json.loads((folder / f"result{rank}").read_text()) for rank in range(num_processes)]
 
 
-def slowest_s(seconds: float) -> float:
-    """Return the most seconds of any process of this crew."""
-    value = torch.tensor([seconds], dtype=torch.float64)
-    distributed.all_reduce(value, distributed.ReduceOp.MAX)
-    return float(value)
+class Taken(NamedTuple):
+    """What some work took: seconds of the slowest process, and processor seconds of all threads of all processes."""
+
+    slowest_s: float
+    processor_s: float
 
 
-def together(work: Callable[[], object]) -> float:
-    """Do some work in all processes, begun at the same time; return the seconds of the slowest."""
+def together(work: Callable[[], object]) -> Taken:
+    """Do some work in all processes of this crew, begun at the same time; return what it took, the same on all."""
     distributed.barrier()
-    started = time.perf_counter()
+    started, processor = time.perf_counter(), time.process_time()
     work()
-    return slowest_s(time.perf_counter() - started)
-
-
-def _store() -> tuple[TCPStore, int]:
-    """Return a store that listens on the loopback interface only, and its port."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
+    slowest = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+    total = torch.tensor([time.process_time() - processor], dtype=torch.float64)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    distributed.all_reduce(total)
+    return Taken(float(slowest), float(total))
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, until: float) -> None:
@@ -129,12 +125,12 @@ def _member(job: str, folder: Path) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, function = job.split(":")
     call = getattr(importlib.import_module(module), function)
-    distributed.init_process_group("gloo", timeout=_JOIN_LIMIT)
+    world = join("cpu", limit_s=_JOIN_LIMIT_S)
     with torch_settings(EngineRecipe(threads=1)):
         result = call(**json.loads((folder / "arguments").read_text()))
-    (folder / f"result{distributed.get_rank()}").write_text(json.dumps(result))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    (folder / f"result{world.rank}").write_text(json.dumps(result))
+    world.barrier()
+    world.close()
     os._exit(0)  # the thread that reads standard input would keep a normal exit waiting
 
 

@@ -3,9 +3,36 @@
 import gc
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tests.bench.pairs import NUM_PAIRS, Ratio
-from tests.bench.processes.crew import together
+from tests.bench.processes.crew import Taken, together
+
+
+@dataclass(frozen=True)
+class Duel:
+    """What came of it.
+
+    Attributes:
+        what: what is compared.
+        speeds: speed of ours over theirs, pair by pair.
+        target: smallest ratio wanted; 0 for none.
+        ours_s, theirs_s: median seconds.
+        work: median of processor time of theirs over ours, all processes and threads together. It says whether a
+            difference in speed is more work or more waiting, and other programs disturb it less.
+    """
+
+    what: str
+    speeds: tuple[float, ...]
+    target: float
+    ours_s: float
+    theirs_s: float
+    work: float
+
+    @property
+    def ratio(self) -> Ratio:
+        """The speeds, with a verdict."""
+        return Ratio(self.what, self.speeds, self.target, self.ours_s)
 
 
 def duel(
@@ -14,7 +41,7 @@ def duel(
     theirs: Callable[[], object],
     target: float,
     pairs: int = NUM_PAIRS,
-) -> tuple[Ratio, float]:
+) -> Duel:
     """Time two functions in turn, in alternating order, after one warm-up of each; all processes call it alike.
 
     A time is that of the slowest process, from a barrier on.
@@ -25,19 +52,21 @@ def duel(
         theirs: does the same work the other way.
         target: smallest ratio wanted; 0 for none.
         pairs: at least one.
-
-    Returns:
-        The ratio, and the median seconds of theirs.
     """
     ours()
     theirs()
-    values, ours_s, theirs_s = [], [], []
+    found: list[tuple[Taken, Taken]] = []
     for pair in range(pairs):
-        taken: dict[bool, float] = {}
+        taken: dict[bool, Taken] = {}
         for is_ours in (True, False) if pair % 2 == 0 else (False, True):
             gc.collect()
             taken[is_ours] = together(ours if is_ours else theirs)
-        values.append(taken[False] / taken[True])
-        ours_s.append(taken[True])
-        theirs_s.append(taken[False])
-    return Ratio(what, tuple(values), target, statistics.median(ours_s)), statistics.median(theirs_s)
+        found.append((taken[True], taken[False]))
+    return Duel(
+        what,
+        tuple(b.slowest_s / a.slowest_s for a, b in found),
+        target,
+        statistics.median(a.slowest_s for a, _ in found),
+        statistics.median(b.slowest_s for _, b in found),
+        statistics.median(b.processor_s / a.processor_s for a, b in found),
+    )

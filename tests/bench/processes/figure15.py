@@ -14,7 +14,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.profile.model import Profile
 from pipebench.steady import simulate_segment
 from tests.bench.processes import crew
-from tests.bench.processes.ours import make_ours
+from tests.bench.processes.ours import Ours
 from tests.bench.processes.subject import Case, Subject, cut_at, make_setup
 
 if TYPE_CHECKING:
@@ -133,11 +133,11 @@ def measure_here(
     for fields in given:
         case = Case(**{**fields, "starts": tuple(fields["starts"]), "replicas": tuple(fields["replicas"])})
         cluster = Cluster("loopback", "local", None, (Level("machine", case.num_workers, *link),))
-        engines.append(make_ours(make_setup(Subject(**subject), case, Profile.from_json(profile), cluster)))
+        engines.append(Ours(make_setup(Subject(**subject), case, Profile.from_json(profile), cluster)))
     seconds: list[list[float]] = [[] for _ in engines]
     for turn in range(1 + ROUNDS):
         for taken, engine in zip(seconds, engines, strict=True):
-            taken.append(crew.together(lambda engine=engine: engine.train(NUM_MINIBATCHES)))  # type: ignore[misc]
+            taken.append(crew.together(lambda engine=engine: engine.train(NUM_MINIBATCHES)).slowest_s)  # type: ignore[misc]
             if turn == 0:
                 taken.clear()
     return [statistics.median(taken) for taken in seconds]

@@ -22,6 +22,7 @@ from rich.table import Table
 from pipebench.steady import simulate_segment
 from tests.bench.pairs import Ratio
 from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
+from tests.bench.processes.duel import Duel
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B
 from tests.bench.processes.sides import ALONE, OURS, REFERENCES, Given
 from tests.bench.processes.subject import Subject, cut_at, make_setup
@@ -61,7 +62,7 @@ def main() -> None:
     given = Given(subject, cut, profile, cluster)
     _print_given(console, given)
     if "speed" in options.parts:
-        _print_distances(console, given, environment)
+        _print_distances(console, given, environment, references=options.references)
         console.print(_speed(given, options, environment))
     if "memory" in options.parts:
         console.print(_memory(given, options, environment))
@@ -102,8 +103,8 @@ def _print_given(console: Console, given: Given) -> None:
     )
 
 
-def _print_distances(console: Console, given: Given, environment: dict[str, str]) -> None:
-    for side in (GPIPE, ONE_F_ONE_B, DDP):
+def _print_distances(console: Console, given: Given, environment: dict[str, str], *, references: bool) -> None:
+    for side in (GPIPE, ONE_F_ONE_B, DDP, *([] if references else [OURS[GPIPE], OURS[ONE_F_ONE_B], OURS[DDP]])):
         arguments = {"given": given.to_json(), "side": side, "steps": 3}
         distance = max(crew.run(jobs.distance, 2, arguments, environment=environment))
         verdict = "the same work" if distance <= _LARGEST_DISTANCE else "NOT THE SAME WORK"
@@ -114,14 +115,15 @@ def _speed(given: Given, options: argparse.Namespace, environment: dict[str, str
     rows = _REFERENCE_DUELS if options.references else _DUELS
     arguments = {"given": given.to_json(), "rows": rows, "pairs": options.pairs}
     found = crew.run(jobs.duels, 2, arguments, environment=environment, limit_s=7200)[0]
-    head = ("ratio (median)", "range", "target", "verdict", "samples/s, theirs", "ours", "predicted", "error")
+    head = ("ratio (median)", "range", "target", "verdict", "work", "samples/s, theirs", "ours", "predicted", "error")
     table = Table(f"speed, {options.pairs} interleaved pairs", *head)
-    for (fields, theirs_s), (ours, _, _, count) in zip(found, rows, strict=True):
-        ratio = jobs.ratio_of(fields)
+    for fields, (ours, _, _, count) in zip(found, rows, strict=True):
+        result = Duel(**fields)
         samples = count * given.subject.minibatch_size
-        predicted = ["-", "-"] if ours in REFERENCES else _prediction(given, ours, count, ratio.ours_s)
-        rates = [f"{samples / seconds:,.0f}" for seconds in (theirs_s, ratio.ours_s)]
-        table.add_row(ratio.what, *_ratio_cells(ratio), *rates, *predicted)
+        predicted = ["-", "-"] if ours in REFERENCES else _prediction(given, ours, count, result.ours_s)
+        rates = [f"{samples / seconds:,.0f}" for seconds in (result.theirs_s, result.ours_s)]
+        table.add_row(result.what, *_ratio_cells(result.ratio), f"{result.work:.3f}", *rates, *predicted)
+    table.caption = "work: processor time of theirs over ours; error: measured over predicted seconds, less one"
     return table
 
 

@@ -6,6 +6,7 @@ gradients there is.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,7 +36,17 @@ class _OneValue(nn.Module):
         return value
 
 
-class Pipelined:
+class _OnModule:
+    """A side that trains a module in place."""
+
+    module: nn.Module
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by the model's names."""
+        return dict(self.module.named_parameters())
+
+
+class Pipelined(_OnModule):
     """One of torch's schedules on two stages.
 
     Args:
@@ -47,7 +58,7 @@ class Pipelined:
     def __init__(self, subject: Subject, cut: int, schedule: str) -> None:
         rank = distributed.get_rank()
         graph, plan = straight(subject, cut)
-        self.module: nn.Module = cut_stage(graph, plan, rank).module.train()
+        self.module = cut_stage(graph, plan, rank).module.train()
         stage = PipelineStage(_OneValue(self.module), rank, 2, torch.device("cpu"))
         size = subject.minibatch_size
 
@@ -71,7 +82,7 @@ class Pipelined:
             self._optimizer.step()
 
 
-class DataParallel:
+class DataParallel(_OnModule):
     """DistributedDataParallel on the whole model, with its default buckets.
 
     BatchNorm's running statistics are each replica's own, as the engine's are between drains.
@@ -94,7 +105,7 @@ class DataParallel:
             self._optimizer.step()
 
 
-class Alone:
+class Alone(_OnModule):
     """Each process trains its own stage with nothing to wait for: inputs and gradients are made up front.
 
     The slower of the two is the ideal that a pipeline of the two can't beat. The other works at the same time, as it
@@ -108,7 +119,7 @@ class Alone:
         self._is_first = distributed.get_rank() == 0
         minibatches = Minibatches(subject)
         self._given = [self._prepare(first, second, *minibatches.take("image", "label")) for _ in range(_PREPARED)]
-        self.module: nn.Module = first if self._is_first else second
+        self.module = first if self._is_first else second
         self.module.zero_grad()
         self._optimizer = sgd(list(self.module.parameters()))
         # Inputs that never change would lead the weights astray; a step of any length costs the same.
@@ -138,11 +149,13 @@ class Alone:
         return functional.cross_entropy(output, label, reduction="sum") / self._size
 
 
-def distance_from_plain_loop(module: nn.Module, subject: Subject, steps: int, parts: int, of: int = 1) -> float:
-    """Return how far a trained module is from a plain loop on the whole model, over how far the loop went.
+def distance_from_plain_loop(
+    weights: Mapping[str, torch.Tensor], subject: Subject, steps: int, parts: int, of: int = 1
+) -> float:
+    """Return how far trained weights are from a plain loop's on the whole model, over how far the loop went.
 
     Args:
-        module: the model or a stage of it, after `steps` updates; parameters have the model's names.
+        weights: of the model or of a stage, after `steps` updates, by the model's names.
         subject: the model.
         steps: number of updates.
         parts: parts every minibatch is cut into, one forward and backward each.
@@ -160,8 +173,8 @@ def distance_from_plain_loop(module: nn.Module, subject: Subject, steps: int, pa
                 loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     apart = way = 0.0
-    for name, parameter in module.named_parameters():
+    for name, weight in weights.items():
         there = whole.get_parameter(name).detach()
-        apart += float((parameter.detach() - there).square().sum())
+        apart += float((weight.detach() - there).square().sum())
         way += float((there - before[name]).square().sum())
     return math.sqrt(apart / way)

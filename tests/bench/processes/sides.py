@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import torch
+
 from pipebench.cluster import Cluster, Level
 from pipebench.profile.model import Profile
-from tests.bench.processes.ours import make_ours
+from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, Pipelined
 from tests.bench.processes.subject import Case, Subject, make_setup
 
@@ -19,7 +21,10 @@ class Side(Protocol):
     """What trains."""
 
     def train(self, num_minibatches: int) -> None:
-        """Train on the next minibatches."""
+        """Train on the next minibatches, in all processes together."""
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters this process trains, by the model's names."""
 
 
 @dataclass(frozen=True)
@@ -70,4 +75,4 @@ def make_side(given: Given, name: str) -> Side:
         return Alone(given.subject, given.cut)
     if name in REFERENCES:
         return Pipelined(given.subject, given.cut, name)
-    return make_ours(make_setup(given.subject, given.case(name), given.profile, given.cluster))
+    return Ours(make_setup(given.subject, given.case(name), given.profile, given.cluster))

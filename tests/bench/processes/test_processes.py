@@ -1,4 +1,5 @@
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
 from tests.bench.processes.duel import duel
 from tests.bench.processes.figure15 import Point
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, distance_from_plain_loop
-from tests.bench.processes.sides import Given, make_side
+from tests.bench.processes.sides import OURS, Given, make_side
 from tests.bench.processes.subject import Case, Subject, cut_at
 from tests.support import unit_profile
 from zoo.mnist5k import mnist5k
 
 NARROW = Subject(width=0.03125, minibatch_size=16)
+SAME_WORK = (GPIPE, ONE_F_ONE_B, DDP, *(OURS[side] for side in (GPIPE, ONE_F_ONE_B, DDP)))
 LINK = Level("machine", 2, 5e9, 50e-6)
 
 
@@ -27,13 +29,14 @@ def given() -> Given:
     return Given(NARROW, cut_at(profile, 16), profile, Cluster("loopback", "local", None, (LINK,)))
 
 
-def references_are_right(fields: dict[str, object]) -> dict[str, float]:
+def sides_are_right(fields: dict[str, object]) -> dict[str, float]:
     """Return every reference's distance, one from another loop, and what a broadcast carried; a job for a crew."""
-    found = {side: jobs.distance(fields, side, 2) for side in (GPIPE, ONE_F_ONE_B, DDP)}
+    found = {side: jobs.distance(fields, side, 2) for side in SAME_WORK}
     made = make_side(Given.from_json(fields), GPIPE)
     made.train(2)
-    found["cut into fewer parts"] = distance_from_plain_loop(made.module, NARROW, 2, parts=2)  # type: ignore[attr-defined]
-    found["slowest"] = crew.slowest_s(float(distributed.get_rank()))
+    found["cut into fewer parts"] = distance_from_plain_loop(made.weights(), NARROW, 2, parts=2)
+    taken = crew.together(lambda: time.sleep(0.1 * distributed.get_rank()))
+    found |= {"slowest": taken.slowest_s, "processor": taken.processor_s}
     found["carried"] = traffic.bytes_of(lambda: distributed.broadcast(torch.zeros(1_000_000), 0))
     return found
 
@@ -45,12 +48,13 @@ def fails_on_one_rank() -> None:
     distributed.barrier()
 
 
-def test_references_do_the_work_of_a_plain_loop(given: Given) -> None:
-    found = crew.run(references_are_right, 2, {"fields": given.to_json()}, limit_s=60)
+def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
+    found = crew.run(sides_are_right, 2, {"fields": given.to_json()}, limit_s=60)
     for rank in found:
-        assert max(rank[side] for side in (GPIPE, ONE_F_ONE_B, DDP)) < 1e-5
+        assert max(rank[side] for side in SAME_WORK) < 1e-4
         assert rank["cut into fewer parts"] > 1e-2  # BatchNorm sees other minibatches: the measure can tell
-        assert rank["slowest"] == 1
+        assert rank["slowest"] >= 0.1  # rank 1's
+        assert rank["processor"] < rank["slowest"]
         assert rank["carried"] > 4_000_000
 
 
@@ -76,15 +80,17 @@ def test_duel_takes_turns_and_divides_theirs_by_ours(monkeypatch: pytest.MonkeyP
     calls: list[str] = []
     seconds = iter([2.0, 1.0, 3.0, 2.0, 2.0, 5.0])
 
-    def fake(work: Callable[[], object]) -> float:
+    def fake(work: Callable[[], object]) -> crew.Taken:
         work()
-        return next(seconds)
+        taken = next(seconds)
+        return crew.Taken(taken, taken + 2)
 
     monkeypatch.setattr("tests.bench.processes.duel.together", fake)
-    ratio, theirs_s = duel("both", lambda: calls.append("ours"), lambda: calls.append("theirs"), 1.0, 3)
+    found = duel("both", lambda: calls.append("ours"), lambda: calls.append("theirs"), 1.0, 3)
     assert calls == ["ours", "theirs", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
-    assert ratio.values == (0.5, 1.5, 2.5)
-    assert (ratio.ours_s, theirs_s, ratio.verdict) == (2.0, 3.0, "met")
+    assert found.speeds == found.ratio.values == (0.5, 1.5, 2.5)
+    assert (found.ours_s, found.theirs_s, found.ratio.verdict) == (2.0, 3.0, "met")
+    assert found.work == 1.25  # of 3/4, 5/4, 7/4
 
 
 @pytest.mark.skipif(not memory.can_measure(), reason="needs Linux's /proc/self/clear_refs")
@@ -96,7 +102,7 @@ def test_peak_memory_is_that_of_the_work() -> None:
         kept = b"x" * many
         return lambda: len(kept + b"x")
 
-    assert 2 * many <= memory.peak_bytes(make) < 2.5 * many
+    assert 1.9 * many < memory.peak_bytes(make) < 2.5 * many
 
 
 def test_agreement() -> None:
