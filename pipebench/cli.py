@@ -18,6 +18,7 @@ from pipebench.errors import Fault, RecipeError, UserError
 
 if TYPE_CHECKING:
     from pipebench.recipe.load import LoadedRecipe
+    from pipebench.runner import Suite
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 LISTS = ("models", "datasets", "clusters", "modes", "cost-models", "recipes")
@@ -93,10 +94,11 @@ def cli() -> None:
 
 
 @cli.command(short_help="Train recipes to their target and record the answers.")
-@click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1, required=True)
+@click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1)
 @click.option("--seeds", metavar="0,1,2", help="Run every recipe once per seed; gives a median and a spread.")
-@click.option("--verbose", is_flag=True, help="Log what every worker does, with its virtual time.")
-def run(words: tuple[str, ...], seeds: str | None, verbose: bool) -> int:
+@click.option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint; keys may be changed.")
+@click.option("--verbose", is_flag=True, help="Log what every worker does, with its time.")
+def run(words: tuple[str, ...], seeds: str | None, resume: str | None, verbose: bool) -> int:
     """Train recipes to their target and record the answers in MLflow.
 
     RECIPE is a file, a folder of recipes, or a short name from `pipebench ls recipes`. KEY=VALUE overrides a key
@@ -108,17 +110,64 @@ def run(words: tuple[str, ...], seeds: str | None, verbose: bool) -> int:
       pipebench run quickstart/dp quickstart/gpipe train.seed=1
       pipebench run recipes/quickstart --seeds 0,1,2
       pipebench run my-recipe.yaml parallelism.plan=2-1-1 cluster.servers=4
+      pipebench run quickstart engine.kind=distributed      a process per worker, on this host
+      torchrun --nnodes 2 --nproc-per-node 4 ... -m pipebench run my-recipe.yaml engine.kind=distributed
+      pipebench run --resume my-recipe-1f0c9a7e
     """
+    if _started_as_worker():
+        from pipebench.launch_worker import worker_main
+
+        return worker_main(lambda: _work(words, resume, verbose))
     chosen_seeds = _parse_seeds(seeds)
-    references, overrides = _split(words)
-    if not references:
-        raise click.UsageError("name at least one recipe, for example: pipebench run quickstart")
-    loaded = _load_all(references, overrides)
+    loaded, suite = _to_run(words, resume, verbose)
     _preflight_all(loaded)
     from pipebench import runner
+    from pipebench.process_run import WorkersFailedError
 
-    code: int = runner.run_recipes(loaded, seeds=chosen_seeds, verbose=verbose, suite=_suite(loaded, references))
+    try:
+        code: int = runner.run_recipes(loaded, suite, seeds=chosen_seeds)
+    except WorkersFailedError as error:  # its launcher has said why
+        return error.exit_code
     return code
+
+
+def _to_run(words: Sequence[str], resume: str | None, verbose: bool) -> tuple[list["LoadedRecipe"], "Suite"]:
+    """Return the recipes to run, or the one to go on with, and how to run them."""
+    references, overrides = _split(words)
+    if resume is None:
+        if not references:
+            raise click.UsageError("name at least one recipe, for example: pipebench run quickstart")
+        loaded = _load_all(references, overrides)
+        from pipebench.runner import Suite
+
+        return loaded, Suite(_suite(loaded, references), tuple(overrides), verbose)
+    if references:
+        raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
+    from pipebench.process_run import resumed
+    from pipebench.runner import Suite
+
+    folder, recipe = resumed(resume, overrides)
+    return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)
+
+
+def _started_as_worker() -> bool:
+    """Return whether torchrun, or a parent of ours, started this process as one of several."""
+    return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1)
+
+
+def _work(words: Sequence[str], resume: str | None, verbose: bool) -> None:
+    """Do one process's part of a run."""
+    loaded, suite = _to_run(words, resume, verbose)
+    _preflight_all(loaded)
+    from pipebench.process_run import Asked, work
+
+    kinds = {each.recipe.engine.kind for each in loaded}
+    if len(loaded) != 1 or kinds != {"distributed"}:
+        raise UserError(
+            f"{os.environ['WORLD_SIZE']} processes were started, so the command needs one recipe with "
+            f"engine.kind=distributed; it has {len(loaded)}, of kind {', '.join(sorted(kinds))}"
+        )
+    work(loaded[0], Asked(tuple(words), suite.name, verbose, suite.resumed))
 
 
 @cli.command(short_help="Print a recipe with everything filled in.")

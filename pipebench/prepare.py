@@ -3,10 +3,12 @@
 Every step is a function of what the steps before it gave, so that each can be called, printed and tested alone.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -55,8 +57,59 @@ class Prepared:
     comparison: Comparison | None = None
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What all processes of a run must agree on: decided once, kept in the run's folder as JSON.
+
+    Attributes:
+        mode: the mode, where the recipe left it to the planner.
+        starts: first layer of every stage but the first.
+        replicas: per stage.
+        devices: of every worker.
+        depth: minibatches in flight per input-stage replica.
+        profile: layer costs, as its JSON.
+    """
+
+    mode: str
+    starts: tuple[int, ...]
+    replicas: tuple[int, ...]
+    devices: tuple[int, ...]
+    depth: int
+    profile: str
+
+    @staticmethod
+    def of(prepared: Prepared) -> "Decided":
+        """Return what was decided for a prepared recipe."""
+        setup = prepared.setup
+        return Decided(
+            prepared.recipe.parallelism.mode,
+            tuple(stage.start for stage in setup.plan.stages[1:]),
+            setup.plan.replicas,
+            tuple(setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)),
+            setup.pipeline.depth,
+            prepared.profile.to_json(),
+        )
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Decided":
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        starts, replicas, devices = (tuple(data[name]) for name in ("starts", "replicas", "devices"))
+        return Decided(data["mode"], starts, replicas, devices, data["depth"], data["profile"])
+
+
 def prepare(
-    recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None] | None = None, *, trains: bool = True
+    recipe: Recipe,
+    cluster: Cluster,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    trains: bool = True,
+    decided: Decided | None = None,
+    measure_again: Callable[["Profiled", Profile], Profile] | None = None,
 ) -> Prepared:
     """Make a recipe ready to run.
 
@@ -65,19 +118,30 @@ def prepare(
         cluster: the cluster it names.
         on_progress: told of (layers profiled, layers to profile).
         trains: False if only its shape is looked at: then, as in a simulation, there are no weights.
+        decided: profile and plan that were made before; None makes them.
+        measure_again: returns the profile that costs are taken from, where it isn't the one that the plan is from.
 
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
-    known = profiled(recipe, cluster, on_progress, trains=trains and recipe.engine.kind != SIMULATED)
+    trains = trains and recipe.engine.kind != SIMULATED
+    kept = None if decided is None else Profile.from_json(decided.profile)
+    known = profiled(recipe, cluster, on_progress, trains=trains, kept=kept)
     dataset, graph, profile = known.dataset, known.graph, known.profile
     sampler, held_out = samplers(recipe.train, dataset)
     comparison = None
     if recipe.parallelism.mode == AUTO:
-        comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
-        recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=comparison.best.mode))
+        if decided is None:
+            comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
+        chosen = comparison.best.mode if comparison is not None else cast("Decided", decided).mode
+        recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen))
     mode = resolve(recipe.parallelism)
-    plan, devices, depth = choose_plan(recipe, cluster, graph, profile, dataset)
+    if decided is None:
+        plan, devices, depth = choose_plan(recipe, cluster, graph, profile, dataset)
+    else:
+        plan, devices, depth = make_plan(graph, decided.starts, decided.replicas), decided.devices, decided.depth
+    if measure_again is not None:
+        profile = measure_again(known, profile)
     pipeline = make_pipeline(
         plan,
         next(iter(profile.layers.values())),
@@ -170,6 +234,7 @@ def profiled(
     *,
     whole_minibatches: bool = False,
     trains: bool = False,
+    kept: Profile | None = None,
 ) -> Profiled:
     """Trace and profile a recipe's model.
 
@@ -179,6 +244,7 @@ def profiled(
         on_progress: told of (layers profiled, layers to profile).
         whole_minibatches: profile whole minibatches too where only microbatches travel.
         trains: whether the weights are needed for more than a profile.
+        kept: the profile, where it is known already.
 
     Raises:
         GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
@@ -203,7 +269,7 @@ def profiled(
     sizes = travelling_sizes(recipe, dataset)
     if whole_minibatches:
         sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
-    profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+    profile = kept or profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     return Profiled(dataset, graph, device, profile)
 
 

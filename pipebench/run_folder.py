@@ -37,6 +37,7 @@ class RunFacts:
         parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
         mlflow_run_id: its own, once there is one.
         verbose: whether workers log every instruction.
+        started_at_s: seconds since the epoch when its first processes were ready; None before.
     """
 
     run_id: str
@@ -47,6 +48,7 @@ class RunFacts:
     parent_mlflow_run_id: str | None = None
     mlflow_run_id: str | None = None
     verbose: bool = False
+    started_at_s: float | None = None
 
 
 @dataclass(frozen=True)

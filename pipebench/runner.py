@@ -4,33 +4,34 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 """
 
 import io
-import json
 import logging
 import math
+import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from pipebench import console, pictures
-from pipebench.device import commit_diff, environment, torch_settings
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError
-from pipebench.prepare import SIMULATED, Prepared, prepare
+from pipebench import console, pictures, run_folder
+from pipebench.device import environment, torch_settings
+from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.prediction import compare, prediction_markdown
+from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
+from pipebench.process_run import Asked, run_in_processes
+from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
+from pipebench.recipe.schema import Recipe
+from pipebench.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.run_folder import RunFolder
 from pipebench.schedule.drawing import draw as draw_schedule
-from pipebench.simulated import simulate_epoch
+from pipebench.simulated import predicted_metrics, simulate_epoch
 from pipebench.steady import simulate_segment
 from pipebench.timeline import Timeline
-from pipebench.trace import write_trace
 from pipebench.tracking import RunLog, Tracking, summarise_seeds
-from pipebench.training import train_to_target
+from pipebench.training import Keeping, Progress, on_virtual_clock, segment_length, train_to_target
 
 _LOG = logging.getLogger("pipebench.run")
 _READABLE_S = 60.0  # shorter virtual runs are stretched in MLflow's timestamps, which are whole milliseconds
@@ -38,28 +39,50 @@ _PICTURE_WIDTH = 100
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
-def run_recipes(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None, verbose: bool, suite: str) -> int:
+@dataclass(frozen=True)
+class Suite:
+    """How a command runs its recipes.
+
+    Attributes:
+        name: names the MLflow experiment.
+        overrides: of every recipe, as words of the command line.
+        verbose: log every instruction, with worker and time.
+        resumed: the folder of the one run to go on with; None for new runs.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    verbose: bool = False
+    resumed: RunFolder | None = None
+
+
+def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:
     """Run every recipe, once per seed; print and record the answers.
 
     Args:
         loaded: validated recipes.
+        suite: how.
         seeds: seeds to run each with; None for the recipe's own.
-        verbose: log every instruction, with worker and virtual time.
-        suite: names the MLflow experiment.
 
     Returns:
         The worst exit code of the runs.
+
+    Raises:
+        WorkersFailedError: processes ended without a result.
     """
     if len(loaded) > 1:  # what only the traced model shows to be wrong must come out before the first recipe runs
         for each in loaded:
-            _prepare(each, each.recipe.train.seed, trains=False)
-    tracking = Tracking(suite)
+            prepared_recipe(each, each.recipe, trains=False)
     several = len(loaded) > 1
-    parent = tracking.start(suite, params={}, tags={"kind": "comparison"}, virtual=False) if several else None
+    processes_only = all(each.recipe.engine.kind == DISTRIBUTED for each in loaded)
+    # Where all there is to record is recorded by the processes, this one has no use for MLflow.
+    tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
+    comparison = {"kind": "comparison"}
+    parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     try:
         for each in loaded:
-            results += _run_with_seeds(each, seeds, verbose, tracking, parent)
+            results += _run_with_seeds(each, seeds, suite, tracking, parent)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -73,7 +96,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None, 
 
 def draw(loaded: LoadedRecipe) -> str:
     """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free."""
-    prepared = _prepare(loaded, loaded.recipe.train.seed, trains=False)
+    prepared = prepared_recipe(loaded, loaded.recipe, trains=False)
     setup = prepared.setup
     travels = max(setup.costs.stages[0].forward_s)
     forward = [stage.forward_s[travels] for stage in setup.costs.stages]
@@ -86,17 +109,18 @@ def draw(loaded: LoadedRecipe) -> str:
 
 
 def _run_with_seeds(
-    loaded: LoadedRecipe, seeds: Sequence[int] | None, verbose: bool, tracking: Tracking, parent: RunLog | None
+    loaded: LoadedRecipe, seeds: Sequence[int] | None, suite: Suite, tracking: Tracking | None, parent: RunLog | None
 ) -> list[RunResult]:
     name = loaded.recipe.name
     if seeds is None or len(seeds) == 1:
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        return [_run_one(loaded, seed, name, verbose, tracking, parent)]
+        return [_run_one(loaded, seed, name, suite, tracking, parent)]
+    assert tracking is not None
     group = tracking.start(name, params=loaded.flat, tags={"kind": "seeds"}, parent=parent, virtual=False)
     results: list[RunResult] = []
     try:
         for seed in seeds:
-            results.append(_run_one(loaded, seed, f"{name}-seed{seed}", verbose, tracking, group))
+            results.append(_run_one(loaded, seed, f"{name}-seed{seed}", suite, tracking, group))
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -108,108 +132,151 @@ def _run_with_seeds(
 
 
 def _run_one(
-    loaded: LoadedRecipe, seed: int, name: str, verbose: bool, tracking: Tracking, parent: RunLog | None
+    loaded: LoadedRecipe, seed: int, name: str, suite: Suite, tracking: Tracking | None, parent: RunLog | None
 ) -> RunResult:
-    with _logging(verbose) as log_text, torch_settings(loaded.recipe.engine):
-        prepared = _prepare(loaded, seed)
-        recipe = prepared.recipe
-        facts = environment(prepared.setup.device)
-        tags = {
-            "kind": "run",
-            "mode": recipe.parallelism.mode,
-            "plan": str(prepared.setup.plan),
-            "engine": recipe.engine.kind,
-            "seed": str(seed),
-            "timing": prepared.profile.note,
-            **{f"metric.{metric}": note for metric, note in prepared.setup.dataset.notes().items()},
-            **facts,
-        }
-        params = {**loaded.flat, "train.seed": str(seed)}
-        log = tracking.start(name, params=params, tags=tags, parent=parent, clock_scale=_clock_scale(prepared))
-        _record_inputs(log, loaded, prepared, facts)
-        if prepared.setup.clip_norm is not None and not prepared.setup.pipeline.flushes:
-            _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
-        result: RunResult | None = None
-        try:
-            result, timeline = _execute(prepared, name, log, tracking)
-            _record_timeline(log, timeline)
-        finally:
-            log.text("run.log", log_text.getvalue())
-            log.finish(result, status=None if result is not None else "FAILED")
+    recipe = with_seed(loaded.recipe, seed)
+    kind = recipe.engine.kind
+    if kind == DISTRIBUTED:
+        with torch_settings(recipe.engine):
+            prepared = prepared_recipe(loaded, recipe, trains=False)
+        reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
+        asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
+        if suite.resumed is not None:
+            asked = replace(asked, words=suite.overrides)
+        parent_id = parent.wait_for_id() if parent is not None else None
+        return run_in_processes(loaded, prepared, name, asked, parent_id)
+    assert tracking is not None
+    with collected_log(suite.verbose) as log_text, torch_settings(recipe.engine):
+        prepared = prepared_recipe(loaded, recipe)
+        keeping = _keeping(loaded, prepared, name, suite)
+
+        def train(progress: Progress, on_point: Callable[[Point], None]) -> tuple[RunResult, Timeline]:
+            if kind == SIMULATED:
+                return simulate_epoch(prepared)
+            return train_to_target(prepared, on_virtual_clock(prepared), progress, on_point, keeping)
+
+        return recorded_run(loaded, prepared, name, tracking, parent, log_text, train)
+
+
+def recorded_run(
+    loaded: LoadedRecipe,
+    prepared: Prepared,
+    name: str,
+    tracking: Tracking,
+    parent: RunLog | str | None,
+    log_text: io.StringIO,
+    train: Callable[[Progress, Callable[[Point], None]], tuple[RunResult, Timeline]],
+    *,
+    mlflow_run_id: str | None = None,
+    on_run_id: Callable[[str], None] = lambda run_id: None,
+) -> RunResult:
+    """Train, record everything about it, and print the answer.
+
+    Args:
+        loaded: the recipe.
+        prepared: the same, ready to run.
+        name: what the run is called.
+        tracking: where to record it.
+        parent: the comparison it belongs to, or MLflow's id of it.
+        log_text: collects the log.
+        train: does the work; takes what is told of minibatches and evaluations, and what takes points.
+        mlflow_run_id: of the run that this one goes on with.
+        on_run_id: told of MLflow's id of a new run.
+    """
+    recipe, setup = prepared.recipe, prepared.setup
+    facts = environment(setup.device)
+    wall = recipe.engine.kind == DISTRIBUTED
+    log = tracking.start(
+        name, params={**loaded.flat, "train.seed": str(recipe.train.seed)}, tags=run_tags(prepared, facts),
+        parent=parent, clock_scale=1.0 if wall else _clock_scale(prepared), virtual=not wall, run_id=mlflow_run_id,
+        on_run_id=on_run_id, system_metrics=wall,
+    )  # fmt: skip
+    record_inputs(log, loaded, prepared, facts)
+    if setup.clip_norm is not None and not setup.pipeline.flushes:
+        _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
+    result: RunResult | None = None
+    try:
+        result, timeline = _trained(prepared, name, log, tracking, train)
+        if wall:
+            result = _with_prediction(prepared, result, log)
+        record_timeline(log, timeline)
+    finally:
+        log.text("run.log", log_text.getvalue())
+        log.finish(result, status=None if result is not None else "FAILED")
     console.print_summary(result, pictures.text_picture(timeline, width=_PICTURE_WIDTH), log.where())
     return result
 
 
-def _prepare(loaded: LoadedRecipe, seed: int, *, trains: bool = True) -> Prepared:
-    recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=seed))
+def _with_prediction(prepared: Prepared, result: RunResult, log: RunLog) -> RunResult:
+    """Return a result with what the simulator says of the run beside it, where that is about the device it ran on."""
+    setup = prepared.setup
+    if prepared.profile.source != "measured" and prepared.cluster.device not in environment(setup.device)["device"]:
+        return result
+    metrics = {**result.metrics}
+    metrics |= compare(metrics, predicted_metrics(setup, segment_length(prepared)))
+    log.text("prediction.md", prediction_markdown(metrics))
+    return replace(result, metrics=metrics)
+
+
+def with_seed(recipe: Recipe, seed: int) -> Recipe:
+    """Return a recipe with another seed."""
+    return replace(recipe, train=replace(recipe.train, seed=seed))
+
+
+def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, **how: Any) -> Prepared:
+    """Prepare a recipe, showing progress.
+
+    Args:
+        loaded: where the recipe comes from.
+        recipe: the same, perhaps with another seed.
+        how: see `prepare`.
+
+    Raises:
+        RecipeError: the model doesn't allow it.
+    """
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
         with console.preparing(recipe.name) as on_progress:
-            return prepare(recipe, cluster, on_progress, trains=trains)
+            return prepare(recipe, cluster, on_progress, **how)
     except (PlanError, GraphError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 
-def _execute(prepared: Prepared, name: str, log: RunLog, tracking: Tracking) -> tuple[RunResult, Timeline]:
-    if prepared.recipe.engine.kind == SIMULATED:
-        return simulate_epoch(prepared)
+def _trained(
+    prepared: Prepared,
+    name: str,
+    log: RunLog,
+    tracking: Tracking,
+    train: Callable[[Progress, Callable[[Point], None]], tuple[RunResult, Timeline]],
+) -> tuple[RunResult, Timeline]:
+    kind = prepared.recipe.engine.kind
+    if kind == SIMULATED:
+        return train(Silent(), log.point)
     tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
     total = prepared.recipe.train.max_epochs * prepared.setup.sampler.num_samples
     quiet, per_epoch = not console.is_terminal(), prepared.setup.sampler.num_samples
-    with console.RunProgress(name, total, quiet=quiet, samples_per_epoch=per_epoch) as progress:
-        return train_to_target(prepared, progress, log.point)
+    clock = "wall" if kind == DISTRIBUTED else "virtual"
+    with console.RunProgress(name, total, quiet=quiet, samples_per_epoch=per_epoch, clock=clock) as progress:
+        return train(progress, log.point)
 
 
-def _clock_scale(prepared: Prepared) -> float:
-    """Return the power of ten by which a run's virtual clock is stretched so that it lasts a minute or more."""
-    setup = prepared.setup
-    epoch_s = simulate_segment(setup, setup.sampler.minibatches_per_epoch).end_s
-    return float(10 ** max(0, math.ceil(math.log10(_READABLE_S / epoch_s)))) if epoch_s > 0 else 1.0
-
-
-def _record_inputs(log: RunLog, loaded: LoadedRecipe, prepared: Prepared, facts: Mapping[str, str]) -> None:
-    """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
-    config: Any = OmegaConf.to_container(loaded.config, resolve=False)
-    config["train"]["seed"] = prepared.recipe.train.seed
-    log.text("recipe.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
-    log.text("profile.json", prepared.profile.to_json())
-    log.text("plan.json", _plan_json(prepared))
-    log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
-    difference = commit_diff()
-    if difference:
-        log.text("changes.diff", difference)
-
-
-def _plan_json(prepared: Prepared) -> str:
-    setup = prepared.setup
-    names = [layer.name for layer in setup.graph.layers]
-    stages = [{"layers": names[s.start : s.stop], "replicas": s.replicas} for s in setup.plan.stages]
-    depths = list(setup.pipeline.warmups)
-    told: dict[str, Any] = {"plan": str(setup.plan), "stages": stages, "depths": depths}
-    told["devices"] = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
-    if prepared.comparison is not None:
-        told["modes_compared"] = [
-            {
-                "mode": each.mode,
-                "plan": each.config,
-                "predicted_minibatch_s": each.minibatch_s,
-                "memory_bytes": max(stage.memory_bytes for stage in each.stages),
-            }
-            for each in (prepared.comparison.best, *prepared.comparison.others)
-        ]
-        told["modes_refused"] = prepared.comparison.refused
-    return json.dumps(told, indent=1)
-
-
-def _record_timeline(log: RunLog, timeline: Timeline) -> None:
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for artifact, write in (("timeline.png", pictures.draw_timeline), ("trace.json", write_trace)):
-                path = Path(folder) / artifact
-                write(timeline, path)
-                log.file(artifact, path)
-    except (OSError, ValueError) as error:  # a picture must never cost a result
-        _LOG.warning("the timeline could not be drawn: %s", error)
+def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) -> Keeping:
+    """Return where a virtual run's checkpoints go: into a folder of its own if it asks for any."""
+    recipe = prepared.recipe
+    if suite.resumed is not None:
+        found, skipped = suite.resumed.checkpoints.latest()
+        for sentence in skipped:
+            print(f"pipebench: {sentence}", file=sys.stderr)
+        if found is None:
+            raise UserError(f"--resume: run {suite.resumed.run_id} has no whole checkpoint")
+        return Keeping(suite.resumed.checkpoints, found)
+    if recipe.train.checkpoint_every is None or recipe.engine.kind == SIMULATED:
+        return Keeping()
+    folder = run_folder.create(
+        name, recipe=recipe.name, recipe_yaml=recipe_yaml(loaded, recipe.train.seed), suite=suite.name,
+        seed=recipe.train.seed, words=(str(loaded.path), *suite.overrides), verbose=suite.verbose,
+    )  # fmt: skip
+    return Keeping(folder.checkpoints)
 
 
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:
@@ -226,26 +293,8 @@ def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete
     parent.finish(None, status="FINISHED" if complete else "KILLED")
 
 
-@contextmanager
-def _logging(verbose: bool) -> Iterator[io.StringIO]:
-    """Collect pipebench's log (and torch's warnings) for the artifact; show it too when verbose."""
-    text = io.StringIO()
-    root = logging.getLogger("pipebench")
-    handler = logging.StreamHandler(text)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    handlers: list[logging.Handler] = [handler, *([logging.StreamHandler()] if verbose else [])]
-    level, captured = root.level, logging.getLogger("py.warnings")
-    root.setLevel(logging.DEBUG if verbose else logging.INFO)
-    logging.captureWarnings(True)
-    for each in handlers:
-        root.addHandler(each)
-        captured.addHandler(each)
-    try:
-        with warnings.catch_warnings():
-            yield text
-    finally:
-        logging.captureWarnings(False)
-        for each in handlers:
-            root.removeHandler(each)
-            captured.removeHandler(each)
-        root.setLevel(level)
+def _clock_scale(prepared: Prepared) -> float:
+    """Return the power of ten by which a run's virtual clock is stretched so that it lasts a minute or more."""
+    setup = prepared.setup
+    epoch_s = simulate_segment(setup, setup.sampler.minibatches_per_epoch).end_s
+    return float(10 ** max(0, math.ceil(math.log10(_READABLE_S / epoch_s)))) if epoch_s > 0 else 1.0

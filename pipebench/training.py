@@ -262,6 +262,14 @@ def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
     return MISSED, f"missed {goal}: the best in {train.max_epochs} epochs was {target.metric} {best:.4g}"
 
 
+def segment_length(prepared: Prepared) -> int:
+    """Return how many minibatches there are from drain to drain, at most an epoch's."""
+    train, per_epoch = prepared.recipe.train, prepared.setup.sampler.minibatches_per_epoch
+    return min(
+        per_epoch, *(_period(each, per_epoch) for each in (train.evaluate_every, train.checkpoint_every) if each)
+    )
+
+
 def _period(every: PeriodRecipe, minibatches_per_epoch: int) -> int:
     return every.minibatches or (every.epochs or 1) * minibatches_per_epoch
 
@@ -340,7 +348,7 @@ def _progress(run: _Run, clock_s: float, facts: Sequence[Mapping[str, Any]]) -> 
         "taken_by": _taken_by(run.prepared),
         "facts": list(facts),
         "samples": run.samples,
-        "epochs": run.samples / run.prepared.setup.sampler.num_samples,
+        "epoch": run.samples / run.prepared.setup.sampler.num_samples,
         "points": [asdict(point) for point in run.points],
         "loss_sum": run.loss_sum,
         "weight": run.weight,

@@ -64,7 +64,7 @@ def profile_for(
     if timing != "measured":
         found = _fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
         return _with_the_models_bytes(found, timing, graph, dataset, sizes, optimizer, text)
-    if cluster.device != LOCAL:
+    if cluster.device != LOCAL and recipe.engine.kind != "distributed":
         raise ProfileError(
             f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
             f"cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"
@@ -210,7 +210,7 @@ def _key_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int], device: 
 
 def _source_hash(recipe: Recipe) -> str:
     """Return a hash of the files that make the model and the data set: edited code is profiled anew."""
-    names = {name for name in sys.modules if name.split(".")[0] == "zoo"}
+    names = {name for name in list(sys.modules) if name.split(".")[0] == "zoo"}
     if "target" in recipe.model:
         names.add(importlib.import_module(str(recipe.model["target"]).split(":")[0]).__name__)
     return hashlib.sha256("".join(inspect.getsource(sys.modules[name]) for name in sorted(names)).encode()).hexdigest()

@@ -227,6 +227,14 @@ class RunLog:
         if self._failed:
             self._save("it failed during the run")
 
+    def wait_for_id(self) -> str | None:
+        """Wait until MLflow has given the run an id, for another process to refer to it; None if it doesn't."""
+        until_s = time.monotonic() + (_PATIENCE_LOCAL_S if self._tracking.store.local else _PATIENCE_SERVER_S)
+        self._tracking.wake()
+        while self.run_id is None and not self._failed and time.monotonic() < until_s:
+            time.sleep(0.02)
+        return self.run_id
+
     def where(self) -> str:
         """Return the line that tells the user where the run is recorded."""
         if self._queue:

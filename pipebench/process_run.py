@@ -1,0 +1,288 @@
+"""A run in processes: what the command line does to start it, and what every process does.
+
+`pipebench run` is the parent: it plans, makes the run's folder, and starts a process per worker, which run the same
+command and find themselves to be workers. Under torchrun every process is a worker from the start, and rank 0 does what
+is to be done once. What all must agree on (plan, profile) is written into the run's folder.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipebench import run_folder
+from pipebench.checkpoint.files import replace as replace_file
+from pipebench.device import torch_settings
+from pipebench.engine.control import Control
+from pipebench.engine.distributed import DistributedEngine
+from pipebench.errors import PipebenchError, UserError
+from pipebench.launch import run_workers
+from pipebench.launch_join import RUN
+from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
+from pipebench.prepare import Decided, Prepared, Profiled, travelling_sizes
+from pipebench.profile.measure import measured_profile
+from pipebench.profile.model import Profile
+from pipebench.profile.together import mean_profile
+from pipebench.progress import Silent
+from pipebench.recipe.load import LoadedRecipe, load, load_file
+from pipebench.recipe.schema import Recipe
+from pipebench.recording import collected_log, recipe_yaml
+from pipebench.result import RunResult
+from pipebench.run_folder import RunFolder
+from pipebench.tracking import Tracking
+from pipebench.training import Keeping, OnLoss, OnUnit, train_to_target
+from pipebench.world import World, check_world_size, join, shared_folder_check
+
+_DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
+_FOLDER_KEY = "pipebench/run-folder"
+# What a checkpoint's weights and position in the data depend on: the same in a run that goes on.
+_FIXED = (
+    "model", "dataset", "train.seed", "train.minibatch_size", "train.streams", "train.optimizer.name",
+)  # fmt: skip
+_MEASURED = "measured"
+
+
+class WorkersFailedError(PipebenchError):
+    """Processes ended without a result; the launcher has said why. `exit_code` is the command's."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(f"the run's processes ended with exit code {exit_code}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for one run in processes.
+
+    Attributes:
+        words: the recipe and its overrides, for the processes' own command line.
+        suite: names the MLflow experiment.
+        verbose: log every instruction.
+        resumed: the folder of the run to go on with; None for a new run.
+    """
+
+    words: tuple[str, ...]
+    suite: str
+    verbose: bool
+    resumed: RunFolder | None = None
+
+
+def run_in_processes(
+    loaded: LoadedRecipe, prepared: Prepared, name: str, asked: Asked, parent_run_id: str | None
+) -> RunResult:
+    """Start a process per worker on this host, restart them when one dies, and return what the run came to.
+
+    Args:
+        loaded: the recipe.
+        prepared: the same, planned.
+        name: what the run is called.
+        asked: see there.
+        parent_run_id: MLflow's id of the comparison the run belongs to.
+
+    Raises:
+        WorkersFailedError: there is no result.
+    """
+    recipe = prepared.recipe
+    folder = asked.resumed or _create(loaded, recipe.train.seed, name, asked, parent_run_id)
+    decided = folder.path / _DECIDED
+    if not decided.exists():
+        decided.write_text(Decided.of(prepared).to_json(), encoding="utf-8")
+    folder.result_path.unlink(missing_ok=True)
+    resume = ["--resume", str(folder.path)] if asked.resumed else []
+    command = [sys.executable, "-m", "pipebench", "run", *resume, *asked.words]
+    workers = prepared.setup.pipeline.num_workers
+    code = run_workers(command, workers, folder.path, max_restarts=recipe.engine.max_restarts)
+    if code or not folder.result_path.exists():
+        hint = f"pipebench run --resume {folder.run_id}"
+        if folder.checkpoints.steps():
+            print(f"pipebench: its checkpoints are kept: {hint}", file=sys.stderr)
+        raise WorkersFailedError(code or 3)
+    return RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
+
+
+def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, LoadedRecipe]:
+    """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
+
+    Raises:
+        UserError: there is no such run, it has no checkpoint, or a key was changed that its weights depend on.
+    """
+    folder = run_folder.find(run)
+    if not folder.checkpoints.steps():
+        raise UserError(f"--resume: run {folder.run_id} has no checkpoint; run its recipe anew")
+    before = load_file(folder.recipe_path)
+    loaded = load(str(folder.recipe_path), overrides)
+    changed = [key for key in _FIXED if _value(before.recipe, key) != _value(loaded.recipe, key)]
+    if changed:
+        raise UserError(
+            f"command line: {changed[0]}: a run that goes on keeps it, because its weights depend on it; "
+            f"allowed are changes outside {', '.join(_FIXED)}"
+        )
+    if overrides and not launched_by_us():  # another plan may be asked for
+        (folder.path / _DECIDED).unlink(missing_ok=True)
+    return folder, loaded
+
+
+def work(loaded: LoadedRecipe, asked: Asked) -> None:
+    """Do one process's part of a run.
+
+    Args:
+        loaded: the recipe; the same in all processes.
+        asked: see there.
+
+    Raises:
+        UserError: the processes don't fit the plan, or don't share a folder.
+        PeerLostError: another process is gone.
+    """
+    engine = loaded.recipe.engine
+    world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=max(1800.0, 2 * engine.stall_limit_s))
+    folder = _folder(world, loaded, asked)
+    shared_folder_check(world, folder.path)
+    facts = folder.read()
+    recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=facts.seed))
+    with collected_log(facts.verbose) as log_text, torch_settings(engine):
+        prepared = _prepared(loaded, recipe, world, folder)
+        check_world_size(world.size, prepared.setup.pipeline.num_workers, str(prepared.setup.plan))
+        keeping = _keeping(world, folder, goes_on=asked.resumed is not None)
+        process = _Process(world, folder, prepared, keeping)
+        if world.rank == 0:
+            _first(loaded, process, log_text)
+        else:
+            process.train(Silent(), lambda point: None)
+    world.close()
+
+
+class _Process:
+    """One process of a run, ready to train."""
+
+    def __init__(self, world: World, folder: RunFolder, prepared: Prepared, keeping: Keeping) -> None:
+        self.world, self.folder, self.prepared, self.keeping = world, folder, prepared, keeping
+        setup, engine = prepared.setup, prepared.recipe.engine
+        workers = range(setup.pipeline.num_workers)
+        worker = next(worker for worker in workers if setup.cluster.device_of(worker) == world.rank)
+        self._control = Control(
+            world.store, worker, world.size, setup.pipeline, stall_limit_s=engine.stall_limit_s, on_stall=fail_stalled
+        )
+
+    def train(self, progress: Any, on_point: Any) -> tuple[RunResult, Any]:
+        """Train to the target, watched."""
+
+        def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
+            made = DistributedEngine(
+                self.prepared.setup, self.world, control=self._control, on_loss=on_loss, on_unit=on_unit
+            )
+            self._control.start()
+            on_stop_request(self._control.request_stop)
+            return made
+
+        try:
+            return train_to_target(self.prepared, make, progress, on_point, self.keeping)
+        finally:
+            self._control.close()
+
+
+def _first(loaded: LoadedRecipe, process: _Process, log_text: Any) -> None:
+    """Do rank 0's part: train, record, print, and leave the result in the run's folder."""
+    from pipebench.runner import recorded_run
+
+    folder = process.folder
+    facts = folder.read()
+    if facts.started_at_s is None:
+        folder.update(started_at_s=time.time())
+    tracking = Tracking(facts.suite)
+    result = recorded_run(
+        loaded, process.prepared, facts.name, tracking, facts.parent_mlflow_run_id, log_text, process.train,
+        mlflow_run_id=facts.mlflow_run_id, on_run_id=lambda run_id: _keep_id(folder, run_id),
+    )  # fmt: skip
+    replace_file(folder.result_path, result.to_json().encode())
+
+
+def _keep_id(folder: RunFolder, run_id: str) -> None:
+    folder.update(mlflow_run_id=run_id)
+
+
+def _create(loaded: LoadedRecipe, seed: int, name: str, asked: Asked, parent_run_id: str | None = None) -> RunFolder:
+    return run_folder.create(
+        name,
+        recipe=loaded.recipe.name,
+        recipe_yaml=recipe_yaml(loaded, seed),
+        suite=asked.suite,
+        seed=seed,
+        words=asked.words,
+        parent_mlflow_run_id=parent_run_id,
+        verbose=asked.verbose,
+    )
+
+
+def _folder(world: World, loaded: LoadedRecipe, asked: Asked) -> RunFolder:
+    """Return the run's folder: the launcher's, or, under torchrun, one that rank 0 makes and all restarts keep."""
+    if launched_by_us():
+        return RunFolder(Path(os.environ[RUN]))
+    path = ""
+    if world.rank == 0:
+        store = world.connection
+        restarted = os.environ.get(_RESTARTS, "0") != "0" and store.check([_FOLDER_KEY])
+        if asked.resumed is not None:
+            path = str(asked.resumed.path)
+        elif restarted:
+            path = store.get(_FOLDER_KEY).decode()
+        else:
+            path = str(_create(loaded, loaded.recipe.train.seed, loaded.recipe.name, asked).path)
+        store.set(_FOLDER_KEY, path)
+    return RunFolder(Path(world.exchange(path)[0]))
+
+
+def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFolder) -> Prepared:
+    """Prepare the recipe by what was decided; rank 0 decides where nobody has."""
+    from pipebench.runner import prepared_recipe
+
+    path = folder.path / _DECIDED
+    if world.rank == 0 and not path.exists():
+        path.write_text(Decided.of(prepared_recipe(loaded, recipe, trains=False)).to_json(), encoding="utf-8")
+    world.barrier()
+    decided = Decided.from_json(path.read_text(encoding="utf-8"))
+    check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))
+
+    def measure(known: Profiled, profile: Profile) -> Profile:
+        return _measured_together(recipe, known, profile, world)
+
+    together = Profile.from_json(decided.profile).source == _MEASURED and world.size > 1
+    prepared = prepared_recipe(loaded, recipe, decided=decided, measure_again=measure if together else None)
+    return replace(prepared, setup=replace(prepared.setup, device=world.device))
+
+
+def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world: World) -> Profile:
+    """Measure the profile again, in all processes at the same time."""
+    sizes = travelling_sizes(recipe, known.dataset)
+    world.barrier()
+    mine = measured_profile(known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model)
+    return mean_profile([Profile.from_json(text) for text in world.exchange(mine.to_json())])
+
+
+def _keeping(world: World, folder: RunFolder, *, goes_on: bool) -> Keeping:
+    """Return where checkpoints go and the one to begin with: the newest whole one, as rank 0 sees it."""
+    restarted = (world.place.attempt or int(os.environ.get(_RESTARTS, "0"))) > 0
+    found, step = None, -1
+    if world.rank == 0 and (restarted or goes_on):
+        found, skipped = folder.checkpoints.latest()
+        for sentence in skipped:
+            print(f"pipebench: {sentence}", file=sys.stderr, flush=True)
+        step = -1 if found is None else found.step
+        where = "the beginning" if found is None else f"minibatch {found.step}"
+        print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
+    step = world.exchange(step)[0]
+    since_s = folder.read().started_at_s
+    if step >= 0:
+        found = found or folder.checkpoints.at(step, check=False)
+        since_s = found.progress["saved_at_s"]
+    lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
+    return Keeping(folder.checkpoints, found, world.exchange(lost_s)[0])
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
