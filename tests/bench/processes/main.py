@@ -41,7 +41,9 @@ _DUELS = (
     (OURS[ALONE], OURS[GPIPE], 0.0, _SHORT),
 )
 _REFERENCE_DUELS = tuple((name, GPIPE, 0.0, _SHORT) for name in REFERENCES)
-_LARGEST_DISTANCE = 1e-4  # of float32 weights after a few steps, over the way they went
+# Of float32 weights after two updates, over the way they went. Adding microbatches in another order makes 1e-4 of it,
+# BatchNorm being what it is; another computation more than 1e-2.
+_LARGEST_DISTANCE = 1e-3
 
 
 def main() -> None:
@@ -105,10 +107,10 @@ def _print_given(console: Console, given: Given) -> None:
 
 def _print_distances(console: Console, given: Given, environment: dict[str, str], *, references: bool) -> None:
     for side in (GPIPE, ONE_F_ONE_B, DDP, *([] if references else [OURS[GPIPE], OURS[ONE_F_ONE_B], OURS[DDP]])):
-        arguments = {"given": given.to_json(), "side": side, "steps": 3}
+        arguments = {"given": given.to_json(), "side": side, "steps": 2}
         distance = max(crew.run(jobs.distance, 2, arguments, environment=environment))
         verdict = "the same work" if distance <= _LARGEST_DISTANCE else "NOT THE SAME WORK"
-        console.print(f"{side} against a plain loop after 3 updates: relative distance {distance:.1e}, {verdict}")
+        console.print(f"{side} against a plain loop after 2 updates: relative distance {distance:.1e}, {verdict}")
 
 
 def _speed(given: Given, options: argparse.Namespace, environment: dict[str, str]) -> Table:
