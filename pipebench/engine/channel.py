@@ -10,17 +10,19 @@ the process group ends (P4). Received tensors are copies: a buffer is never an a
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pipebench.engine.departure import Departure, DirectDeparture, Watcher
 from pipebench.engine.message import (
     HEADER_BYTES,
     Header,
     Layout,
+    Leaf,
     aligned,
     layout_of,
     read_header,
@@ -106,8 +108,9 @@ class Sender:
         self._link = link
         self._capacity = _Capacity(first_bytes, AHEAD - 1)
         self._layouts: dict[Any, int] = {}
-        self._leaving: deque[tuple[list[Any], list[_Buffer], Any]] = deque()
+        self._leaving: deque[tuple[_Buffer, Departure, DirectDeparture]] = deque()
         self._free: list[_Buffer] = []
+        self._watcher = Watcher(f"pipebench-departures-{link.peer}-{link.tag}")
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None) -> int:
         """Hand over a message; return its payload in bytes.
@@ -142,16 +145,16 @@ class Sender:
             works = [
                 dist.isend(buffer.data[a:b], self._link.peer, group=self._link.group, tag=tag) for a, b, tag in pieces
             ]
-            if self._link.direct is not None:
-                kept = [tensor.detach().contiguous() for tensor in tensors]
-                works += [dist.isend(tensor, self._link.peer, group=self._link.direct) for tensor in kept]
-                tensors = kept
-        self._leaving.append((works, [buffer], tensors if self._link.direct is not None else None))
+            self._leaving.append((buffer, self._watcher.watch(works), self._send_directly(tensors)))
         return layout.payload_bytes
 
     def retire(self) -> None:
-        """Take back the buffers of messages that have left."""
-        while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
+        """Take back the buffers of messages that have left.
+
+        Raises:
+            PeerLostError: the receiver is gone.
+        """
+        while self._leaving and all(departure.has_left() for departure in self._leaving[0][1:]):
             self._wait_for_first()
 
     def flush(self) -> None:
@@ -159,12 +162,19 @@ class Sender:
         while self._leaving:
             self._wait_for_first()
 
+    def _send_directly(self, tensors: Sequence[torch.Tensor]) -> DirectDeparture:
+        """Send tensors by NCCL, if that is how they travel."""
+        if self._link.direct is None:
+            return DirectDeparture([], [])
+        kept = [tensor.detach().contiguous() for tensor in tensors]
+        return DirectDeparture([dist.isend(t, self._link.peer, group=self._link.direct) for t in kept], kept)
+
     def _wait_for_first(self) -> None:
-        works, buffers, _ = self._leaving.popleft()
+        buffer, departure, direct = self._leaving.popleft()
         with peers():
-            for work in works:
-                work.wait()
-        self._free += buffers
+            departure.wait()
+            direct.wait()
+        self._free.append(buffer)
 
     def _take(self, num_bytes: int) -> _Buffer:
         while self._free:
@@ -175,7 +185,9 @@ class Sender:
 
     def _numbered(self, layout: Layout) -> tuple[int, bytes]:
         """Return a layout's number, and the layout in words if the receiver doesn't know it."""
-        key = (layout.structure, layout.leaves)
+        # 1, 1.0 and True are equal, and not the same.
+        others = tuple((type(leaf), leaf) for leaf in layout.leaves if not isinstance(leaf, Leaf))
+        key = (layout.structure, layout.leaves, others)
         number = self._layouts.get(key)
         if number is not None:
             return number, b""
