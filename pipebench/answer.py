@@ -11,14 +11,17 @@ from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRAD
 
 def describe(prepared: Prepared) -> dict[str, Any]:
     """Return the part of a result that is known before the run."""
-    recipe = prepared.recipe
+    recipe, timing = prepared.recipe, prepared.profile.note
+    wall = recipe.engine.kind == DISTRIBUTED
+    if wall and prepared.profile.source != "measured":
+        timing = f"measured while it ran, on {prepared.setup.device.type}; planned by: {timing}"
     return {
         "name": recipe.name,
         "mode": recipe.parallelism.mode,
         "plan": str(prepared.setup.plan),
         "engine": recipe.engine.kind,
-        "clock": "wall" if recipe.engine.kind == DISTRIBUTED else "virtual",
-        "timing": prepared.profile.note,
+        "clock": "wall" if wall else "virtual",
+        "timing": timing,
         "seed": recipe.train.seed,
     }
 

@@ -203,7 +203,8 @@ def recorded_run(
     finally:
         log.text("run.log", log_text.getvalue())
         log.finish(result, status=None if result is not None else "FAILED")
-    console.print_summary(result, pictures.text_picture(timeline, width=_PICTURE_WIDTH), log.where())
+    shown = timeline.warmed_up() if wall else timeline
+    console.print_summary(result, pictures.text_picture(shown, width=_PICTURE_WIDTH), log.where())
     return result
 
 

@@ -1,6 +1,6 @@
 """A timeline: what every worker and every link did, and when."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FORWARD, BACKWARD, UPDATE, EVALUATE = "forward", "backward", "update", "evaluate"
 SEND, WAIT = "send", "wait"
@@ -70,3 +70,20 @@ class Timeline:
     spans: tuple[Span, ...]
     transfers: tuple[Transfer, ...]
     truncated: bool
+
+    def warmed_up(self) -> "Timeline":
+        """Return what came after every worker's first backward: first calls are slow on the wall clock."""
+        ends_s: dict[int, float] = {}
+        for span in self.spans:
+            if span.kind == BACKWARD:
+                ends_s.setdefault(span.worker, span.end_s)
+        since_s = max(ends_s.values(), default=0.0)
+        return replace(
+            self,
+            spans=tuple(
+                replace(span, start_s=span.start_s - since_s, end_s=span.end_s - since_s)
+                for span in self.spans
+                if span.start_s >= since_s
+            ),
+            transfers=(),
+        )

@@ -105,7 +105,9 @@ class DistributedEngine:
 
     def start_clock(self, clock_s: float = 0.0) -> None:
         """Let the run's clock start here, at the same moment on all workers."""
+        self.worker.open_data()
         self.exchange(None)
+        self.world.mark_started()
         self._origin_s = time.perf_counter() - clock_s
         self.clock_s = clock_s
         self._not_training_s = max(0.0, clock_s - self.meter.busy_s)

@@ -61,6 +61,14 @@ class Worker:
         self.peak_bytes = self.replica.live_bytes()
         self._share = share_of(setup, index)
 
+    def open_data(self) -> None:
+        """Fetch a minibatch of what this worker reads: a data set may open files only now, and no clock runs yet."""
+        fields = dict(zip(self.setup.graph.inputs, self.setup.dataset.inputs, strict=True))
+        wanted = [fields[name] for name in self.replica.stage.inputs]
+        wanted += self.setup.dataset.targets if self.replica.stage.is_last else []
+        if wanted:
+            self.setup.dataset.fetch("train", self.setup.sampler.indices(0), wanted)
+
     def begin(self, feed: Feed, first: int, num_minibatches: int) -> None:
         """Start a segment of training or an evaluation, with nothing in flight.
 
