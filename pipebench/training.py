@@ -248,8 +248,7 @@ def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
         _train(run, engine, until - run.done)
         if run.done % evaluate_every == 0 or run.done == total:
             _evaluate(run, engine)
-        if run.done % save_every == 0 or run.done == total or run.reached is not None:
-            _save(run, engine)
+        _save(run, engine)
     target = train.target
     if target is None:
         return COMPLETED, f"trained {train.max_epochs} epochs; no target was set"

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part
 from pipebench.cluster import Cluster
 from pipebench.prepare import Prepared, initial_model, learning_rate, travelling_sizes
 from pipebench.profile.model import Profile
@@ -24,7 +26,7 @@ from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, 
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulated import simulate_epoch
 from pipebench.timeline import Timeline
-from pipebench.training import on_virtual_clock, train_to_target
+from pipebench.training import Keeping, on_virtual_clock, train_to_target
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
@@ -220,3 +222,111 @@ def test_a_flat_cluster_is_not_the_whole_story() -> None:
     assert metrics["comm_bytes_level_cluster"] > 0
     assert metrics["comm_bytes_level_server"] + metrics["comm_bytes_level_cluster"] == metrics["comm_bytes_total"]
     assert math.isclose(metrics["comm_bytes_per_sample"] * 46, metrics["comm_bytes_total"])
+
+
+def kept(given: Prepared, checkpoints: Checkpoints, found: Checkpoint | None = None) -> tuple[RunResult, Any]:
+    """Train with checkpoints; return the result and the engine."""
+    engines: list[Any] = []
+
+    def make(*told: Any) -> Any:
+        engines.append(on_virtual_clock(given)(*told))
+        return engines[-1]
+
+    result, _ = train_to_target(given, make, Silent(), lambda point: None, Keeping(checkpoints, found))
+    return result, engines[0]
+
+
+def checkpointed(max_epochs: int = 3) -> Prepared:
+    """A run that drains for checkpoints twice per epoch of 12 minibatches."""
+    every = PeriodRecipe(minibatches=5)
+    return prepared(recipe(max_epochs=max_epochs, checkpoint_every=every), plan=([4], [2, 1]))
+
+
+@pytest.mark.parametrize("step", [5, 12, 15, 30])
+def test_a_run_that_goes_on_ends_like_one_that_never_stopped(tmp_path: Path, step: int) -> None:
+    whole, engine = kept(checkpointed(), Checkpoints(tmp_path / "whole", keep=99))
+    assert Checkpoints(tmp_path / "whole").steps() == [5, 10, 12, 15, 20, 24, 25, 30, 35, 36]
+    found = Checkpoints(tmp_path / "whole").at(step)
+    resumed, again = kept(checkpointed(), Checkpoints(tmp_path / "again"), found)
+    for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
+    assert resumed.points == whole.points
+    assert resumed.sentence == whole.sentence
+    same = {name: value for name, value in whole.metrics.items() if name != "wall_time_s"}
+    assert {name: resumed.metrics[name] for name in same} == pytest.approx(same)
+
+
+def test_checkpoint_drains_are_part_of_the_recipe() -> None:
+    """They are drains like any other: an evaluation there changes nothing, none there changes the weights."""
+    drained, plain = checkpointed(), prepared(recipe())
+    results = [train(given)[0].points[-1].metrics["train_loss"] for given in (drained, plain)]
+    assert results[0] != results[1]
+
+
+class Full(Checkpoints):
+    """A disk that is full from some step on."""
+
+    def write_part(self, step: int, part: str, state: Any) -> Part:
+        if step > 10:
+            raise OSError(28, "No space left on device")
+        return super().write_part(step, part, state)
+
+
+class Noted(Silent):
+    """Progress that keeps notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path) -> None:
+    progress, given = Noted(), checkpointed()
+    result, _ = train_to_target(
+        given, on_virtual_clock(given), progress, lambda point: None, Keeping(Full(tmp_path, keep=9))
+    )
+    assert result.outcome == MISSED
+    assert progress.notes[0].startswith("no checkpoint at minibatch 15: [Errno 28] No space left on device; the one")
+    assert Checkpoints(tmp_path).latest()[0] is not None
+    assert Checkpoints(tmp_path).steps() == [5, 10]
+
+
+class Stopped:
+    """An engine that another process has asked to stop after some minibatches."""
+
+    def __init__(self, engine: Any, after: int, reason: str) -> None:
+        self._engine, self._left, self._reason = engine, after, reason
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._reason if self._left <= 0 else None
+
+    def train(self, first: int, count: int) -> int:
+        done = min(count, max(0, self._left))
+        self._left -= count
+        return int(self._engine.train(first, done))
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "steps"), [("interrupted", INTERRUPTED, [5, 8]), ("diverged: x", DIVERGED, [5])]
+)
+def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
+    tmp_path: Path, reason: str, outcome: str, steps: list[int]
+) -> None:
+    given = checkpointed()
+    result, _ = train_to_target(
+        given,
+        lambda *told: Stopped(on_virtual_clock(given)(*told), 8, reason),
+        Silent(),
+        lambda point: None,
+        Keeping(Checkpoints(tmp_path)),
+    )
+    assert result.outcome == outcome
+    assert Checkpoints(tmp_path).steps() == steps
+    assert result.sentence == ("interrupted after 32 samples" if outcome == INTERRUPTED else reason)

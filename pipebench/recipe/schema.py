@@ -83,8 +83,8 @@ class TrainRecipe:
             the replica that carries a stream's state on is always the same one; null: 1 for text.
         target: null trains for throughput only, until `max_epochs`.
         evaluate_every: the pipeline drains before every evaluation; there is always one at the end.
-        checkpoint_every: the pipeline drains before every checkpoint; null: processes write one after every
-            evaluation, the virtual engine writes none.
+        checkpoint_every: the pipeline drains before every checkpoint, too. Null: processes write one at every drain
+            that there is (after every evaluation), the virtual engine writes none.
     """
 
     seed: int = 0
