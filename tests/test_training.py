@@ -289,7 +289,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path) -> None:
         given, on_virtual_clock(given), progress, lambda point: None, Keeping(Full(tmp_path, keep=9))
     )
     assert result.outcome == MISSED
-    assert progress.notes[0].startswith("no checkpoint at minibatch 15: [Errno 28] No space left on device; the one")
+    assert progress.notes[0].startswith("no checkpoint at minibatch 12: [Errno 28] No space left on device; the one")
     assert Checkpoints(tmp_path).latest()[0] is not None
     assert Checkpoints(tmp_path).steps() == [5, 10]
 
