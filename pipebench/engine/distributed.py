@@ -47,7 +47,7 @@ class DistributedEngine:
     """Trains this process's worker. `train` and `evaluate` leave the pipeline drained; all processes call them alike.
 
     Args:
-        setup: what to run; `setup.device` is this process's.
+        setup: what to run; `setup.device` is this process's. Its model loses its weights to the stage.
         world: the processes; as many as the plan has workers.
         control: watches this worker and agrees with the others on early ends; None for neither.
         on_loss: told of every unit's summed loss on the workers of the last stage; `DivergedError` stops all workers.
@@ -88,6 +88,10 @@ class DistributedEngine:
         self._norms: dict[int, torch.Tensor] = {}
         self._transport = Transport(setup, world, self.worker.index, self.clock)
         self._make_groups()
+        if world.rank > 0 or setup.dataset.generates_with is None:
+            # The stage holds copies of what it needs: the rest of the model would only take memory.
+            for whole in (setup.graph.model, setup.graph.root):
+                whole.to("meta")
         self._handlers: dict[Op, Callable[[int, Instruction], float]] = {
             Op.LOAD_INPUT: self._load,
             Op.RECEIVE_ACTIVATION: self._receive_activation,
