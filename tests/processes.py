@@ -4,6 +4,7 @@ import importlib
 import os
 import socket
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,7 @@ class Processes:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
+        self._lost: set[int] = set()
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, size, port, device, theirs), daemon=True)
@@ -45,23 +47,37 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End them."""
+        """End them; they end cleanly unless one was lost."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
             process.join(10)
             process.kill()
+            process.join()
+        if error is None and not self._lost:
+            assert [process.exitcode for process in self._processes] == [0] * len(self._processes)
 
-    def run(self, function: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: str, *args: Any, lost: Sequence[int] = (), **kwargs: Any) -> list[Any]:
         """Call `module:function(world, ...)` in every process; return what each returned, by rank.
+
+        Args:
+            function: by name.
+            args: plain values.
+            lost: ranks that die of it, for which None is returned; nothing runs here afterwards.
+            kwargs: plain values.
 
         Raises:
             AssertionError: one of them raised, with its traceback; or gave no answer.
         """
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
-        answers = []
+        self._lost |= set(lost)
+        answers: list[tuple[bool, Any]] = []
         for rank, pipe in enumerate(self._pipes):
+            if rank in lost:
+                self._processes[rank].join(ANSWER_LIMIT_S)
+                answers.append((True, None))
+                continue
             assert pipe.poll(ANSWER_LIMIT_S), f"rank {rank} does not answer to {function}"
             answers.append(pipe.recv())
         failed = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]

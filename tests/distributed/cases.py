@@ -3,19 +3,26 @@
 Everything is called by name in a process of its own, so arguments are plain values.
 """
 
-from collections.abc import Mapping
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.graph import trace
+from pipebench.modes import ONE, STASH, VERTICAL_SYNC
 from pipebench.network import Network
 from pipebench.world import World
-from tests.models import ConvNet, SkipNet
-from tests.support import Blobs, Mlp, make_setup
+from tests.models import ConvNet, RandomNet, SkipNet
+from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
 @dataclass(frozen=True)
@@ -23,11 +30,12 @@ class Case:
     """A recipe in small.
 
     Attributes:
-        model: a name of `MODELS`.
+        model: `conv`, `skip`, `mlp` or `random-` and a seed.
         starts: first layers of all stages but the first.
         replicas: per stage.
         columns: of `make_setup`.
         segments: minibatches between drains.
+        devices: of every worker; empty for its own number.
     """
 
     model: str
@@ -35,6 +43,37 @@ class Case:
     replicas: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     segments: tuple[int, ...] = (7, 5)
+    devices: tuple[int, ...] = ()
+
+
+def random_case(seed: int, num_workers: int) -> Case:
+    """Return any case that so many processes can run."""
+    draw = random.Random(f"{seed} of {num_workers}")
+    model = draw.choice(["conv", "skip", "mlp", f"random-{seed}"])
+    num_layers = len(trace(model_of(model)).layers)
+    replicas: list[int] = []
+    while sum(replicas) < num_workers:
+        replicas.append(draw.randint(1, min(2, num_workers - sum(replicas))))
+    starts = sorted(draw.sample(range(1, num_layers), len(replicas) - 1))
+    columns: dict[str, Any] = {"weights": draw.choice([ONE, ONE, STASH, STASH, VERTICAL_SYNC])}
+    if columns["weights"] == ONE:
+        columns |= {"microbatches": draw.randint(1, 4), "accumulate": draw.randint(1, 2)}
+        columns["order"] = draw.choice(["1f1b", "all-forwards"])
+        columns["recompute"] = draw.random() < 0.3
+    columns["depth"] = draw.choice([None, 1, 2, 3, 5])
+    columns["clip_norm"] = draw.choice([None, None, 0.3])
+    segments = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
+    devices = tuple(draw.sample(range(num_workers), num_workers))
+    return Case(model, tuple(starts), tuple(replicas), columns, segments, devices)
+
+
+def model_of(name: str) -> nn.Module:
+    """Return the model of a case."""
+    if name.startswith("random-"):
+        draw = random.Random(name)
+        return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
+    kinds: dict[str, type[nn.Module]] = {"conv": ConvNet, "skip": SkipNet, "mlp": Mlp}
+    return kinds[name]()
 
 
 def images() -> Blobs:
@@ -51,51 +90,110 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 def small_setup(case: Case) -> Setup:
     """Return the setup of a case."""
-    data = images() if case.model == "conv" else Blobs(num_train=46)
-    model = {"conv": ConvNet, "skip": SkipNet, "mlp": Mlp}[case.model]()
+    num_workers = sum(case.replicas)
     return make_setup(
-        model, (list(case.starts), list(case.replicas)), dataset=data, make_optimizer=momentum, **case.columns
+        model_of(case.model),
+        (list(case.starts), list(case.replicas)),
+        dataset=images() if case.model == "conv" else Blobs(num_train=46),
+        make_optimizer=momentum,
+        cluster=flat_cluster(num_workers).placed(case.devices or tuple(range(num_workers))),
+        **case.columns,
     )
 
 
 @dataclass
 class Outcome:
-    """What a run came to, in one process or in all."""
+    """What a run came to: in one process, in its worker, or in all."""
 
+    worker: int
     tensors: list[dict[str, torch.Tensor]]  # per worker
     losses: list[tuple[float, float]]
     scores: list[dict[str, float]]
     num_bytes: dict[tuple[str, str], int]
     versions: list[int]
+    done: list[int]  # minibatches of every segment
 
 
 def distributed(world: World, case: Case) -> Outcome:
     """Run a case on the processes; return this one's share."""
-    setup = replace(small_setup(case), device=world.device)
+    return in_processes(world, small_setup(case), case.segments)
+
+
+def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
+    """Run cases one after another."""
+    return [distributed(world, case) for case in cases]
+
+
+def in_processes(
+    world: World, setup: Setup, segments: Sequence[int], *, control: Control | None = None, on_unit: Any = None
+) -> Outcome:
+    """Run a setup on the processes; return this one's share."""
     losses: list[tuple[float, float]] = []
-    engine = DistributedEngine(setup, world, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
+    engine = DistributedEngine(
+        replace(setup, device=world.device),
+        world,
+        control=control,
+        on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)),
+        on_unit=on_unit or (lambda samples, loss, s: None),
+    )
     engine.start_clock()
-    scores, done = [], 0
-    for count in case.segments:
-        assert engine.train(done, count) == count
-        done += count
+    scores, done = [], list[int]()
+    for count in segments:
+        done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in engine.worker.replica.tensors().items()}
-    return Outcome([tensors], losses, scores, dict(engine.num_bytes), [engine.worker.replica.weights.most_alive])
+    replica = engine.worker.replica
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in replica.tensors().items()}
+    bytes_sent, versions = dict(engine.num_bytes), [replica.weights.most_alive]
+    return Outcome(engine.worker.index, [tensors], losses, scores, bytes_sent, versions, done)
 
 
 def virtually(case: Case) -> Outcome:
     """Run a case on the virtual engine."""
-    setup = small_setup(case)
+    return on_virtual_engine(small_setup(case), case.segments)
+
+
+def on_virtual_engine(setup: Setup, segments: Sequence[int]) -> Outcome:
+    """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
     engine = VirtualEngine(
         setup, Network(setup.cluster), on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight))
     )
     scores, done = [], 0
-    for count in case.segments:
+    for count in segments:
         engine.train(done, count)
         done += count
         scores.append(engine.evaluate())
     tensors = [{name: tensor.detach() for name, tensor in replica.tensors().items()} for replica in engine.replicas]
     versions = [replica.weights.most_alive for replica in engine.replicas]
-    return Outcome(tensors, losses, scores, dict(engine.num_bytes), versions)
+    return Outcome(0, tensors, losses, scores, dict(engine.num_bytes), versions, list(segments))
+
+
+def compare(found: Sequence[Outcome], expected: Outcome, tolerance: float) -> None:
+    """Compare the processes with the virtual engine; a tolerance of 0 asks for the same bits."""
+    by_worker = sorted(found, key=lambda outcome: outcome.worker)
+    tensors = [tensors for outcome in by_worker for tensors in outcome.tensors]
+    for worker, (mine, theirs) in enumerate(zip(tensors, expected.tensors, strict=True)):
+        assert set(mine) == set(theirs)
+        for name, tensor in mine.items():
+            same = torch.equal(tensor, theirs[name]) if tolerance == 0.0 else _close(tensor, theirs[name], tolerance)
+            assert same, f"worker {worker}: {name} differs by {(tensor.double() - theirs[name].double()).abs().max()}"
+    assert Counter(expected.num_bytes) == sum((Counter(outcome.num_bytes) for outcome in found), Counter())
+    assert expected.versions == [version for outcome in by_worker for version in outcome.versions]
+    assert all(outcome.done == expected.done for outcome in found)
+    losses = sorted(loss for outcome in found for loss, _ in outcome.losses)
+    assert _near(losses, sorted(loss for loss, _ in expected.losses), tolerance)
+    for outcome in found:  # every process knows the scores
+        for known, scores in zip(outcome.scores, expected.scores, strict=True):
+            assert list(known) == list(scores)
+            assert _near(list(known.values()), list(scores.values()), tolerance)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def _near(found: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    """Compare sums: the last bits depend on the order in which workers' sums are added."""
+    limit = max(tolerance, 1e-12)
+    pairs = zip(found, expected, strict=True)
+    return all(math.isclose(a, b, rel_tol=limit, abs_tol=tolerance) for a, b in pairs)

@@ -1,11 +1,9 @@
 """Processes end with the weights of the virtual engine, by the same losses and bytes (DESIGN section 2)."""
 
-from collections import Counter
-
 import pytest
 import torch
 
-from tests.distributed.cases import Case, Outcome, virtually
+from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
 from tests.processes import Processes
 
 TWO = {
@@ -35,34 +33,44 @@ THREE = {
 THREE_REPLICAS = {"dp": Case("conv", (), (3,), {"weights": "one", "depth": 1})}
 
 
-def check(case: Case, found: list[Outcome], tolerance: float) -> None:
-    """Compare the processes with the virtual engine; a tolerance of 0 asks for the same bits."""
-    expected = virtually(case)
-    tensors = [tensors for outcome in found for tensors in outcome.tensors]
-    for mine, theirs in zip(tensors, expected.tensors, strict=True):
-        assert set(mine) == set(theirs)
-        for name, tensor in mine.items():
-            torch.testing.assert_close(tensor, theirs[name], rtol=tolerance, atol=tolerance, msg=name)
-    assert Counter(expected.num_bytes) == sum((Counter(outcome.num_bytes) for outcome in found), Counter())
-    assert expected.versions == [version for outcome in found for version in outcome.versions]
-    losses = sorted(loss for outcome in found for loss, _ in outcome.losses)
-    assert losses == pytest.approx(sorted(loss for loss, _ in expected.losses), rel=max(tolerance, 1e-12))
-    for outcome in found:  # every process knows the scores
-        for known, scores in zip(outcome.scores, expected.scores, strict=True):
-            assert known == pytest.approx(scores, rel=max(tolerance, 1e-12))
+def check(case: Case, found: list[Outcome], tolerance: float = 0.0) -> None:
+    """Compare with the virtual engine."""
+    compare(found, virtually(case), tolerance)
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_end_with_the_virtual_engine_s_weights(two: Processes, name: str) -> None:
-    check(TWO[name], two.run("tests.distributed.cases:distributed", TWO[name]), 0.0)
+    check(TWO[name], two.run("tests.distributed.cases:distributed", TWO[name]))
 
 
 @pytest.mark.parametrize("name", THREE)
 def test_three_processes_end_with_the_virtual_engine_s_weights(three: Processes, name: str) -> None:
-    check(THREE[name], three.run("tests.distributed.cases:distributed", THREE[name]), 0.0)
+    check(THREE[name], three.run("tests.distributed.cases:distributed", THREE[name]))
 
 
 @pytest.mark.parametrize("name", THREE_REPLICAS)
 def test_three_replicas_agree_to_float_tolerance(three: Processes, name: str) -> None:
     """A ring adds three summands in another order."""
     check(THREE_REPLICAS[name], three.run("tests.distributed.cases:distributed", THREE_REPLICAS[name]), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["2-1", "three stages"])
+def test_a_run_repeated_has_the_same_bits(three: Processes, name: str) -> None:
+    first, second = (three.run("tests.distributed.cases:distributed", THREE[name]) for _ in range(2))
+    for mine, theirs in zip(first, second, strict=True):
+        (ours,), (others,) = mine.tensors, theirs.tensors
+        assert all(torch.equal(tensor, others[key]) for key, tensor in ours.items())
+        assert mine.losses == theirs.losses
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_random_plans_neither_hang_nor_differ(request: pytest.FixtureRequest, num_workers: int) -> None:
+    """Models, cuts, replicas, modes, depths, microbatches, drains and placements, drawn."""
+    processes: Processes = request.getfixturevalue({2: "two", 3: "three", 4: "four"}[num_workers])
+    cases = [random_case(seed, num_workers) for seed in range(10)]
+    found = processes.run("tests.distributed.cases:all_distributed", cases)
+    for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
+        try:
+            check(case, list(outcomes))
+        except AssertionError as error:
+            raise AssertionError(str(case)) from error
