@@ -229,6 +229,8 @@ def _go_on(run: _Run, engine: Engine) -> None:
         )
         for point in kept["points"]:
             _note_point(run, Point(**point), kept["training_s"])
+            # Again: the record may have died with the process that queued it. It takes no point twice.
+            run.on_point(Point(**point))
     engine.start_clock(clock_s)
 
 
