@@ -87,7 +87,6 @@ class Replica:
         self.states: dict[tuple[str, int, int], list[Any]] = {}
         self._draw: tuple[int, ...] = ()
         self._wanted: list[bool] | None = None  # which tensors that leave have a gradient
-        self._own_sums: set[int] = set()
         self.gradients: list[torch.Tensor | None] = [None] * len(self.weights.names)
         for path in stage.random:
             self._seed_before(self.module.get_submodule(path), mix(seed, name_hash(path)))
@@ -167,25 +166,18 @@ class Replica:
             self._carry(item.carried)
             self._without_statistics(item)
         leaves = [t for value in item.received.values() for t in _differentiable(value)]
-        parameters = item.version.parameters
-        with self._hooked(parameters, on_gradient):
-            found = self._gradients(item, [*leaves, *parameters], gradients)
-        if on_gradient is None:
-            self._add(found[len(leaves) :])
+        self._differentiate(item, leaves, gradients, on_gradient)
         item.results.clear()
         self.weights.release(item.version)
-        back: dict[int, list[torch.Tensor]] = {}
-        remaining = iter(zip(leaves, found, strict=False))
-        for layer, value in item.received.items():
-            pairs = [next(remaining) for _ in _differentiable(value)]
-            back[layer] = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
-        return back
+        return {
+            layer: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in _differentiable(value)]
+            for layer, value in item.received.items()
+        }
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float) -> None:
         """Apply one update and forget the accumulated gradients."""
         self.weights.update(gradients, lr)
         self.gradients = [None] * len(self.gradients)
-        self._own_sums.clear()
 
     def evaluate(self, inputs: Sequence[torch.Tensor], received: Values, place: Place) -> tuple[Values, Any]:
         """Run forward only, in evaluation mode with the newest weights; return the values that leave and the output."""
@@ -306,46 +298,32 @@ class Replica:
             item.results.append(loss_value)
         return outputs, loss_value
 
-    def _gradients(
-        self, item: _InFlight, wanted: list[torch.Tensor], given: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor | None]:
+    def _differentiate(
+        self,
+        item: _InFlight,
+        leaves: list[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        on_gradient: OnGradient | None,
+    ) -> None:
+        """Leave gradients in the leaves' `grad`, and add those of the parameters to `gradients` or tell of them.
+
+        Autograd's own accumulation adds in place and takes over a gradient that nobody else holds; parameters have a
+        `grad` only meanwhile.
+        """
         heads = [*given, None] if item.loss is not None else list(given)
         pairs = [(r, head) for r, head in zip(item.results, heads, strict=True) if r.requires_grad]
-        if not wanted or not pairs:
-            return [None] * len(wanted)
-        results, heads = [list(column) for column in zip(*pairs, strict=True)]
-        return torch.autograd.grad(results, wanted, heads, allow_unused=True)
-
-    @contextmanager
-    def _hooked(self, parameters: Sequence[torch.Tensor], on_gradient: OnGradient | None) -> Iterator[None]:
-        """Let autograd tell of every parameter's gradient; each is told once, when nothing more is added to it."""
-        if on_gradient is None:
-            yield
+        parameters = item.version.parameters
+        if not pairs or not (leaves or parameters):
             return
-
-        def tell(index: int, gradient: torch.Tensor) -> None:
-            total, self.gradients[index] = self.gradients[index], None
-            on_gradient(index, gradient if total is None else total + gradient)
-
-        handles = [parameter.register_hook(partial(tell, index)) for index, parameter in enumerate(parameters)]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _add(self, found: Sequence[torch.Tensor | None]) -> None:
-        for index, gradient in enumerate(found):
-            if gradient is None:
-                continue
-            total = self.gradients[index]
-            if total is None:
-                self.gradients[index] = gradient
-            elif index in self._own_sums:
-                total.add_(gradient)
-            else:  # autograd may hand out one tensor for two parameters: never write into what it gave
-                self.gradients[index] = total + gradient
-                self._own_sums.add(index)
+        results, heads = [list(column) for column in zip(*pairs, strict=True)]
+        for parameter, total in zip(parameters, self.gradients, strict=True):
+            parameter.grad = total
+        self.gradients = [None] * len(parameters)
+        with _told(parameters, on_gradient):
+            torch.autograd.backward(results, heads, inputs=[*leaves, *parameters])
+        self.gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
 
     def _without_statistics(self, item: _InFlight) -> None:
         """Recompute a forward without touching BatchNorm's running statistics a second time (P42)."""
@@ -364,6 +342,29 @@ class Replica:
                 seed_default_generator(self._device, mix(key, *self._draw))
 
         module.register_forward_pre_hook(seed)
+
+
+@contextmanager
+def _told(parameters: Sequence[torch.Tensor], on_gradient: OnGradient | None) -> Iterator[None]:
+    """Let every parameter's gradient be taken as soon as nothing more is added to it, and freed then."""
+    if on_gradient is None:
+        yield
+        return
+
+    def tell(index: int, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        on_gradient(index, parameter.grad)
+        parameter.grad = None
+
+    handles = [
+        p.register_post_accumulate_grad_hook(partial(tell, index))  # type: ignore[no-untyped-call]
+        for index, p in enumerate(parameters)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _detached(leaf: Any, wanted: bool) -> Any:
