@@ -75,6 +75,17 @@ def zoo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def faults(session: nox.Session) -> None:
+    """Kill runs in processes at random moments, compare what is left of them, and write the report; Linux."""
+    python = python_with_pipebench(session)
+    command = [python, "-m", "reports.fault_campaign", *session.posargs]
+    page = str(session.run(*command, external=True, silent=True, stderr=None, success_codes=[0, 1]))
+    Path("reports", "fault_campaign.md").write_text(page.rstrip() + "\n")
+    if "all recovered" not in page:
+        session.error("something was lost: see reports/fault_campaign.md")
+
+
+@nox.session(venv_backend="none")
 def data(session: nox.Session) -> None:
     """Fetch what `gettext_pairs` reads into `$PIPEBENCH_DATA/gettext_pairs`, or `nox -s data -- FOLDER`."""
     if not session.posargs and "PIPEBENCH_DATA" not in os.environ:

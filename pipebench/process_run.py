@@ -5,6 +5,7 @@ command and find themselves to be workers. Under torchrun every process is a wor
 is to be done once. What all must agree on (plan, profile) is written into the run's folder.
 """
 
+import logging
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
 from pipebench.errors import PipebenchError, UserError
-from pipebench.launch import run_workers
+from pipebench.launch import INTERRUPTED, run_workers
 from pipebench.launch_join import RUN
 from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
 from pipebench.prepare import Decided, Prepared, Profiled, travelling_sizes
@@ -32,10 +33,12 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml
 from pipebench.result import RunResult
 from pipebench.run_folder import RunFolder
-from pipebench.tracking import Tracking
+from pipebench.tracking import Tracking, default_uri
+from pipebench.tracking.store import Store
 from pipebench.training import Keeping, OnLoss, OnUnit, train_to_target
 from pipebench.world import World, check_world_size, join, shared_folder_check
 
+_LOG = logging.getLogger("pipebench.run")
 _DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 # What a checkpoint's weights and position in the data depend on: the same in a run that goes on.
@@ -89,7 +92,7 @@ def run_in_processes(
     folder = asked.resumed or _create(loaded, recipe.train.seed, name, asked, parent_run_id)
     decided = folder.path / _DECIDED
     if not decided.exists():
-        decided.write_text(Decided.of(prepared).to_json(), encoding="utf-8")
+        replace_file(decided, Decided.of(prepared).to_json().encode())
     folder.result_path.unlink(missing_ok=True)
     resume = ["--resume", str(folder.path)] if asked.resumed else []
     command = [sys.executable, "-m", "pipebench", "run", *resume, *asked.words]
@@ -99,6 +102,7 @@ def run_in_processes(
         hint = f"pipebench run --resume {folder.run_id}"
         if folder.checkpoints.steps():
             print(f"pipebench: its checkpoints are kept: {hint}", file=sys.stderr)
+        _close_record(folder, code)
         raise WorkersFailedError(code or 3)
     return RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
 
@@ -203,6 +207,20 @@ def _keep_id(folder: RunFolder, run_id: str) -> None:
     folder.update(mlflow_run_id=run_id)
 
 
+def _close_record(folder: RunFolder, code: int) -> None:
+    """Set the MLflow status of a run whose rank 0 may have died before it could; where MLflow fails, it stays open."""
+    try:
+        facts = folder.read()
+        if facts.mlflow_run_id is None:
+            return
+        store = Store(default_uri(), facts.suite)
+        store.connect()
+        status = "KILLED" if code == INTERRUPTED else "FAILED"
+        store.end_run(facts.mlflow_run_id, status, time.time_ns() // 1_000_000)
+    except Exception as error:  # whatever MLflow, the disk or the network can think of: the launcher's report stands
+        _LOG.debug("MLflow's record of %s could not be closed: %s", folder.run_id, error)
+
+
 def _create(loaded: LoadedRecipe, seed: int, name: str, asked: Asked, parent_run_id: str | None = None) -> RunFolder:
     return run_folder.create(
         name,
@@ -240,7 +258,7 @@ def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFol
 
     path = folder.path / _DECIDED
     if world.rank == 0 and not path.exists():
-        path.write_text(Decided.of(prepared_recipe(loaded, recipe, trains=False)).to_json(), encoding="utf-8")
+        replace_file(path, Decided.of(prepared_recipe(loaded, recipe, trains=False)).to_json().encode())
     world.barrier()
     decided = Decided.from_json(path.read_text(encoding="utf-8"))
     check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))

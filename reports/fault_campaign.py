@@ -1,0 +1,429 @@
+"""Kill runs in processes at random moments and see that nothing is lost: `nox -s faults` prints `fault_campaign.md`.
+
+For every case there is an undisturbed run, and runs whose workers, or whose parent, are killed with SIGKILL at random
+moments from the first worker's start to the command's end. A disturbed run has to end with the weights of the
+undisturbed one, bit for bit, and with the same points in one MLflow run. Finding processes by what is in their
+environment needs Linux.
+"""
+
+import argparse
+import platform
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipebench import __version__
+from pipebench.exporting import export
+from reports.planned_models import table
+from reports.watched_run import WatchedRun, recorded, tear
+
+_LIMIT_S = 240.0
+_SMALL = (
+    "model.width=0.0625", "train.target=null", "train.evaluate_every={minibatches: 50}",
+    "train.checkpoint_every={minibatches: 20}", "train.max_epochs=2",
+)  # fmt: skip
+_TEXT = (
+    "train.target=null", "dataset.train_tokens=30000", "dataset.eval_tokens=3000", "train.max_epochs=1",
+    "train.evaluate_every={minibatches: 40}", "train.checkpoint_every={minibatches: 20}",
+)  # fmt: skip
+_ADAM = ("train.optimizer.name=adam", "train.optimizer.lr=0.001", "train.optimizer.momentum=0")
+_COMMON = ("engine.kind=distributed", "engine.threads=1", "engine.max_restarts=9")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and in how many processes.
+
+    Attributes:
+        name: for the table.
+        plan: replicas per stage.
+        recipe: its name.
+        overrides: beside the plan and what all have.
+    """
+
+    name: str
+    plan: str
+    recipe: str
+    overrides: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """Return what follows `pipebench run`."""
+        return [self.recipe, *_COMMON, *self.overrides, f"parallelism.plan={self.plan}"]
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many processes there are."""
+        return sum(map(int, self.plan.split("-")))
+
+
+CASES = (
+    Case("pipedream", "1-1", "quickstart", _SMALL),
+    Case("pipedream", "2-1", "quickstart", _SMALL),
+    Case("pipedream, Adam", "1-1", "quickstart", (*_SMALL, *_ADAM)),
+    Case("pipedream-flush", "1-1", "modes/pipedream-flush", _SMALL),
+    Case("gpipe", "1-1", "quickstart/gpipe", _SMALL),
+    Case("dp", "2", "quickstart/dp", _SMALL),
+    Case("model", "1-1", "quickstart/model", _SMALL),
+    Case("pipedream, text in streams", "2-1", "small/awd_lm/pipedream", _TEXT),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing to do to a run.
+
+    Attributes:
+        victims: ranks; empty for the parent, which takes its workers with it and is followed by `--resume`.
+        trigger: `after` the start of the attempt's processes, while a `checkpoint` is written, when a `whole` one is
+            there, or at the `end`, when the last one is there and the record is being closed.
+        delay_s: seconds after that.
+        tears: damage the newest checkpoint before the processes start again.
+    """
+
+    victims: tuple[int, ...]
+    trigger: str = "after"
+    delay_s: float = 0.0
+    tears: bool = False
+
+
+@dataclass
+class Done:
+    """What came of a fault.
+
+    Attributes:
+        fault: what it was.
+        at_s: seconds after the processes of its attempt had started.
+        doing: what was going on.
+        newest: minibatches done in the newest checkpoint then, -1 for none.
+        from_step: where the run went on, in words.
+    """
+
+    fault: Fault
+    at_s: float
+    doing: str
+    newest: int
+    from_step: str = "?"
+
+
+@dataclass
+class Undisturbed:
+    """A run that nobody disturbed.
+
+    Attributes:
+        weights: what `pipebench export` gives.
+        curves: metric to (step, value), of metrics with several points.
+        starts_s: seconds from the first worker's start to the beginning of training.
+        lasts_s: seconds from the first worker's start to the end.
+        last_step: of the last checkpoint.
+    """
+
+    weights: dict[str, torch.Tensor]
+    curves: dict[str, list[tuple[int, float]]]
+    starts_s: float
+    lasts_s: float
+    last_step: int
+
+
+@dataclass
+class Outcome:
+    """What came of a disturbed run.
+
+    Attributes:
+        done: its faults.
+        exit_code: of the last command.
+        weights_equal: to the undisturbed run's, bit for bit.
+        points_equal: the curves are, in MLflow.
+        problems: whatever else isn't as it should be, in words.
+    """
+
+    case: Case
+    done: list[Done]
+    exit_code: int = -1
+    weights_equal: bool = False
+    points_equal: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def fine(self) -> bool:
+        """Return whether nothing was lost."""
+        return not self.exit_code and self.weights_equal and self.points_equal and not self.problems
+
+
+def undisturbed(case: Case, folder: Path) -> Undisturbed:
+    """Run a case in peace.
+
+    Raises:
+        RuntimeError: it doesn't end well.
+    """
+    with WatchedRun(folder, case.words) as run:
+        run.wait_until(lambda: run.workers(0), _LIMIT_S, "workers")
+        began_s = time.time()
+        if run.wait(_LIMIT_S):
+            raise RuntimeError(f"{case.name} {case.plan} fails undisturbed:\n{run.output}")
+        assert run.run_folder is not None
+        started_s = _started_at_s(run.run_folder)
+        return Undisturbed(
+            _weights(run), _curves(recorded(folder)["metrics"]), started_s - began_s, time.time() - began_s,
+            max(run.steps()),
+        )  # fmt: skip
+
+
+def disturbed(case: Case, faults: Sequence[Fault], peace: Undisturbed, folder: Path) -> Outcome:
+    """Run a case, do the faults to it one after the other, and compare it with the undisturbed run."""
+    done: list[Done] = []
+    sections: list[str] = []
+    words, remaining = case.words, list(faults)
+    while True:
+        with WatchedRun(folder, words) as run:
+            now = _do_all(run, remaining, peace)
+            done += now
+            if not now or now[-1].fault.victims:
+                code = run.wait(_LIMIT_S)
+                _note_restarts(done, [*sections, *_attempts(run)])
+                return _compared(case, done, code, run, peace)
+            sections += _attempts(run)
+            remaining = remaining[len(now) :]
+            run.wait_until(lambda run=run: not run.left_over(), 30, "the end of orphans")  # type: ignore[misc]
+            assert run.run_folder is not None
+            words = ["--resume", run.run_folder.name]
+
+
+def _do_all(run: WatchedRun, faults: Sequence[Fault], peace: Undisturbed) -> list[Done]:
+    """Do faults to a command, one per attempt, until it ends or the parent is killed."""
+    done: list[Done] = []
+    for attempt, fault in enumerate(faults):
+        what = _do(run, attempt, fault, peace)
+        if what is None:
+            break
+        done.append(what)
+        print(f"  {_who(fault)} at {what.at_s:.1f} s: {what.doing}", file=sys.stderr, flush=True)
+        if not fault.victims:
+            break
+    return done
+
+
+def _attempts(run: WatchedRun) -> list[str]:
+    """Return what a command said, attempt by attempt."""
+    return re.split(r"; restart \d+ of \d+", run.output)
+
+
+def _note_restarts(done: Sequence[Done], sections: Sequence[str]) -> None:
+    """Note where the run went on after every fault, which ends one section and begins the next."""
+    for index, what in enumerate(done):
+        if index + 1 >= len(sections):
+            what.from_step = "no restart: all was done"
+        elif found := re.search(r"goes on from (?:minibatch (\d+)|the beginning)", sections[index + 1]):
+            what.from_step = found[1] or "the beginning"
+        else:
+            what.from_step = "killed again before that"
+
+
+def _do(run: WatchedRun, attempt: int, fault: Fault, peace: Undisturbed) -> Done | None:
+    """Wait for a fault's moment and do it; None if the run ended before."""
+    wanted = max(fault.victims, default=0) + 1
+    if not run.wait_until(lambda: len(run.workers(attempt)) >= wanted, _LIMIT_S, f"workers of attempt {attempt}"):
+        return None
+    workers, began_s = run.workers(attempt), time.monotonic()
+    started_with = run.steps(whole=False)
+    reached = {
+        "after": lambda: True,
+        # Parts without a manifest, which weren't there when the attempt began.
+        "checkpoint": lambda: set(run.steps(whole=False)) - set(started_with),
+        "whole": lambda: run.steps(),
+        "end": lambda: peace.last_step in run.steps(),
+    }[fault.trigger]
+    if not run.wait_until(reached, _LIMIT_S, fault.trigger):
+        return None
+    until_s = time.monotonic() + fault.delay_s
+    if fault.delay_s and not run.wait_until(lambda: time.monotonic() > until_s, _LIMIT_S, "a moment"):
+        return None
+    what = Done(fault, time.monotonic() - began_s, "", max(run.steps(), default=-1))
+    victims = [workers[rank] for rank in fault.victims] or [run.process.pid]
+    half = run.steps(whole=False)
+    if not set(victims) & {*run.left_over(), run.process.pid}:
+        return None
+    run.signal(signal.SIGKILL, victims)
+    what.doing = _doing(run, half)
+    if fault.tears:
+        run.wait_until(lambda: not set(workers.values()) & set(run.left_over()), 30, "the end of the killed")
+        if run.steps() and run.run_folder is not None:
+            step = max(run.steps())
+            tear(run.run_folder / "checkpoints" / f"step-{step:08d}")
+            what.doing += f"; checkpoint {step} torn"
+    return what
+
+
+def _doing(run: WatchedRun, half: Sequence[int]) -> str:
+    """Return what was going on: the last line said, and the checkpoint that was being written."""
+    lines = [line for line in run.all_output().splitlines() if line.strip()]
+    said = lines[-1] if lines else "nothing said yet"
+    said = re.sub(r"^pipebench: |\S+-[0-9a-f]{8} |  wall time.*|  train_loss.*", "", said).strip()
+    return f"{said}; writing checkpoint {half[-1]}" if half else said
+
+
+def _compared(case: Case, done: list[Done], code: int, run: WatchedRun, peace: Undisturbed) -> Outcome:
+    """Compare what a disturbed run left with the undisturbed one."""
+    outcome = Outcome(case, done, code)
+    if code:
+        outcome.problems.append(f"exit code {code}: {run.output.strip()[-300:]}")
+        return outcome
+    weights = _weights(run)
+    outcome.weights_equal = weights.keys() == peace.weights.keys() and all(
+        torch.equal(weights[name], peace.weights[name]) for name in weights
+    )
+    record = recorded(run.folder)
+    outcome.points_equal = _curves(record["metrics"]) == peace.curves
+    outcome.problems += _record_problems(record)
+    if (
+        any(what.fault.tears and "torn" in what.doing for what in done)
+        and "skipped the checkpoint" not in run.all_output()
+    ):
+        outcome.problems.append("the torn checkpoint isn't named")
+    return outcome
+
+
+def _record_problems(record: dict[str, Any]) -> Iterator[str]:
+    """Say what is wrong with MLflow's record of a run, besides the curves' values."""
+    if len(record["runs"]) != 1:
+        yield f"{len(record['runs'])} MLflow runs"
+    if record["runs"][0]["status"] != "FINISHED":
+        yield f"MLflow status {record['runs'][0]['status']}"
+    for name, rows in record["metrics"].items():
+        steps = [step for step, _ in rows]
+        if len(set(steps)) != len(steps):
+            yield f"{name} has several values at one step"
+
+
+def _weights(run: WatchedRun) -> dict[str, torch.Tensor]:
+    path = run.folder / "weights.pt"
+    export(str(run.run_folder), str(path), None)
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return found
+
+
+def _curves(metrics: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    return {name: rows for name, rows in metrics.items() if name in ("train_loss", "eval_loss", "top1", "perplexity")}
+
+
+def _started_at_s(folder: Path) -> float:
+    from pipebench.run_folder import RunFolder
+
+    return RunFolder(folder).read().started_at_s or time.time()
+
+
+def _who(fault: Fault) -> str:
+    if not fault.victims:
+        return "parent"
+    return f"rank{'s' if len(fault.victims) > 1 else ''} {', '.join(map(str, fault.victims))}"
+
+
+def chosen_faults(case: Case, index: int, peace: Undisturbed, chance: random.Random) -> list[Fault]:
+    """Return the faults of a case's run: three random ones, or one of four special kinds and a random one.
+
+    Args:
+        case: the case.
+        index: of the run: the even ones are random, the odd ones special.
+        peace: how long things take.
+        chance: decides.
+    """
+    ranks = range(case.num_workers)
+    trains_s = peace.lasts_s - peace.starts_s
+
+    def anytime(share: float) -> Fault:
+        return Fault((chance.choice(ranks),), delay_s=chance.uniform(0.0, peace.starts_s + share * trains_s))
+
+    if index % 2 == 0:
+        return [anytime(0.9), anytime(0.7), anytime(0.5)]
+    soon_s = chance.uniform(0.0, trains_s / 2)
+    return {
+        0: [Fault(tuple(ranks)[:2], delay_s=chance.uniform(0.0, peace.lasts_s)), _at_checkpoint(chance, ranks)],
+        1: [Fault((), "whole", soon_s), anytime(0.5)],
+        2: [Fault(tuple(ranks), "whole", soon_s, tears=True), _at_checkpoint(chance, ranks)],
+        3: [anytime(0.5), Fault((chance.choice(ranks),), "end", chance.uniform(0.0, 1.5))],
+    }[index // 2 % 4]
+
+
+def _at_checkpoint(chance: random.Random, ranks: Sequence[int]) -> Fault:
+    return Fault((chance.choice(ranks),), "checkpoint")
+
+
+def page(outcomes: Sequence[Outcome], seed: int, took_s: float) -> str:
+    """Return the report."""
+    kills = sum(len(outcome.done) for outcome in outcomes)
+    lost = [outcome for outcome in outcomes if not outcome.fine]
+    verdict = "all recovered" if not lost else f"{len(lost)} runs not as they should be"
+    restarts = sum(
+        what.from_step.isdigit() or what.from_step == "the beginning" for out in outcomes for what in out.done
+    )
+    rows = [row for number, outcome in enumerate(outcomes, 1) for row in _rows(number, outcome)]
+    head = ("run", "mode", "plan", "killed", "after", "what was going on", "went on from", "weights", "points")
+    summary = (
+        f"{kills} kills in {len(outcomes)} runs of {len({each.case for each in outcomes})} cases, {verdict}; "
+        f"{restarts} times a run went on from a checkpoint or began anew. Seed {seed}, {took_s / 60:.0f} minutes, "
+        f"pipebench {__version__}, torch {torch.__version__}, {platform.system()} {platform.machine()}."
+    )
+    problems = [f"- run {n}: {p}" for n, outcome in enumerate(outcomes, 1) for p in outcome.problems]
+    return "\n".join([_HEAD, summary, "", table(head, rows), *(["", "## Problems", "", *problems] if problems else [])])
+
+
+def _rows(number: int, outcome: Outcome) -> Iterator[list[object]]:
+    for what in outcome.done:
+        doing = what.doing.replace("|", "/")
+        newest = f"; newest checkpoint {what.newest}" if what.newest >= 0 else "; no checkpoint yet"
+        verdicts = ["equal" if same else "DIFFERENT" for same in (outcome.weights_equal, outcome.points_equal)]
+        where = [number, outcome.case.name, outcome.case.plan, _who(what.fault), f"{what.at_s:.1f} s"]
+        yield [*where, doing + newest, what.from_step, *verdicts]
+
+
+_HEAD = """# The fault campaign: kills at random moments, and what was lost
+
+`nox -s faults` makes this page. Small recipes are trained in processes, with a checkpoint every 20 minibatches and an
+evaluation every 40 or 50, once undisturbed and then under SIGKILL: workers, one or two at once, at random moments after
+their start (in start-up and training, while a checkpoint is being written, while the record is being closed), or their
+parent, which is followed by `pipebench run --resume`; in some runs the newest checkpoint is cut short, too, before the
+processes start again. A run counts as recovered if it ends by itself with exit code 0, `pipebench export` gives the
+undisturbed run's weights bit for bit (`weights`), and MLflow has one run, FINISHED, with the undisturbed run's curves,
+each point once (`points`). Runs with several kills have several rows, their verdict in each.
+"""
+
+
+def main() -> None:
+    """Run the campaign and print the page; exit code 1 if something was lost."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=2, help="disturbed runs per case")
+    parser.add_argument("--only", default="", help="cases whose name or plan contains this")
+    asked = parser.parse_args()
+    began_s = time.monotonic()
+    outcomes: list[Outcome] = []
+    for number, case in enumerate(CASES):
+        if asked.only not in f"{case.name} {case.plan}":
+            continue
+        with tempfile.TemporaryDirectory(prefix="pipebench-faults-") as place:
+            folder = Path(place)
+            print(f"{case.name} {case.plan}: undisturbed", file=sys.stderr, flush=True)
+            peace = undisturbed(case, folder / "peace")
+            for index in range(asked.runs):
+                # Cases take turns with the special faults.
+                kind = index if index % 2 == 0 else index + 2 * number
+                faults = chosen_faults(case, kind, peace, random.Random(asked.seed * 1000 + number * 10 + index))
+                outcome = disturbed(case, faults, peace, folder / str(index))
+                outcomes.append(outcome)
+                said = "fine" if outcome.fine else f"NOT FINE: {outcome}"
+                print(f"{case.name} {case.plan}, run {index}: {said}", file=sys.stderr, flush=True)
+    print(page(outcomes, asked.seed, time.monotonic() - began_s))
+    sys.exit(0 if all(outcome.fine for outcome in outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""A `pipebench run` in a process of its own, watched and disturbed from outside: what it says, writes and records."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped] # it has no types of its own
+
+_POLL_S = 0.002
+_OUTPUT = "output.txt"
+
+
+class WatchedRun:
+    """A run in a folder of its own: `pipebench-runs/`, `mlflow.db` and `output.txt` are this run's alone.
+
+    Leaving it as a context manager ends what is left of it.
+
+    Attributes:
+        folder: its working directory.
+        process: the command, which is the parent of the workers.
+    """
+
+    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+        """Start it; its output is added to that of a command that ran in the folder before.
+
+        Args:
+            folder: the working directory; made where it isn't there.
+            words: what follows `pipebench run`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._seen: set[int] = set()
+        self._before = len(self.all_output())
+        with (folder / _OUTPUT).open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pipebench", "run", *words],
+                cwd=folder,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> "WatchedRun":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pid in (*self.workers().values(), self.process.pid):
+            end(pid)
+        self.process.wait()
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Return the run's folder, None before it is made."""
+        found = next(iter(self.folder.glob("pipebench-runs/*/run.json")), None)
+        return None if found is None else found.parent
+
+    @property
+    def output(self) -> str:
+        """Return what this command has said so far, both streams."""
+        return self.all_output()[self._before :]
+
+    def all_output(self) -> str:
+        """Return what all commands in this folder have said so far."""
+        path = self.folder / _OUTPUT
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def workers(self, attempt: int | None = None) -> dict[int, int]:
+        """Return the living workers' process ids by rank.
+
+        Args:
+            attempt: only of this one: 0, then 1 after the first restart; None for all.
+        """
+        found = {}
+        for child in _children(self.process.pid):
+            try:
+                environ = child.environ()
+            except psutil.Error:
+                continue
+            if "RANK" in environ and attempt in (None, int(environ.get("PIPEBENCH_ATTEMPT", -1))):
+                found[int(environ["RANK"])] = child.pid
+                self._seen.add(child.pid)
+        return found
+
+    def left_over(self) -> list[int]:
+        """Return the process ids of workers that were seen and still live."""
+        return [pid for pid in self._seen if _lives(pid)]
+
+    def steps(self, *, whole: bool = True) -> list[int]:
+        """Return the steps of which there is a checkpoint, whole (committed) or not, ascending."""
+        folders = [] if self.run_folder is None else self.run_folder.glob("checkpoints/step-*")
+        return sorted(int(each.name[5:]) for each in folders if (each / "manifest.json").exists() == whole)
+
+    def wait_until(self, happened: Callable[[], object], limit_s: float, what: str) -> bool:
+        """Wait until something has happened; False if the command ended before.
+
+        Raises:
+            TimeoutError: neither came within `limit_s` seconds.
+        """
+        until_s = time.monotonic() + limit_s
+        while not happened():
+            if self.process.poll() is not None:
+                return bool(happened())
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{what}: not within {limit_s:g} s; output so far:\n{self.all_output()}")
+            time.sleep(_POLL_S)
+        return True
+
+    def wait(self, limit_s: float) -> int:
+        """Wait for the command's end and return its exit code.
+
+        Raises:
+            TimeoutError: it goes on for longer than `limit_s` seconds.
+        """
+        self.wait_until(lambda: False, limit_s, "the end of the command")
+        return self.process.wait()
+
+    def signal(self, number: signal.Signals, pids: Iterable[int]) -> None:
+        """Send a signal to processes that may have ended by now."""
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """Return what MLflow holds of the runs in a folder's store.
+
+    Returns:
+        `runs` (id, status and tags of each) and `metrics`: of the first run, name to (step, value) in the order of
+        steps.
+    """
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    runs = client.search_runs(experiments)
+    metrics = {
+        name: sorted((int(row.step), float(row.value)) for row in client.get_metric_history(runs[0].info.run_id, name))
+        for name in (runs[0].data.metrics if runs else ())
+    }
+    about = [{"id": run.info.run_id, "status": run.info.status, "tags": dict(run.data.tags)} for run in runs]
+    return {"runs": about, "metrics": metrics}
+
+
+def tear(checkpoint: Path) -> str:
+    """Damage a checkpoint: cut its first part in half. Returns the part's name."""
+    part = json.loads((checkpoint / "manifest.json").read_text())["parts"][0]["file"]
+    with (checkpoint / part).open("r+b") as file:
+        file.truncate((checkpoint / part).stat().st_size // 2)
+    return str(part)
+
+
+def end(pid: int) -> None:
+    """End a process at once, if it lives."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children())
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
