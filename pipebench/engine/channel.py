@@ -31,6 +31,9 @@ from pipebench.engine.message import (
 from pipebench.launch_join import peers
 
 AHEAD = 2  # receives posted before they are waited for; more would only hold memory (P18)
+# Gloo's connection of two ranks is locked while bytes come in: posting the receive after next would wait for them, a
+# millisecond per megabyte. With as many connections, in turn, the one that is posted to is idle.
+LANES = AHEAD
 _ROOM_FOR_TEXT = 2048  # in the first buffers, for layouts in words
 
 
@@ -40,7 +43,7 @@ class Link:
 
     Attributes:
         peer: the other one's rank.
-        group: a Gloo group of all ranks that carries messages and nothing else.
+        lanes: Gloo groups of all ranks that carry messages and nothing else, taken in turn.
         tag: of this direction and kind of message, on that group.
         direct: an NCCL group of the two, for the tensors; None if they travel inside the messages.
         device: where values are, and where they are wanted.
@@ -48,7 +51,7 @@ class Link:
     """
 
     peer: int
-    group: Any
+    lanes: Sequence[Any]
     tag: int
     direct: Any
     device: torch.device
@@ -110,6 +113,7 @@ class Sender:
         self._layouts: dict[Any, int] = {}
         self._leaving: deque[tuple[_Buffer, Departure, DirectDeparture]] = deque()
         self._free: list[_Buffer] = []
+        self._num_sent = 0
         self._watcher = Watcher(f"pipebench-departures-{link.peer}-{link.tag}")
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None) -> int:
@@ -141,10 +145,10 @@ class Sender:
                 place.copy_(tensor.detach())
         cuts = [(0, HEADER_BYTES, self._link.tag), (HEADER_BYTES, num_bytes, self._link.spill_tag)]
         pieces = cuts if spills else [(0, num_bytes, self._link.tag)]
+        lane = self._link.lanes[self._num_sent % len(self._link.lanes)]
+        self._num_sent += 1
         with peers():
-            works = [
-                dist.isend(buffer.data[a:b], self._link.peer, group=self._link.group, tag=tag) for a, b, tag in pieces
-            ]
+            works = [dist.isend(buffer.data[a:b], self._link.peer, group=lane, tag=tag) for a, b, tag in pieces]
             self._leaving.append((buffer, self._watcher.watch(works), self._send_directly(tensors)))
         return layout.payload_bytes
 
@@ -221,7 +225,8 @@ class Receiver:
         self._link = link
         self._capacity = _Capacity(first_bytes, 0)
         self._layouts: list[Layout] = []
-        self._posted: deque[tuple[Any, _Buffer]] = deque()
+        self._posted: deque[tuple[Any, _Buffer, Any]] = deque()
+        self._num_posted = 0
         self._free: list[_Buffer] = []
         self._unposted = 0
 
@@ -237,7 +242,7 @@ class Receiver:
         Raises:
             PeerLostError: the sender is gone.
         """
-        work, buffer = self._posted.popleft()
+        work, buffer, lane = self._posted.popleft()
         self._wait(work)
         header = read_header(buffer.data)
         if header.unit != unit:
@@ -245,7 +250,7 @@ class Receiver:
                 f"rank {self._link.peer} sent unit {header.unit} (tag {self._link.tag}) where unit {unit} was awaited"
             )
         if header.spilled:
-            buffer = self._spilled(header)
+            buffer = self._spilled(header, lane)
         arrived_s = self._link.clock()
         start = HEADER_BYTES + header.text_bytes
         if header.text_bytes:
@@ -265,12 +270,12 @@ class Receiver:
         with peers():
             work.wait()
 
-    def _spilled(self, header: Header) -> _Buffer:
+    def _spilled(self, header: Header, lane: Any) -> _Buffer:
         """Receive the rest of a message that is larger than any before it."""
         buffer = _Buffer(self._link.buffer(header.num_bytes))
         with peers():
             rest = buffer.data[HEADER_BYTES : header.num_bytes]
-            dist.recv(rest, self._link.peer, group=self._link.group, tag=self._link.spill_tag)
+            dist.recv(rest, self._link.peer, group=lane, tag=self._link.spill_tag)
         return buffer
 
     def _directly(self, layout: Layout) -> list[torch.Tensor]:
@@ -285,7 +290,9 @@ class Receiver:
         num_bytes = self._capacity.now
         self._free = [buffer for buffer in self._free if len(buffer.data) >= num_bytes]
         buffer = self._free.pop() if self._free else _Buffer(self._link.buffer(num_bytes))
+        lane = self._link.lanes[self._num_posted % len(self._link.lanes)]
+        self._num_posted += 1
         with peers():
-            work = dist.irecv(buffer.data[:num_bytes], self._link.peer, group=self._link.group, tag=self._link.tag)
-        self._posted.append((work, buffer))
+            work = dist.irecv(buffer.data[:num_bytes], self._link.peer, group=lane, tag=self._link.tag)
+        self._posted.append((work, buffer, lane))
         self._unposted -= 1

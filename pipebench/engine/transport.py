@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.engine.channel import Link, Message, Receiver, Sender
+from pipebench.engine.channel import LANES, Link, Message, Receiver, Sender
 from pipebench.engine.setup import Setup
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
@@ -54,14 +54,15 @@ class Transport:
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         rank_of = setup.cluster.device_of
-        messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.operation_limit_s))
+        limit = timedelta(seconds=world.operation_limit_s)
+        lanes = {kind: [dist.new_group(backend="gloo", timeout=limit) for _ in range(LANES)] for kind in _TAGS}
         for kind, sender, receiver in channels_of(setup.pipeline):
             ranks = (rank_of(sender), rank_of(receiver))
             direct = _pair(world, ranks) if world.direct else None
             if worker not in (sender, receiver):
                 continue
             peer = ranks[1] if worker == sender else ranks[0]
-            link = Link(peer, messages, _TAGS[kind], direct, setup.device, clock)
+            link = Link(peer, lanes[kind], _TAGS[kind], direct, setup.device, clock)
             first_bytes = _expected_bytes(setup, kind, sender, receiver)
             if worker == sender:
                 self._senders[kind, receiver] = Sender(link, first_bytes)

@@ -94,14 +94,14 @@ class Ends:
     def __init__(self, wire: Wire, first_bytes: int) -> None:
         self.wire = wire
         self.num_buffers = 0
-        link = Link(0, None, _TAG, None, torch.device("cpu"), lambda: 0.0)
+        link = Link(0, [None], _TAG, None, torch.device("cpu"), lambda: 0.0)
         buffer = link.buffer
 
         def counted(num_bytes: int) -> torch.Tensor:
             self.num_buffers += 1
             return buffer(num_bytes)
 
-        sending = Link(0, None, _TAG, None, torch.device("cpu"), lambda: 0.0)
+        sending = Link(0, [None], _TAG, None, torch.device("cpu"), lambda: 0.0)
         object.__setattr__(sending, "buffer", counted)
         self.sender, self.receiver = Sender(sending, first_bytes), Receiver(link, first_bytes)
 
@@ -299,7 +299,7 @@ def test_a_lost_receiver_is_told_to_the_sender(wire: Wire) -> None:
 
 def test_a_sender_s_thread_ends_with_it(wire: Wire) -> None:
     known = set(threading.enumerate())
-    sender = Sender(Link(0, None, _TAG, None, torch.device("cpu"), lambda: 0.0), 64)
+    sender = Sender(Link(0, [None], _TAG, None, torch.device("cpu"), lambda: 0.0), 64)
     (thread,) = set(threading.enumerate()) - known
     del sender
     thread.join(_PATIENCE_S)
