@@ -73,6 +73,7 @@ CASES = (
     Case("pipedream-flush", "1-1", "modes/pipedream-flush", _SMALL),
     Case("gpipe", "1-1", "quickstart/gpipe", _SMALL),
     Case("dp", "2", "quickstart/dp", _SMALL),
+    Case("dp", "3", "quickstart/dp", _SMALL),
     Case("model", "1-1", "quickstart/model", _SMALL),
     Case("pipedream, text in streams", "2-1", "small/awd_lm/pipedream", _TEXT),
 )
@@ -84,14 +85,15 @@ class Fault:
 
     Attributes:
         victims: ranks; empty for the parent, which takes its workers with it and is followed by `--resume`.
-        trigger: `after` the start of the attempt's processes, while a `checkpoint` is written, when a `whole` one is
-            there, or at the `end`, when the last one is there and the record is being closed.
+        trigger: `after` the start of the attempt's processes, while a `checkpoint` is written, or at a `step`.
+        step: for the last: when a checkpoint of it or a later one is there.
         delay_s: seconds after that.
         tears: damage the newest checkpoint before the processes start again.
     """
 
     victims: tuple[int, ...]
     trigger: str = "after"
+    step: int = 0
     delay_s: float = 0.0
     tears: bool = False
 
@@ -185,7 +187,7 @@ def disturbed(case: Case, faults: Sequence[Fault], peace: Undisturbed, folder: P
     words, remaining = case.words, list(faults)
     while True:
         with WatchedRun(folder, words) as run:
-            now = _do_all(run, remaining, peace)
+            now = _do_all(run, remaining)
             done += now
             if not now or now[-1].fault.victims:
                 code = run.wait(_LIMIT_S)
@@ -198,11 +200,11 @@ def disturbed(case: Case, faults: Sequence[Fault], peace: Undisturbed, folder: P
             words = ["--resume", run.run_folder.name]
 
 
-def _do_all(run: WatchedRun, faults: Sequence[Fault], peace: Undisturbed) -> list[Done]:
+def _do_all(run: WatchedRun, faults: Sequence[Fault]) -> list[Done]:
     """Do faults to a command, one per attempt, until it ends or the parent is killed."""
     done: list[Done] = []
     for attempt, fault in enumerate(faults):
-        what = _do(run, attempt, fault, peace)
+        what = _do(run, attempt, fault)
         if what is None:
             break
         done.append(what)
@@ -228,7 +230,7 @@ def _note_restarts(done: Sequence[Done], sections: Sequence[str]) -> None:
             what.from_step = "killed again before that"
 
 
-def _do(run: WatchedRun, attempt: int, fault: Fault, peace: Undisturbed) -> Done | None:
+def _do(run: WatchedRun, attempt: int, fault: Fault) -> Done | None:
     """Wait for a fault's moment and do it; None if the run ended before."""
     wanted = max(fault.victims, default=0) + 1
     if not run.wait_until(lambda: len(run.workers(attempt)) >= wanted, _LIMIT_S, f"workers of attempt {attempt}"):
@@ -239,8 +241,7 @@ def _do(run: WatchedRun, attempt: int, fault: Fault, peace: Undisturbed) -> Done
         "after": lambda: True,
         # Parts without a manifest, which weren't there when the attempt began.
         "checkpoint": lambda: set(run.steps(whole=False)) - set(started_with),
-        "whole": lambda: run.steps(),
-        "end": lambda: peace.last_step in run.steps(),
+        "step": lambda: max(run.steps(), default=-1) >= fault.step,
     }[fault.trigger]
     if not run.wait_until(reached, _LIMIT_S, fault.trigger):
         return None
@@ -327,34 +328,36 @@ def _who(fault: Fault) -> str:
     return f"rank{'s' if len(fault.victims) > 1 else ''} {', '.join(map(str, fault.victims))}"
 
 
-def chosen_faults(case: Case, index: int, peace: Undisturbed, chance: random.Random) -> list[Fault]:
-    """Return the faults of a case's run: three random ones, or one of four special kinds and a random one.
+def chosen_faults(number: int, case: Case, peace: Undisturbed, chance: random.Random) -> list[Fault]:
+    """Return the faults of a run: in start-up, while a checkpoint is written, in training, and a special one.
+
+    Moments in training follow checkpoints, not the clock, so that they come on a machine of any load.
 
     Args:
+        number: which special fault: two ranks at once, the parent, a torn checkpoint, the end.
         case: the case.
-        index: of the run: the even ones are random, the odd ones special.
         peace: how long things take.
-        chance: decides.
+        chance: decides the rest.
     """
-    ranks = range(case.num_workers)
-    trains_s = peace.lasts_s - peace.starts_s
+    ranks = tuple(range(case.num_workers))
 
-    def anytime(share: float) -> Fault:
-        return Fault((chance.choice(ranks),), delay_s=chance.uniform(0.0, peace.starts_s + share * trains_s))
+    def one() -> tuple[int, ...]:
+        return (chance.choice(ranks),)
 
-    if index % 2 == 0:
-        return [anytime(0.9), anytime(0.7), anytime(0.5)]
-    soon_s = chance.uniform(0.0, trains_s / 2)
-    return {
-        0: [Fault(tuple(ranks)[:2], delay_s=chance.uniform(0.0, peace.lasts_s)), _at_checkpoint(chance, ranks)],
-        1: [Fault((), "whole", soon_s), anytime(0.5)],
-        2: [Fault(tuple(ranks), "whole", soon_s, tears=True), _at_checkpoint(chance, ranks)],
-        3: [anytime(0.5), Fault((chance.choice(ranks),), "end", chance.uniform(0.0, 1.5))],
-    }[index // 2 % 4]
+    def training(victims: tuple[int, ...], low: float, high: float, *, tears: bool = False) -> Fault:
+        step = round(peace.last_step * chance.uniform(low, high))
+        return Fault(victims, "step", step, chance.uniform(0.0, 0.5), tears)
 
-
-def _at_checkpoint(chance: random.Random, ranks: Sequence[int]) -> Fault:
-    return Fault((chance.choice(ranks),), "checkpoint")
+    early = [Fault(one(), "after", delay_s=chance.uniform(0.0, peace.starts_s)), Fault(one(), "checkpoint")]
+    chance.shuffle(early)
+    late = training(one(), 0.5, 0.8)
+    special = (
+        [training(ranks[:2], 0.2, 0.4), late],
+        [training((), 0.1, 0.4), late],
+        [training(ranks, 0.2, 0.4, tears=True), late],
+        [late, Fault(one(), "step", peace.last_step, chance.uniform(0.0, 0.5))],
+    )
+    return [*early, *special[number % len(special)]]
 
 
 def page(outcomes: Sequence[Outcome], seed: int, took_s: float) -> str:
@@ -389,7 +392,7 @@ _HEAD = """# The fault campaign: kills at random moments, and what was lost
 
 `nox -s faults` makes this page. Small recipes are trained in processes, with a checkpoint every 20 minibatches and an
 evaluation every 40 or 50, once undisturbed and then under SIGKILL: workers, one or two at once, at random moments after
-their start (in start-up and training, while a checkpoint is being written, while the record is being closed), or their
+their start (in start-up, in training, while a checkpoint is being written, while the record is being closed), or their
 parent, which is followed by `pipebench run --resume`; in some runs the newest checkpoint is cut short, too, before the
 processes start again. A run counts as recovered if it ends by itself with exit code 0, `pipebench export` gives the
 undisturbed run's weights bit for bit (`weights`), and MLflow has one run, FINISHED, with the undisturbed run's curves,
@@ -401,7 +404,7 @@ def main() -> None:
     """Run the campaign and print the page; exit code 1 if something was lost."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int, default=2, help="disturbed runs per case")
+    parser.add_argument("--runs", type=int, default=1, help="disturbed runs per case")
     parser.add_argument("--only", default="", help="cases whose name or plan contains this")
     asked = parser.parse_args()
     began_s = time.monotonic()
@@ -414,11 +417,11 @@ def main() -> None:
             print(f"{case.name} {case.plan}: undisturbed", file=sys.stderr, flush=True)
             peace = undisturbed(case, folder / "peace")
             for index in range(asked.runs):
-                # Cases take turns with the special faults.
-                kind = index if index % 2 == 0 else index + 2 * number
-                faults = chosen_faults(case, kind, peace, random.Random(asked.seed * 1000 + number * 10 + index))
+                chance = random.Random(asked.seed * 1000 + number * 10 + index)
+                faults = chosen_faults(number + index, case, peace, chance)
                 outcome = disturbed(case, faults, peace, folder / str(index))
-                outcomes.append(outcome)
+                # Who comes too late hasn't tried anything.
+                outcomes += [outcome] if outcome.done else []
                 said = "fine" if outcome.fine else f"NOT FINE: {outcome}"
                 print(f"{case.name} {case.plan}, run {index}: {said}", file=sys.stderr, flush=True)
     print(page(outcomes, asked.seed, time.monotonic() - began_s))

@@ -1,0 +1,184 @@
+"""Runs in processes from the command line to the record: killed, stopped, stalled and misused."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from pipebench.cli import cli
+from pipebench.exporting import export
+from reports.watched_run import WatchedRun, recorded
+
+# Patience for a slow machine under load; nothing takes nearly as long.
+LIMIT_S = 300.0
+SMALL = (
+    "quickstart", "model.width=0.0625", "train.target=null", "train.max_epochs=1", "parallelism.plan=1-1",
+    "train.evaluate_every={minibatches: 50}", "train.checkpoint_every={minibatches: 25}",
+)  # fmt: skip
+IN_PROCESSES = (*SMALL, "engine.kind=distributed")
+LOCAL = (*IN_PROCESSES, "cluster.name=local", "train.max_epochs=2")
+CURVES = ("train_loss", "eval_loss", "top1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPEBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def pipebench(folder: Path, *words: str) -> Result:
+    """Call the command line in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return CliRunner().invoke(cli, words)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (run,) = folder.glob("pipebench-runs/*")
+    export(str(run), str(folder / "weights.pt"), None)
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return found
+
+
+def result_of(run: WatchedRun) -> dict[str, Any]:
+    assert run.run_folder is not None
+    found: dict[str, Any] = json.loads((run.run_folder / "result.json").read_text())
+    return found
+
+
+def curves(record: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """Return the curves of the only run that MLflow has, with every point once."""
+    assert len(record["runs"]) == 1
+    found = {name: record["metrics"][name] for name in CURVES}
+    for rows in found.values():
+        assert len({step for step, _ in rows}) == len(rows)
+    return found
+
+
+def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
+    """One worker of two is killed as soon as there is a checkpoint; weights and curves are the virtual engine's."""
+    with WatchedRun(tmp_path / "killed", IN_PROCESSES) as run:
+        assert run.wait_until(run.steps, LIMIT_S, "a checkpoint")
+        run.signal(signal.SIGKILL, [run.workers(0)[1]])
+        assert run.wait(LIMIT_S) == 0, run.output
+        result = result_of(run)
+    for said in ("rank 1 ended by SIGKILL; restart 1 of 3", "goes on from minibatch", "trained 1 epochs", "epoch 0.8"):
+        assert run.output.count(said) == 1, run.output
+    assert "Traceback" not in run.output
+
+    (tmp_path / "virtual").mkdir()
+    assert pipebench(tmp_path / "virtual", "run", *SMALL).exit_code == 0
+    expected, found = weights(tmp_path / "virtual"), weights(tmp_path / "killed")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    record = recorded(tmp_path / "killed")
+    assert curves(record)["top1"] == curves(recorded(tmp_path / "virtual"))["top1"]
+    assert [point["samples"] for point in result["points"]] == [step for step, _ in curves(record)["top1"]]
+    (about,) = record["runs"]
+    assert about["status"] == "FINISHED"
+    wanted = {"engine": "distributed", "mode": "pipedream", "clock": "wall", "resumes": "1", "outcome": "completed"}
+    assert about["tags"].items() >= wanted.items()
+    assert {"worker_0/compute_s", "worker_1/compute_s", "checkpoint_time_s", "comm_bytes_per_sample"} <= record[
+        "metrics"
+    ].keys()
+    # Costs of a V100 say nothing about this machine.
+    assert not any("predict" in name for name in record["metrics"])
+
+
+def test_ctrl_c_and_going_on_under_another_plan(tmp_path: Path) -> None:
+    with WatchedRun(tmp_path, LOCAL) as run:
+        assert run.wait_until(run.steps, LIMIT_S, "a checkpoint")
+        run.signal(signal.SIGINT, [run.process.pid])
+        assert run.wait(LIMIT_S) == 130, run.output
+        assert run.output.count("stopping at the next drain; Ctrl-C again ends now") == 1
+        assert not run.left_over()
+        result, step = result_of(run), max(run.steps())
+        assert run.run_folder is not None
+        run_id = run.run_folder.name
+    assert result["outcome"] == "interrupted"
+    assert result["sentence"] == f"interrupted after {step * 32:,} samples"
+    before = recorded(tmp_path)
+    assert before["runs"][0]["status"] == "KILLED"
+
+    other = ("--resume", run_id, "parallelism.mode=dp", "parallelism.plan=2")
+    with WatchedRun(tmp_path, other) as run:
+        assert run.wait(LIMIT_S) == 0, run.output
+    assert f"{run_id} goes on from minibatch {step}\n" in run.output
+    assert result_of(run)["outcome"] == "completed"
+    after = recorded(tmp_path)
+    (about,) = after["runs"]
+    assert (about["id"], about["status"]) == (before["runs"][0]["id"], "FINISHED")
+    assert about["tags"].items() >= {"resumes": "1", "resumed.mode": "dp", "resumed.plan": "2"}.items()
+    assert [samples for samples, _ in curves(after)["top1"]] == [1600, 3200, 4800, 6400, 8000]
+    # The profile was measured here, by both processes at the same time.
+    assert "predicted_epoch_time_s" in after["metrics"]
+
+
+def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
+    with WatchedRun(tmp_path, (*IN_PROCESSES, "engine.stall_limit_s=4", "train.max_epochs=50")) as run:
+        assert run.wait_until(run.steps, LIMIT_S, "a checkpoint")
+        run.signal(signal.SIGSTOP, [run.workers(0)[1]])
+        assert run.wait(LIMIT_S) == 3, run.output
+        assert not run.left_over()
+        assert run.run_folder is not None
+        hint = f"pipebench: its checkpoints are kept: pipebench run --resume {run.run_folder.name}"
+    errors = [line for line in run.output.splitlines() if "pipebench: error: rank" in line]
+    assert len(errors) == 1, run.output
+    assert "worker 1 (stage 1) has not been heard of for" in errors[0]
+    assert "engine.stall_limit_s, is 4 s" in errors[0]
+    assert run.output.count(hint) == 1
+    assert "restart" not in run.output
+    assert "Traceback" not in run.output
+    assert recorded(tmp_path)["runs"][0]["status"] == "FAILED"
+
+
+def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
+    """As under torchrun: two processes for a plan of three workers."""
+    words = [sys.executable, "-m", "pipebench", "run", *IN_PROCESSES, "parallelism.plan=1-1-1"]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    processes = [
+        subprocess.Popen(
+            words, cwd=tmp_path, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
+    assert [process.returncode for process in processes] == [2, 2], said
+    (line,) = said.splitlines()
+    assert line.startswith("pipebench: error: plan 1-1-1 needs 3 workers, got 2: start torchrun so that"), said
+
+
+def test_a_run_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:
+    answer = pipebench(tmp_path, "run", "--resume", "nosuch")
+    assert answer.exit_code == 2
+    assert answer.stderr.splitlines() == [
+        "pipebench: error: run: got 'nosuch', but pipebench-runs/ in the working directory holds no run"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:
+    answer = pipebench(tmp_path, "run", *IN_PROCESSES, "engine.device=cuda")
+    assert answer.exit_code == 2
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith("pipebench: error: ")
+    assert "engine.device: got cuda" in line
+    assert not (tmp_path / "pipebench-runs").exists()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
