@@ -23,6 +23,14 @@ def tests(session: nox.Session) -> None:
     session.run(*command, env=one_thread, external=True)
 
 
+@nox.session(venv_backend="none")
+def matrix(session: nox.Session) -> None:
+    """Compare processes with the virtual engine, for every small model in every mode; `tests` does a part of it."""
+    module = "tests/distributed/matrix.py"  # pytest finds no tests in it unless it is named
+    command = [python_with_pipebench(session), "-m", "pytest", module, "--durations=5", *session.posargs]
+    session.run(*command, env={"OMP_NUM_THREADS": "1"}, external=True)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
