@@ -22,6 +22,9 @@ from pipebench.launch_join import RUN
 # What Slurm and docker, too, leave between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 INTERRUPTED = 130
+# glibc otherwise gives large blocks back to the system at every free, and gets every page anew, zeroed, at the next use:
+# activations and gradients come and go at every minibatch. Training on CPUs is up to twice as fast with this.
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _POLL_S = 0.02
 # For the launcher to notice that killed workers are dead.
 _KILLING_S = 10.0
@@ -81,6 +84,7 @@ def worker_settings(num_workers: int) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         # Every worker would take all cores for itself.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_workers)),
+        **HEAP,
     }
     return {name: value for name, value in settings.items() if name not in os.environ}
 
