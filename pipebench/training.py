@@ -245,6 +245,11 @@ def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
     total = train.max_epochs * sampler.minibatches_per_epoch
     evaluate_every = _period(train.evaluate_every, sampler.minibatches_per_epoch)
     save_every = _period(train.checkpoint_every or train.evaluate_every, sampler.minibatches_per_epoch)
+    due = run.done > 0 and (run.done % evaluate_every == 0 or run.done == total)
+    if due and not any(point.samples == run.samples for point in run.points):
+        # Stopped right before this evaluation, the run goes on with it.
+        _evaluate(run, engine)
+        _save(run, engine)
     while run.done < total and run.reached is None:
         until = min(total, *((run.done // period + 1) * period for period in (evaluate_every, save_every)))
         _train(run, engine, until - run.done)

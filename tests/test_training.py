@@ -338,3 +338,21 @@ def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
     assert result.outcome == outcome
     assert Checkpoints(tmp_path).steps() == steps
     assert result.sentence == ("interrupted after 32 samples" if outcome == INTERRUPTED else reason)
+
+
+@pytest.mark.parametrize("step", [12, 36])
+def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path, step: int) -> None:
+    whole, _ = kept(checkpointed(), Checkpoints(tmp_path / "whole"))
+    given, checkpoints = checkpointed(), Checkpoints(tmp_path / "stopped")
+    train_to_target(
+        given,
+        lambda *told: Stopped(on_virtual_clock(given)(*told), step, "interrupted"),
+        Silent(),
+        lambda point: None,
+        Keeping(checkpoints),
+    )
+    found, _ = checkpoints.latest()
+    assert found is not None
+    assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
+    resumed, _ = kept(checkpointed(), Checkpoints(tmp_path / "again"), found)
+    assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
