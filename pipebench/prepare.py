@@ -327,7 +327,7 @@ def choose_plan(
     else:
         stages = plan_fixed(planner.work, planner.request.model, cluster, replicas)
         plan = make_plan(graph, [stage.start for stage in stages[1:]], replicas)
-    return plan, range(sum(replicas)), depth
+    return plan, planner.devices_of(replicas, [stage.start for stage in plan.stages[1:]]), depth
 
 
 def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Callable[[int, int, int], float]:

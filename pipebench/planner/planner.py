@@ -28,7 +28,8 @@ from pipebench.planner.memory import MemoryRule
 from pipebench.planner.payload import payload
 from pipebench.planner.placement import along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import Comparison, Planned, PlannedStage, Request
-from pipebench.planner.predict import arrange, arranged, course_of, predict
+from pipebench.planner.predict import Course, arrange, arranged, course_of, predict
+from pipebench.planner.seating import seatings
 from pipebench.planner.shapes import plan_chunks, plan_equal_width
 from pipebench.planner.states import antichains, prefixes
 from pipebench.profile.model import Profile
@@ -39,6 +40,8 @@ MOST_COMPONENTS = 128
 _MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _MOST_CUTS_OF_SHAPES = 500  # beyond, straight plans and given shapes would take longer than the search for any
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
+_MOST_SEATING_UNITS = 4000  # simulated to find where workers stand, microbatches times stages: a quarter of a second
+_CLEARLY_FASTER = 0.99  # what a seating has to win against the one along the devices; below is prediction error
 
 
 def compare(request: Request, mode: str | None = "pipedream") -> Comparison:
@@ -132,16 +135,47 @@ class Planner:
         Raises:
             PlanError: more stages than places to cut, or no place to cut before one of `starts`.
         """
+        return self.predicted(self._seated(self._given_stages(replicas, starts)))
+
+    def devices_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
+        """Return the device of every worker of a given plan: those that suit it best, see `given`."""
+        try:
+            return self._seated(self._given_stages(replicas, starts)).devices
+        except PlanError:  # it runs all the same, the cost model just has no place to cut there
+            return tuple(range(sum(replicas)))
+
+    def _given_stages(self, replicas: Sequence[int], starts: Sequence[int] | None) -> tuple[Stage, ...]:
         if starts is None:
-            stages = plan_fixed(self.work, self.request.model, self.request.cluster, replicas)
-        else:
-            states = self.work.states
-            found = {len(states.layers(0, state)): state for state in range(len(states))}
-            if not {*starts} <= {*found}:
-                raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
-            bounds = [0, *(found[start] for start in starts), len(states) - 1]
-            stages = tuple(Stage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
-        return self.predicted(self.placed("the recipe", stages, depth=self.request.depth))
+            return plan_fixed(self.work, self.request.model, self.request.cluster, replicas)
+        states = self.work.states
+        found = {len(states.layers(0, state)): state for state in range(len(states))}
+        if not {*starts} <= {*found}:
+            raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
+        bounds = [0, *(found[start] for start in starts), len(states) - 1]
+        return tuple(Stage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+
+    def _seated(self, stages: Sequence[Stage]) -> Planned:
+        """Return the recipe's stages on the devices that suit them best.
+
+        Along the devices unless another seating is predicted to be clearly faster: the simulator decides among those
+        with the smallest bottlenecks, or the bottleneck itself if simulating takes long or isn't the cost model's way.
+        A bottleneck says nothing about flushes, so that a flushing pipeline too large to simulate stays as it is.
+        """
+        request, flushes = self.request, self.mode.flushes
+        small = sum(stage.replicas for stage in stages) <= _MOST_SIMULATED
+        choices = seatings(request.cluster, [stage.replicas for stage in stages]) if small else [None]
+        in_order, *others = (self.placed("the recipe", stages, each, depth=request.depth) for each in choices)
+        if not others:
+            return in_order
+        others.sort(key=lambda plan: plan.bottleneck_s)
+        num_simulated = int(_MOST_SEATING_UNITS / self._units_simulated(in_order))
+        if num_simulated >= 2 and (flushes or request.model.has_ports):
+            in_order = self.predicted(in_order)
+            best = min(map(self.predicted, others[: num_simulated - 1]), key=lambda plan: plan.minibatch_s)
+            return best if best.minibatch_s < _CLEARLY_FASTER * in_order.minibatch_s else in_order
+        return (
+            others[0] if not flushes and others[0].bottleneck_s < _CLEARLY_FASTER * in_order.bottleneck_s else in_order
+        )
 
     @cached_property
     def unit_size(self) -> int:
@@ -356,9 +390,22 @@ class Planner:
 
     def predicted(self, plan: Planned) -> Planned:
         """Return a plan with the simulator's prediction."""
+        if plan.is_simulated:
+            return plan
         if sum(plan.replicas) > _MOST_SIMULATED or math.lcm(*plan.replicas) > _LONGEST_BLOCK:
             return replace(plan, minibatch_s=plan.bottleneck_s)
-        course, count = course_of(
+        course, count = self._course(plan)
+        return replace(plan, minibatch_s=predict(course, count), is_simulated=True)
+
+    def _units_simulated(self, plan: Planned) -> float:
+        """Return how many microbatches times stages a prediction simulates, infinite if it doesn't simulate."""
+        if math.lcm(*plan.replicas) > _LONGEST_BLOCK:
+            return math.inf
+        _, count = self._course(plan)
+        return 3 * count * plan.microbatches * len(plan.stages)
+
+    def _course(self, plan: Planned) -> tuple[Course, int]:
+        return course_of(
             arranged(self._sizes, plan.order),
             self.request.cluster.placed(plan.devices),
             self.request.model,
@@ -370,7 +417,6 @@ class Planner:
             microbatches=plan.microbatches,
             accumulate=plan.accumulate,
         )
-        return replace(plan, minibatch_s=predict(course, count), is_simulated=True)
 
 
 def _any_straight(planner: Planner, rule: MemoryRule) -> bool:

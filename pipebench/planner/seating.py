@@ -1,0 +1,147 @@
+"""Seatings: which worker of a given plan stands on which device, so that heavy neighbours share a server.
+
+Stage by stage along the devices is right where every stage fills whole servers. Elsewhere a server's edge may cut
+through a stage with many parameters (3-4-1 on two servers of 4), or lie between two stages that send each other more
+than their gradients (4-4 there). This module lists what else is worth weighing; the planner weighs it.
+
+A seating is an *order*: device i holds worker `order[i]`, workers numbered stage by stage. As many devices are taken as
+there are workers, the first ones: a run has one process per worker, and process r computes on device r.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+
+from pipebench.cluster import Cluster
+from pipebench.planner.placement import LONGEST_CYCLE, along
+
+Order = tuple[int, ...]
+
+_ALL_UP_TO = 8  # workers; beyond, only seatings of a known form are listed
+_PERMUTED_UP_TO = 4  # stages; beyond, they stay in order
+_INTERLEAVED_UP_TO = 16  # stages; beyond, none are
+_MOST_SHIFTS = 16  # of the edge of the first server, and of the minibatches that two seatings are compared under
+_COST_AT_MOST = 40_000  # of weighing all of them, in units of `_cost`: a quarter of a second
+
+
+def seatings(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Return what to choose from: the devices of every stage's replicas, along the devices first.
+
+    Seatings that differ only in the names of equal servers, or in which minibatch comes first, are listed once: their
+    bottlenecks are equal, and where queues at ports settle otherwise for them, that is chance. Up to 8 workers all are
+    listed, as far as there is time to weigh them; beyond, shifts along the devices of: stages in order, stages in any
+    order, and neighbouring stages interleaved so that replicas that send each other minibatches meet.
+
+    Args:
+        cluster: its levels; it has a device for every worker.
+        replicas: of every stage.
+
+    Returns:
+        One seating only where no other can matter: all workers in one server, or a single stage.
+    """
+    count = sum(replicas)
+    counts = (level.count for level in cluster.levels[:-1])
+    sizes = [size for size in itertools.accumulate(counts, operator.mul) if 1 < size < count]
+    first = tuple(range(count))
+    found = {_signature(first, sizes, replicas): first}
+    if sizes and len(replicas) > 1:
+        most = max(1, _COST_AT_MOST // _cost(replicas))
+        for order in itertools.islice(_orders(replicas, sizes), 16 * most):
+            found.setdefault(_signature(order, sizes, replicas), order)
+            if len(found) >= most:
+                break
+    return [_devices(_canonical(order, sizes), replicas) for order in found.values()]
+
+
+def _cost(replicas: Sequence[int]) -> int:
+    """Return how long the planner takes to weigh a seating, in units of about 6 microseconds."""
+    cycles = sum(min(math.lcm(a, b), LONGEST_CYCLE) for a, b in itertools.pairwise(replicas))
+    return 64 + len(replicas) ** 2 + cycles
+
+
+def _orders(replicas: Sequence[int], sizes: Sequence[int]) -> Iterator[Order]:
+    """Yield the orders to weigh, simple ones first; some come more than once."""
+    count = sum(replicas)
+    for order in _unshifted(replicas):
+        for shift in range(min(sizes[0], _MOST_SHIFTS)):
+            yield order[shift:] + order[:shift]
+    if count <= _ALL_UP_TO:
+        yield from _all_orders(tuple(range(count)), sizes)
+
+
+def _unshifted(replicas: Sequence[int]) -> Iterator[Order]:
+    workers = along(replicas)
+    stages = range(len(replicas))
+    yield tuple(range(sum(replicas)))
+    if len(replicas) <= _INTERLEAVED_UP_TO:
+        for first, last in itertools.combinations(stages, 2):
+            middle = _interleaved(replicas, stages[first : last + 1])
+            yield (*range(workers[first].start), *middle, *range(workers[last].stop, sum(replicas)))
+    if len(replicas) <= _PERMUTED_UP_TO:
+        for permuted in itertools.permutations(stages):
+            yield tuple(itertools.chain.from_iterable(workers[stage] for stage in permuted))
+
+
+def _interleaved(replicas: Sequence[int], stages: Sequence[int]) -> list[int]:
+    """Return the workers of some stages, those together that run the same minibatches."""
+    workers = along(replicas)
+    classes = math.gcd(*(replicas[stage] for stage in stages))
+    places = [(r % classes, stage, r) for stage in stages for r in range(replicas[stage])]
+    return [workers[stage][r] for _, stage, r in sorted(places)]
+
+
+def _all_orders(workers: Order, sizes: Sequence[int]) -> Iterator[Order]:
+    """Yield every way to fill components of these sizes, innermost first; equal components have no names."""
+    if not sizes or len(workers) <= sizes[0]:
+        yield workers
+        return
+    *inner, size = sizes
+    for groups in _groups(workers, size):
+        for chosen in itertools.product(*(list(_all_orders(group, inner)) for group in groups)):
+            yield tuple(itertools.chain.from_iterable(chosen))
+
+
+def _groups(workers: Order, size: int) -> Iterator[list[Order]]:
+    """Yield the ways to make groups of `size`, the last of which holds what is left over."""
+    if not workers:
+        yield []
+        return
+    if len(workers) % size:
+        for partial in itertools.combinations(workers, len(workers) % size):
+            others = tuple(worker for worker in workers if worker not in partial)
+            yield from ([*groups, partial] for groups in _groups(others, size))
+        return
+    for mates in itertools.combinations(workers[1:], size - 1):
+        group = (workers[0], *mates)
+        others = tuple(worker for worker in workers if worker not in group)
+        yield from ([group, *groups] for groups in _groups(others, size))
+
+
+def _canonical(order: Order, sizes: Sequence[int]) -> Order:
+    """Return the same components with the smallest workers first; only equal components change places."""
+    if not sizes:
+        return tuple(sorted(order))
+    *inner, size = sizes
+    parts: list[Order] = [_canonical(order[i : i + size], inner) for i in range(0, len(order), size)]
+    parts.sort(key=lambda part: (-len(part), min(part)))
+    return tuple(itertools.chain.from_iterable(parts))
+
+
+def _signature(order: Order, sizes: Sequence[int], replicas: Sequence[int]) -> Order:
+    """Return what equal seatings share: the smallest of the orders they turn into with another minibatch first."""
+    stages = along(replicas)
+    shifts = math.lcm(*replicas)
+    if shifts > _MOST_SHIFTS:
+        return _canonical(order, sizes)
+
+    def shifted(by: int) -> Order:
+        turned = {own[r]: own[(r + by) % len(own)] for own in stages for r in range(len(own))}
+        return tuple(turned[worker] for worker in order)
+
+    return min(_canonical(shifted(by), sizes) for by in range(shifts))
+
+
+def _devices(order: Order, replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    device_of = {worker: device for device, worker in enumerate(order)}
+    return [tuple(device_of[worker] for worker in own) for own in along(replicas)]
