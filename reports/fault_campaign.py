@@ -7,6 +7,7 @@ environment needs Linux.
 """
 
 import argparse
+import contextlib
 import platform
 import random
 import re
@@ -265,11 +266,11 @@ def _do(run: WatchedRun, attempt: int, fault: Fault) -> Done | None:
 
 
 def _doing(run: WatchedRun, half: Sequence[int]) -> str:
-    """Return what was going on: the last line said, and the checkpoint that was being written."""
+    """Return what was going on: the last line said, and a checkpoint that isn't whole."""
     lines = [line for line in run.all_output().splitlines() if line.strip()]
     said = lines[-1] if lines else "nothing said yet"
     said = re.sub(r"^pipebench: |\S+-[0-9a-f]{8} |  wall time.*|  train_loss.*", "", said).strip()
-    return f"{said}; writing checkpoint {half[-1]}" if half else said
+    return f"{said}; checkpoint {half[-1]} half written" if half else said
 
 
 def _compared(case: Case, done: list[Done], code: int, run: WatchedRun, peace: Undisturbed) -> Outcome:
@@ -282,7 +283,11 @@ def _compared(case: Case, done: list[Done], code: int, run: WatchedRun, peace: U
     outcome.weights_equal = weights.keys() == peace.weights.keys() and all(
         torch.equal(weights[name], peace.weights[name]) for name in weights
     )
-    record = recorded(run.folder)
+    try:
+        record = recorded(run.folder)
+    except Exception as error:  # whatever MLflow and SQLite think of what is left
+        outcome.problems.append(f"MLflow's record can't be read: {type(error).__name__}")
+        return outcome
     outcome.points_equal = _curves(record["metrics"]) == peace.curves
     outcome.problems += _record_problems(record)
     if (
@@ -400,6 +405,22 @@ each point once (`points`). Runs with several kills have several rows, their ver
 """
 
 
+def _runs(number: int, case: Case, seed: int, runs: int) -> Iterator[Outcome]:
+    """Run a case undisturbed and then disturbed so many times."""
+    with tempfile.TemporaryDirectory(prefix="pipebench-faults-") as place:
+        print(f"{case.name} {case.plan}: undisturbed", file=sys.stderr, flush=True)
+        peace = undisturbed(case, Path(place) / "peace")
+        for index in range(runs):
+            chance = random.Random(seed * 1000 + number * 10 + index)
+            faults = chosen_faults(number + index, case, peace, chance)
+            outcome = disturbed(case, faults, peace, Path(place) / str(index))
+            said = "fine" if outcome.fine else f"NOT FINE: {outcome}"
+            print(f"{case.name} {case.plan}, run {index}: {said}", file=sys.stderr, flush=True)
+            # Who comes too late hasn't tried anything.
+            if outcome.done:
+                yield outcome
+
+
 def main() -> None:
     """Run the campaign and print the page; exit code 1 if something was lost."""
     parser = argparse.ArgumentParser()
@@ -409,21 +430,10 @@ def main() -> None:
     asked = parser.parse_args()
     began_s = time.monotonic()
     outcomes: list[Outcome] = []
-    for number, case in enumerate(CASES):
-        if asked.only not in f"{case.name} {case.plan}":
-            continue
-        with tempfile.TemporaryDirectory(prefix="pipebench-faults-") as place:
-            folder = Path(place)
-            print(f"{case.name} {case.plan}: undisturbed", file=sys.stderr, flush=True)
-            peace = undisturbed(case, folder / "peace")
-            for index in range(asked.runs):
-                chance = random.Random(asked.seed * 1000 + number * 10 + index)
-                faults = chosen_faults(number + index, case, peace, chance)
-                outcome = disturbed(case, faults, peace, folder / str(index))
-                # Who comes too late hasn't tried anything.
-                outcomes += [outcome] if outcome.done else []
-                said = "fine" if outcome.fine else f"NOT FINE: {outcome}"
-                print(f"{case.name} {case.plan}, run {index}: {said}", file=sys.stderr, flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # the page then has what there is
+        for number, case in enumerate(CASES):
+            if asked.only in f"{case.name} {case.plan}":
+                outcomes += _runs(number, case, asked.seed, asked.runs)
     print(page(outcomes, asked.seed, time.monotonic() - began_s))
     sys.exit(0 if all(outcome.fine for outcome in outcomes) else 1)
 

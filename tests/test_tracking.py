@@ -365,6 +365,27 @@ def test_three_processes_at_once_on_a_new_store(tmp_path: Path, folder: Path, mo
     assert all(run.info.status == "FINISHED" and run.data.metrics["best_top1"] == 0.96 for run in runs)
 
 
+def test_a_store_whose_making_was_cut_short_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow makes 60 tables in as many transactions; after a kill in between it refuses its own file for good."""
+    path = tmp_path / "mlflow.db"
+
+    def killed(source: Path, target: Path) -> None:
+        assert target == path
+        assert not path.exists()
+        source.write_bytes(source.read_bytes()[:20000])  # as the disk may have it
+        raise SystemError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipebench.tracking.store.os.replace", killed)
+        with pytest.raises(SystemError, match="killed"):
+            Store(f"sqlite:///{path}", "cut").connect()
+    store = Store(f"sqlite:///{path}", "cut")
+    store.connect()
+    run_id = store.create_run("run", {}, 0)
+    store.end_run(run_id, "FINISHED", 1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
 @pytest.fixture
 def resumed(tracking: Tracking) -> tuple[RunLog, RunLog, list[str]]:
     """A run that one process began and another finished, having gone back to the second of three points."""

@@ -7,6 +7,7 @@ file: MLflow's own migrations and transactions don't survive several writers.
 import logging
 import os
 import re
+import secrets
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,6 +130,7 @@ class Store:
         for library in ("mlflow", "alembic", "urllib3.connectionpool"):
             logging.getLogger(library).setLevel(logging.CRITICAL)
         with self._turn():
+            self._make_database()
             self._client = MlflowClient(tracking_uri=self.uri)
             self.experiment_id = self._experiment(self._client)
 
@@ -193,6 +195,19 @@ class Store:
         """Set a run's final status and end time."""
         with self._turn() as client:
             client.set_terminated(run_id, status, end_ms)
+
+    def _make_database(self) -> None:
+        """Make a SQLite file aside, where there is none: one whose making is cut short can never be used again."""
+        if self._path is None or (self._path.exists() and self._path.stat().st_size > 0):
+            return
+        from mlflow.tracking import MlflowClient
+
+        for left_over in self._path.parent.glob(f".{self._path.name}.new-*"):
+            left_over.unlink()
+        # A name of its own: MLflow keeps connections to every file that this process has named to it.
+        aside = self._path.with_name(f".{self._path.name}.new-{secrets.token_hex(4)}")
+        MlflowClient(tracking_uri=f"{_SQLITE}{aside}").search_experiments(max_results=1)
+        os.replace(aside, self._path)
 
     @contextmanager
     def _turn(self) -> "Iterator[MlflowClient]":
