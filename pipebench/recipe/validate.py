@@ -117,6 +117,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
+_WEEK_S = 604_800.0  # sockets and timers refuse centuries
+_LIMIT = "a number of seconds from 0.1 to 604800, a week"
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.seed": (_within(0, 2**63 - 1), "a whole number from 0 on"),
     "train.minibatch_size": (_within(1, 2**31), "a whole number of at least 1"),
@@ -140,8 +142,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.checkpoint_every.epochs": (_within(1, 2**31), "a whole number of at least 1"),
     "train.checkpoint_every.minibatches": (_within(1, 2**31), "a whole number of at least 1"),
     "engine.max_restarts": (_within(0, 2**31), "a whole number from 0 on"),
-    "engine.stall_limit_s": (lambda seconds: seconds > 0, "a number of seconds above 0"),
-    "engine.join_limit_s": (lambda seconds: seconds > 0, "a number of seconds above 0"),
+    "engine.stall_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
+    "engine.join_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "cluster.servers": (_within(1, 2**31), "a whole number of at least 1"),
     "parallelism.microbatches": (_within(1, 2**31), "a whole number of at least 1"),
     "parallelism.accumulate": (_within(1, 2**31), "a whole number of at least 1"),

@@ -85,8 +85,15 @@ OVERRIDES = [
     ("train.schedule.name=cosin", "train.schedule.name: got 'cosin', allowed are .*did you mean 'cosine'"),
     ("engine.kind=real", "engine.kind: got 'real', allowed are virtual, simulated, distributed"),
     ("engine.max_restarts=-1", "engine.max_restarts: got -1, allowed is a whole number from 0 on"),
-    ("engine.stall_limit_s=0", "engine.stall_limit_s: got 0, allowed is a number of seconds above 0"),
-    ("engine.join_limit_s=-1", "engine.join_limit_s: got -1, allowed is a number of seconds above 0"),
+    (
+        "engine.stall_limit_s=0",
+        "engine.stall_limit_s: got 0, allowed is a number of seconds from 0.1 to 604800, a week",
+    ),
+    ("engine.stall_limit_s=1e30", "engine.stall_limit_s: got 1e.30, allowed is a number of seconds from 0.1 to 604800"),
+    (
+        "engine.join_limit_s=-1",
+        "engine.join_limit_s: got -1, allowed is a number of seconds from 0.1 to 604800, a week",
+    ),
     ("engine.device=gpu", "engine.device: got 'gpu', allowed are auto, cpu, cuda"),
     ("engine.timing=analitic", "engine.timing: got 'analitic', .*did you mean 'analytic'.* path of a profile file"),
     # model and data set
