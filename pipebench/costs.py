@@ -46,6 +46,29 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class HostCosts:
+    """What communication takes of a worker's own processor, on top of the links; nothing where a GPU computes.
+
+    Attributes:
+        message_s: seconds of a message, at each of its two ends.
+        message_byte_s: likewise, per byte.
+        ring_byte_s: seconds per byte that the worker sends in a ring all-reduce.
+    """
+
+    message_s: float = 0.0
+    message_byte_s: float = 0.0
+    ring_byte_s: float = 0.0
+
+    def message(self, num_bytes: int) -> float:
+        """Return the seconds that one end of a message takes."""
+        return self.message_s + self.message_byte_s * num_bytes
+
+    def all_reduce(self, num_bytes: int, replicas: int) -> float:
+        """Return the seconds that an all-reduce takes of each replica."""
+        return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
+
+
+@dataclass(frozen=True)
 class Costs:
     """All costs of a pipeline.
 
@@ -53,11 +76,13 @@ class Costs:
         stages: one per stage.
         activation_bytes: per edge (source stage, target stage), number of samples to bytes that cross forward.
         gradient_bytes: likewise, back.
+        host: what communication takes of the workers' processors.
     """
 
     stages: tuple[StageCosts, ...]
     activation_bytes: Mapping[tuple[int, int], Mapping[int, int]]
     gradient_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+    host: HostCosts = HostCosts()
 
 
 def stage_costs(profile: Profile, plan: Plan, *, recompute: bool) -> Costs:

@@ -22,7 +22,7 @@ from pipebench.launch_join import RUN
 # What Slurm and docker, too, leave between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 INTERRUPTED = 130
-# glibc otherwise gives large blocks back to the system at every free, and gets every page anew, zeroed, at the next use:
+# glibc otherwise gives large blocks back to the system at every free and gets every page anew, zeroed, at the next use:
 # activations and gradients come and go at every minibatch. Training on CPUs is up to twice as fast with this.
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _POLL_S = 0.02

@@ -16,14 +16,17 @@ from typing import Any
 
 from pipebench import run_folder
 from pipebench.checkpoint.files import replace as replace_file
+from pipebench.costs import HostCosts
 from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
+from pipebench.engine.setup import ranks_of
 from pipebench.errors import PipebenchError, UserError
 from pipebench.launch import INTERRUPTED, run_workers
 from pipebench.launch_join import RUN
 from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
 from pipebench.prepare import Decided, Prepared, Profiled, travelling_sizes
+from pipebench.profile.host import host_costs
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.together import mean_profile
@@ -164,8 +167,7 @@ class _Process:
     def __init__(self, world: World, folder: RunFolder, prepared: Prepared, keeping: Keeping) -> None:
         self.world, self.folder, self.prepared, self.keeping = world, folder, prepared, keeping
         setup, engine = prepared.setup, prepared.recipe.engine
-        workers = range(setup.pipeline.num_workers)
-        worker = next(worker for worker in workers if setup.cluster.device_of(worker) == world.rank)
+        worker = ranks_of(setup).index(world.rank)
         self._control = Control(
             world.store, worker, world.size, setup.pipeline, stall_limit_s=engine.stall_limit_s, on_stall=fail_stalled
         )
@@ -268,7 +270,8 @@ def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFol
 
     together = Profile.from_json(decided.profile).source == _MEASURED and world.size > 1
     prepared = prepared_recipe(loaded, recipe, decided=decided, measure_again=measure if together else None)
-    return replace(prepared, setup=replace(prepared.setup, device=world.device))
+    costs = replace(prepared.setup.costs, host=host_costs(world) if together else HostCosts())
+    return replace(prepared, setup=replace(prepared.setup, device=world.device, costs=costs))
 
 
 def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world: World) -> Profile:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from pipebench.costs import Bucket, Costs
+from pipebench.costs import Bucket, Costs, HostCosts
 from pipebench.errors import ScheduleError
 from pipebench.network import Network
 from pipebench.schedule.instructions import Instruction, Op
@@ -19,6 +19,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, CONTROL, GRADIENT
 
 _EVERY_STAGE = -1
+_NO_HOST_COSTS = HostCosts()
 _NORM = (Bucket(4, 1.0),)  # one float32: the squared norm of all gradients
 _NETWORK_FIRST, _WORKERS = 0, 1  # at equal times links are granted before workers go on
 
@@ -130,14 +131,18 @@ class Simulation:
             elif op is Op.UPDATE:
                 duration = costs.update_s
             elif op is Op.SEND_ACTIVATION or op is Op.SEND_GRADIENT:
-                self._send(worker, stage, instruction, now_s)
-                yield Event(now_s, now_s, worker, instruction)
-                continue
+                duration = self._send(worker, stage, instruction, now_s)
+                if duration == 0:
+                    yield Event(now_s, now_s, worker, instruction)
+                    continue
             else:
                 ready = self._ready(worker, stage, instruction, now_s)
                 if ready is None:
                     return
                 ready_s, sent_s = ready
+                host_s = self._host_s(stage, instruction)
+                if host_s > 0:
+                    ready_s = max(ready_s, now_s) + host_s
                 if ready_s <= now_s:
                     yield Event(now_s, now_s, worker, instruction)
                     continue
@@ -148,7 +153,8 @@ class Simulation:
             return
         self._running.discard(worker)
 
-    def _send(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> None:
+    def _send(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> float:
+        """Let a message set out; return the seconds that sending it keeps the worker."""
         op, unit, peer, _ = instruction
         other, size = self._pipeline.places[peer][0], self._size_of(unit)
         if op is Op.SEND_ACTIVATION:
@@ -161,7 +167,25 @@ class Simulation:
         if receiver is None:
             self._arrivals[message] = (arrival_s, now_s)
         else:
-            self._push(max(arrival_s, now_s), peer, (*receiver, now_s))
+            host_s = self._host_s(other, receiver[1])
+            self._push(max(arrival_s, now_s) + host_s, peer, (*receiver, now_s))
+        return self._costs.host.message(num_bytes) if size else 0.0
+
+    def _host_s(self, stage: int, instruction: Instruction) -> float:
+        """Return what a wait's communication takes of the waiting worker's own processor."""
+        op, number, peer, _ = instruction
+        host = self._costs.host
+        if host == _NO_HOST_COSTS:
+            return 0.0
+        if op is Op.WAIT_ALL_REDUCE:
+            buckets = self._costs.stages[stage].buckets
+            return host.all_reduce(sum(bucket.num_bytes for bucket in buckets), self._pipeline.replicas[stage])
+        if op not in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT) or self._size_of(number) == 0:
+            return 0.0
+        other, size = self._pipeline.places[peer][0], self._size_of(number)
+        if op is Op.RECEIVE_ACTIVATION:
+            return host.message(self._costs.activation_bytes[other, stage][size])
+        return host.message(self._costs.gradient_bytes[stage, other][size])
 
     def _ready(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
         """Return when a blocking instruction can end and when what it waits for set out; None if unknown yet."""
@@ -222,7 +246,8 @@ class Simulation:
     def _reduced(self, stage: int, round_index: int, reduction: _Reduction, end_s: float) -> None:
         reduction.end_s = end_s
         for worker, since_s, instruction in self._waiting.pop((stage, round_index), ()):
-            self._push(max(end_s, since_s), worker, (since_s, instruction, reduction.all_joined_s))
+            end_here_s = max(end_s, since_s) + self._host_s(stage, instruction)
+            self._push(end_here_s, worker, (since_s, instruction, reduction.all_joined_s))
 
     def _group(self, stage: int) -> tuple[Sequence[Bucket], range, str]:
         """Return what is all-reduced, among whom, and the kind of bytes it is."""

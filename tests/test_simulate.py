@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipebench.cluster import Cluster, Level
-from pipebench.costs import Bucket, Costs, StageCosts
+from pipebench.costs import Bucket, Costs, HostCosts, StageCosts
 from pipebench.network import Network, ring_bytes
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline, chain, forward_programs, programs
@@ -123,3 +123,35 @@ def test_evaluation_runs_forward_only() -> None:
 @pytest.mark.parametrize("elements", [1, 2, 5, 100, 1001])
 def test_ring_bytes_add_up(size: int, elements: int) -> None:
     assert sum(ring_bytes(4 * elements, size)) == 2 * (size - 1) * 4 * elements
+
+
+def test_messages_take_their_ends_own_time_where_they_do() -> None:
+    """An end of a message of 20 bytes takes 0.1 + 20 x 0.01 s, on top of the link: sender and receiver each."""
+    pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1)
+    sizes = {(0, 1): {1: 20}}
+    cluster = Cluster("one", "unit", None, (Level("server", 2, 100.0, 0.5),))
+    costs = Costs((stage(), stage()), sizes, sizes, HostCosts(0.1, 0.01))
+    events = list(Simulation(pipeline, programs(pipeline, 1), costs, Network(cluster), lambda _: 1))
+    arrives, end_s = 1 + 20 / 100 + 0.5, 0.3
+    assert list(compute(events, 1)) == [
+        ("F0", pytest.approx(arrives + end_s), pytest.approx(arrives + end_s + 1)),
+        ("B0", pytest.approx(arrives + end_s + 1), pytest.approx(arrives + end_s + 3)),
+        ("U0", pytest.approx(arrives + end_s + 3 + end_s), pytest.approx(arrives + end_s + 3 + end_s)),
+    ]
+    sends = [(event.worker, event.end_s - event.start_s) for event in events if "SEND" in event.instruction.op.name]
+    assert sends == [(0, pytest.approx(end_s)), (1, pytest.approx(end_s))]
+    last = next(event for event in events if event.instruction.op is Op.RECEIVE_GRADIENT)
+    assert last.end_s == pytest.approx(arrives + end_s + 3 + 0.7 + end_s)
+
+
+@pytest.mark.parametrize("early", [0.0, 5.0])
+def test_an_all_reduce_takes_its_members_own_time_where_it_does(early: float) -> None:
+    """8 bytes over 2 replicas: each sends 8 at 0.5 s per byte of its own, whoever comes first."""
+    pipeline = Pipeline((2,), (), "1f1b", True, 1)
+    cluster = Cluster("one", "unit", None, (Level("server", 2, 100.0, 0.5),))
+    stages = (stage(1.0, 2.0, early, 0.0, Bucket(8, 1.0)),)
+    costs = Costs(stages, {}, {}, HostCosts(ring_byte_s=0.5))
+    events = list(Simulation(pipeline, programs(pipeline, 2), costs, Network(cluster), lambda _: 1))
+    waits = [event.end_s for event in events if event.instruction.op is Op.WAIT_ALL_REDUCE]
+    link_s = 2 * (8 / 2 / 100 + 0.5)
+    assert waits == [pytest.approx(3 + link_s + 4)] * 2

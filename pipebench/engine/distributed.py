@@ -22,7 +22,7 @@ from pipebench.engine.gate import admitted_program
 from pipebench.engine.reducer import Reducer
 from pipebench.engine.ring import ring_all_reduce
 from pipebench.engine.scores import Scores
-from pipebench.engine.setup import Setup
+from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.transport import Transport
 from pipebench.engine.whole import WholeModel, gather_tensors
 from pipebench.engine.worker import Worker, training_feed
@@ -75,8 +75,8 @@ class DistributedEngine:
         self._control = control
         self._on_loss = on_loss
         self._on_unit = on_unit
-        ranks = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
-        self.worker = Worker(setup, ranks.index(world.rank))
+        self._ranks = ranks_of(setup)
+        self.worker = Worker(setup, self._ranks.index(world.rank))
         self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank)
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self.clock_s = 0.0
@@ -155,7 +155,7 @@ class DistributedEngine:
         self._at(None, "exchange")
         values = self.world.exchange(value)
         self._at(None, "")
-        return [values[self.setup.cluster.device_of(worker)] for worker in range(self.setup.pipeline.num_workers)]
+        return [values[rank] for rank in self._ranks]
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Train on minibatches `first_minibatch` and after, then drain.
@@ -354,7 +354,7 @@ class DistributedEngine:
             if ring[sender] == self.worker.index:
                 self.num_bytes[CONTROL, self._level(ring[sender], ring[receiver])] += num_bytes
 
-        squares = [found[cluster.device_of(worker)] for worker in ring]
+        squares = [found[self._ranks[worker]] for worker in ring]
         self._norm = ring_all_reduce(squares, count).sqrt().to(self.setup.device)
         return self.clock() - start_s
 
@@ -435,7 +435,7 @@ class DistributedEngine:
                 continue
             first = setup.pipeline.worker(stage, 0)
             ring = setup.cluster.ring(range(first, first + replicas))
-            ranks = [setup.cluster.device_of(worker) for worker in ring]
+            ranks = [self._ranks[worker] for worker in ring]
             backend = "nccl" if world.direct else "gloo"
             group = dist.new_group(ranks, backend=backend, timeout=limit, use_local_synchronization=False)
             if stage == self.worker.stage_index:

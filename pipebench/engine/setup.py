@@ -54,6 +54,15 @@ class Setup:
     device: torch.device
 
 
+def ranks_of(setup: Setup) -> list[int]:
+    """Return the process that every worker runs in: they stand in the order of the workers' devices.
+
+    A plan may leave devices out; processes are only started for those it uses.
+    """
+    devices = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
+    return [sorted(devices).index(device) for device in devices]
+
+
 def minibatch_weight(setup: Setup, k: int) -> float:
     """Return the weight of minibatch k in a mean loss."""
     return setup.dataset.weight("train", setup.sampler.indices(k))

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from pipebench.engine.channel import LANES, Link, Message, Receiver, Sender
-from pipebench.engine.setup import Setup
+from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.timeline import ACTIVATION, GRADIENT
@@ -53,11 +53,11 @@ class Transport:
         self._worker = worker
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
-        rank_of = setup.cluster.device_of
+        rank_of = ranks_of(setup)
         limit = timedelta(seconds=world.operation_limit_s)
         lanes = {kind: [dist.new_group(backend="gloo", timeout=limit) for _ in range(LANES)] for kind in _TAGS}
         for kind, sender, receiver in channels_of(setup.pipeline):
-            ranks = (rank_of(sender), rank_of(receiver))
+            ranks = (rank_of[sender], rank_of[receiver])
             direct = _pair(world, ranks) if world.direct else None
             if worker not in (sender, receiver):
                 continue

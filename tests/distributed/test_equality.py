@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
 from tests.processes import Processes
+from tests.support import flat_cluster
 
 TWO = {
     "single-stage dp": Case("conv", (), (2,), {"weights": "one", "depth": 1}),
@@ -20,6 +21,7 @@ TWO = {
     "vertical sync": Case("skip", (4,), (1, 1), {"weights": "stash-vertical-sync", "depth": 3}),
     "naive": Case("mlp", (4,), (1, 1), {"weights": "none"}),
     "clipped": Case("skip", (4,), (1, 1), {"weights": "one", "microbatches": 2, "clip_norm": 0.3}),
+    "other devices": Case("conv", (4,), (1, 1), {"cluster": flat_cluster(3).placed([2, 0])}),
     "clipped dp": Case("skip", (), (2,), {"weights": "one", "depth": 1, "clip_norm": 0.3}),
 }
 THREE = {
