@@ -138,7 +138,9 @@ def test_messages_take_their_ends_own_time_where_they_do() -> None:
         ("B0", pytest.approx(arrives + end_s + 1), pytest.approx(arrives + end_s + 3)),
         ("U0", pytest.approx(arrives + end_s + 3 + end_s), pytest.approx(arrives + end_s + 3 + end_s)),
     ]
-    sends = [(event.worker, event.end_s - event.start_s) for event in events if "SEND" in event.instruction.op.name]
+    sends: list[Any] = [
+        (event.worker, event.end_s - event.start_s) for event in events if "SEND" in event.instruction.op.name
+    ]
     assert sends == [(0, pytest.approx(end_s)), (1, pytest.approx(end_s))]
     last = next(event for event in events if event.instruction.op is Op.RECEIVE_GRADIENT)
     assert last.end_s == pytest.approx(arrives + end_s + 3 + 0.7 + end_s)
