@@ -68,6 +68,9 @@ class HostCosts:
         return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
 
 
+NO_HOST_COSTS = HostCosts()
+
+
 @dataclass(frozen=True)
 class Costs:
     """All costs of a pipeline.
@@ -82,7 +85,7 @@ class Costs:
     stages: tuple[StageCosts, ...]
     activation_bytes: Mapping[tuple[int, int], Mapping[int, int]]
     gradient_bytes: Mapping[tuple[int, int], Mapping[int, int]]
-    host: HostCosts = HostCosts()
+    host: HostCosts = NO_HOST_COSTS
 
 
 def stage_costs(profile: Profile, plan: Plan, *, recompute: bool) -> Costs:

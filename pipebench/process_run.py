@@ -16,7 +16,7 @@ from typing import Any
 
 from pipebench import run_folder
 from pipebench.checkpoint.files import replace as replace_file
-from pipebench.costs import HostCosts
+from pipebench.costs import NO_HOST_COSTS
 from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
@@ -270,7 +270,7 @@ def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFol
 
     together = Profile.from_json(decided.profile).source == _MEASURED and world.size > 1
     prepared = prepared_recipe(loaded, recipe, decided=decided, measure_again=measure if together else None)
-    costs = replace(prepared.setup.costs, host=host_costs(world) if together else HostCosts())
+    costs = replace(prepared.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
     return replace(prepared, setup=replace(prepared.setup, device=world.device, costs=costs))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from pipebench.costs import Bucket, Costs, HostCosts
+from pipebench.costs import NO_HOST_COSTS, Bucket, Costs
 from pipebench.errors import ScheduleError
 from pipebench.network import Network
 from pipebench.schedule.instructions import Instruction, Op
@@ -19,7 +19,6 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, CONTROL, GRADIENT
 
 _EVERY_STAGE = -1
-_NO_HOST_COSTS = HostCosts()
 _NORM = (Bucket(4, 1.0),)  # one float32: the squared norm of all gradients
 _NETWORK_FIRST, _WORKERS = 0, 1  # at equal times links are granted before workers go on
 
@@ -175,7 +174,7 @@ class Simulation:
         """Return what a wait's communication takes of the waiting worker's own processor."""
         op, number, peer, _ = instruction
         host = self._costs.host
-        if host == _NO_HOST_COSTS:
+        if host == NO_HOST_COSTS:
             return 0.0
         if op is Op.WAIT_ALL_REDUCE:
             buckets = self._costs.stages[stage].buckets

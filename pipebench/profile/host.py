@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.costs import HostCosts
+from pipebench.costs import NO_HOST_COSTS, HostCosts
 from pipebench.engine.channel import LANES, Link, Receiver, Sender
 from pipebench.launch_join import peers
 from pipebench.world import World
@@ -31,7 +31,7 @@ def host_costs(world: World) -> HostCosts:
         PeerLostError: a process is gone.
     """
     if world.size == 1 or world.device.type != "cpu":
-        return HostCosts()
+        return NO_HOST_COSTS
     work = _work()
     small_s = _beside(world, work, _messages(world, _SMALL_BYTES))
     large_s = _beside(world, work, _messages(world, _LARGE_BYTES))

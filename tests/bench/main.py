@@ -60,7 +60,11 @@ def setup(starts: Sequence[int], weights: str, depth: int | None = None) -> Setu
 
 def runner(engine: VirtualEngine) -> Callable[[], None]:
     """Return a function that trains a few minibatches."""
-    return lambda: engine.train(0, STEPS)
+
+    def run() -> None:
+        engine.train(0, STEPS)
+
+    return run
 
 
 def plain_loop(given: Setup) -> Callable[[], None]:

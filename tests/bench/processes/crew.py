@@ -24,7 +24,6 @@ from pipebench.launch_join import serve
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.world import join
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _LOOPBACK = "127.0.0.1"
 _ENVIRONMENT = {
     "MASTER_ADDR": _LOOPBACK,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipebench.cluster import Cluster, Level
+from pipebench.costs import NO_HOST_COSTS, HostCosts
 from pipebench.profile.model import Profile
 from pipebench.steady import simulate_segment
 from tests.bench.processes import crew
@@ -100,16 +101,28 @@ def sizes(subject: Subject) -> list[int]:
     return [subject.minibatch_size // microbatches for microbatches in (1, 2, 4, 8)]
 
 
-def predicted_s(subject: Subject, case: Case, profile: Profile, cluster: Cluster, num_minibatches: int) -> float:
+def predicted_s(
+    subject: Subject,
+    case: Case,
+    profile: Profile,
+    cluster: Cluster,
+    num_minibatches: int,
+    host: HostCosts = NO_HOST_COSTS,
+) -> float:
     """Return the seconds the simulator gives a segment."""
-    return simulate_segment(make_setup(subject, case, profile, cluster), num_minibatches).end_s
+    return simulate_segment(make_setup(subject, case, profile, cluster, host), num_minibatches).end_s
 
 
 def points(
-    subject: Subject, given: Sequence[Case], profile: Profile, cluster: Cluster, environment: Mapping[str, str]
+    subject: Subject,
+    given: Sequence[Case],
+    profile: Profile,
+    cluster: Cluster,
+    host: HostCosts,
+    environment: Mapping[str, str],
 ) -> list[Point]:
     """Predict every case, then measure all of them in one crew, in turn."""
-    predicted = [predicted_s(subject, case, profile, cluster, NUM_MINIBATCHES) for case in given]
+    predicted = [predicted_s(subject, case, profile, cluster, NUM_MINIBATCHES, host) for case in given]
     (level,) = cluster.levels
     arguments = {
         "subject": asdict(subject),

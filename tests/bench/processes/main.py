@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from pipebench.launch import HEAP
 from pipebench.steady import simulate_segment
 from tests.bench.pairs import Ratio
 from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
@@ -54,14 +55,14 @@ def main() -> None:
     if options.given is not None:  # where the loopback interface is this command's own
         _print_traffic(console, Given.from_json(json.loads(options.given.read_text())), options)
         return
-    environment = crew.MALLOC if options.malloc else {}
+    environment = {} if options.plain_malloc else HEAP
     console.print(f"torch {torch.__version__}, {platform.machine()}, 2 processes of 1 thread; {subject}")
     console.print(f"{os.cpu_count()} processors, load average of the minute before {os.getloadavg()[0]:.2f}")
     if environment:
         console.print("every process: " + " ".join(f"{key}={value}" for key, value in environment.items()))
-    profile, cluster = machine.measure(subject, 2, figure15.sizes(subject), environment)
+    profile, cluster, host = machine.measure(subject, 2, figure15.sizes(subject), environment)
     cut = options.cut or cut_at(profile, subject.minibatch_size)
-    given = Given(subject, cut, profile, cluster)
+    given = Given(subject, cut, profile, cluster, host)
     _print_given(console, given)
     if "speed" in options.parts:
         _print_distances(console, given, environment, references=options.references)
@@ -72,8 +73,9 @@ def main() -> None:
         _traffic_apart(given, options)
     if "figure15" in options.parts and not options.references:
         if options.processes != 2:
-            profile, cluster = machine.measure(subject, options.processes, figure15.sizes(subject), environment)
-            given = Given(subject, cut, profile, cluster)
+            sizes = figure15.sizes(subject)
+            profile, cluster, host = machine.measure(subject, options.processes, sizes, environment)
+            given = Given(subject, cut, profile, cluster, host)
         _print_figure15(console, given, environment)
 
 
@@ -85,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="of speeds")
     parser.add_argument("--memory-pairs", type=int, default=NUM_PAIRS, help="of fresh processes")
     parser.add_argument("--processes", type=int, choices=(2, 3), default=2, help="of figure 15")
-    parser.add_argument("--malloc", action="store_true", help="keep large blocks in the heap, in every process")
+    parser.add_argument("--plain-malloc", action="store_true", help="without the settings that pipebench's workers get")
     parser.add_argument("--references", action="store_true", help="measure the references alone")
     parser.add_argument("--given", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -101,7 +103,9 @@ def _print_given(console: Console, given: Given) -> None:
     console.print(
         f"profile: {profile.note}\ncut before layer {given.cut} ({rows[given.cut].name}): "
         f"{1000 * first:.1f} and {1000 * second:.1f} ms per minibatch; link {level.bandwidth_bytes_per_s / 1e9:.2f} "
-        f"GB/s, {1e6 * level.latency_s:.0f} us"
+        f"GB/s, {1e6 * level.latency_s:.0f} us; an end of a message takes {1e6 * given.host.message_s:.0f} us and "
+        f"{1e6 * given.host.message_byte_s * (1 << 20):.0f} us per MiB, an all-reduce "
+        f"{1e6 * given.host.ring_byte_s * (1 << 20):.0f} us per MiB sent"
     )
 
 
@@ -131,7 +135,8 @@ def _speed(given: Given, options: argparse.Namespace, environment: dict[str, str
 
 def _prediction(given: Given, mode: str, num_minibatches: int, measured_s: float) -> list[str]:
     subject = given.subject
-    predicted_s = figure15.predicted_s(subject, given.case(mode), given.profile, given.cluster, num_minibatches)
+    case = given.case(mode)
+    predicted_s = figure15.predicted_s(subject, case, given.profile, given.cluster, num_minibatches, given.host)
     rate = num_minibatches * subject.minibatch_size / predicted_s
     return [f"{rate:,.0f}", f"{measured_s / predicted_s - 1:+.1%}"]
 
@@ -237,7 +242,7 @@ def _kinds(found: dict[str, int]) -> str:
 def _print_figure15(console: Console, given: Given, environment: dict[str, str]) -> None:
     subject, num_processes = given.subject, given.cluster.num_workers
     cases = figure15.cases(given.profile, subject, num_processes)
-    points = figure15.points(subject, cases, given.profile, given.cluster, environment)
+    points = figure15.points(subject, cases, given.profile, given.cluster, given.host, environment)
     head = ("predicted, samples/s", "measured, samples/s", "predicted / measured - 1")
     table = Table(f"figure 15 in miniature, {len(points)} cases", *head)
     for point in points:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from pipebench.cluster import Cluster, Level
+from pipebench.costs import NO_HOST_COSTS, HostCosts
 from pipebench.profile.model import Profile
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, Pipelined
@@ -36,12 +37,14 @@ class Given:
         cut: first layer of the second stage.
         profile: taken with as many busy processes as a run has.
         cluster: the processes and the links between them.
+        host: what communication takes of their processors.
     """
 
     subject: Subject
     cut: int
     profile: Profile
     cluster: Cluster
+    host: HostCosts = NO_HOST_COSTS
 
     def to_json(self) -> dict[str, Any]:
         """Return what a crew's arguments can hold."""
@@ -51,13 +54,15 @@ class Given:
             "cut": self.cut,
             "profile": self.profile.to_json(),
             "link": asdict(level),
+            "host": asdict(self.host),
         }
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Given":
         """Return what `to_json` was called on."""
         cluster = Cluster("loopback", "local", None, (Level(**fields["link"]),))
-        return Given(Subject(**fields["subject"]), fields["cut"], Profile.from_json(fields["profile"]), cluster)
+        profile, host = Profile.from_json(fields["profile"]), HostCosts(**fields["host"])
+        return Given(Subject(**fields["subject"]), fields["cut"], profile, cluster, host)
 
     def case(self, mode: str) -> Case:
         """Return how a mode of ours is run: on the same two stages as torch's, or data parallel."""

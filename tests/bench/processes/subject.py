@@ -1,13 +1,13 @@
 """What is run: VGG-16 on digits, where it is cut, and the setups of the engine for every way of running it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from pipebench.cluster import Cluster
-from pipebench.costs import stage_costs
+from pipebench.costs import NO_HOST_COSTS, HostCosts, stage_costs
 from pipebench.engine.setup import Setup
 from pipebench.graph import LayerGraph, trace
 from pipebench.modes import MODES
@@ -99,7 +99,9 @@ def sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     return make_optimizer(OPTIMIZER, parameters)
 
 
-def make_setup(subject: Subject, case: Case, profile: Profile, cluster: Cluster) -> Setup:
+def make_setup(
+    subject: Subject, case: Case, profile: Profile, cluster: Cluster, host: HostCosts = NO_HOST_COSTS
+) -> Setup:
     """Return what the engine needs to run a case, with the costs of a profile and the links of a cluster."""
     graph, dataset, row = subject.graph(), mnist5k(), MODES[case.mode]
     plan = make_plan(graph, case.starts, case.replicas)
@@ -116,7 +118,7 @@ def make_setup(subject: Subject, case: Case, profile: Profile, cluster: Cluster)
         graph=graph,
         plan=plan,
         pipeline=pipeline,
-        costs=stage_costs(profile, plan, recompute=False),
+        costs=replace(stage_costs(profile, plan, recompute=False), host=host),
         cluster=cluster,
         dataset=dataset,
         sampler=subject.sampler(),

@@ -9,7 +9,8 @@ from torch import distributed
 
 from pipebench.cluster import Cluster, Level
 from pipebench.profile.model import Profile
-from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
+from pipebench.profile.together import mean_profile
+from tests.bench.processes import crew, figure15, jobs, memory, traffic
 from tests.bench.processes.duel import duel
 from tests.bench.processes.figure15 import Point
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, distance_from_plain_loop
@@ -127,7 +128,7 @@ def test_the_picture_is_one(tmp_path: Path) -> None:
 def test_profiles_of_processes_are_averaged(given: Given) -> None:
     profile = given.profile
     text = profile.to_json().replace('"forward_s": 1.0', '"forward_s": 2.0')
-    mean = machine.mean_profile([profile, Profile.from_json(text)])
+    mean = mean_profile([profile, Profile.from_json(text)])
     assert {row.forward_s for row in mean.layers[16][:-1]} == {1.5}
     assert [row.backward_s for row in mean.layers[16]] == [row.backward_s for row in profile.layers[16]]
     assert cut_at(mean, 16, 0.25) == pytest.approx(len(profile.layers[16]) / 4, abs=1)
