@@ -420,6 +420,20 @@ def test_a_resumed_run_goes_on_under_its_id_without_duplicates(resumed: tuple[Ru
     assert (fetch(second).info.status, fetch(second).data.tags["outcome"]) == ("FINISHED", REACHED)
 
 
+def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Tracking) -> None:
+    first = tracking.start("closing", params={}, tags={}, virtual=False)
+    for point in RESULT.points:
+        first.point(point)
+    first.finish(RESULT)
+    again = Tracking("suite").start("closing", params={}, tags={}, virtual=False, run_id=first.run_id)
+    for point in RESULT.points:
+        again.point(point)
+    again.finish(RESULT)
+    for metric in ("top1", "best_top1", "time_to_accuracy_s", "peak_memory_bytes/stage_0"):
+        steps = [row.step for row in history(again, metric)]
+        assert len(set(steps)) == len(steps) > 0, metric
+
+
 def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog, list[str]]) -> None:
     data = fetch(resumed[1]).data
     assert data.params == {"lr": "0.1", "seed": "0", "extra": "1"}

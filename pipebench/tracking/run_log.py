@@ -362,7 +362,8 @@ class RunLog:
         virtual = self._start.virtual
         end_ms = self._timestamp_ms(clock_s) if virtual else time.time_ns() // 1_000_000
         values = {**summarise_curves(points), **result.metrics, **stage_metrics(result), **worker_metrics(result)}
-        self._queue_values(values, end_ms, points[-1].samples if points else 0, clocked=virtual)
+        # Like a point: who was killed while closing the record has logged it.
+        self._queue_values(values, end_ms, points[-1].samples if points else 0, clocked=virtual, curve=True)
         self.tag("outcome", result.outcome)
         self.text("result.json", result.to_json())
         return end_ms
