@@ -311,10 +311,10 @@ def _record_problems(record: dict[str, Any]) -> Iterator[str]:
         yield f"{len(record['runs'])} MLflow runs"
     if record["runs"][0]["status"] != "FINISHED":
         yield f"MLflow status {record['runs'][0]['status']}"
-    for name, rows in record["metrics"].items():
-        steps = [step for step, _ in rows]
-        if len(set(steps)) != len(steps):
-            yield f"{name} has several values at one step"
+    steps = {name: [step for step, _ in rows] for name, rows in record["metrics"].items()}
+    twice = sorted(name for name, each in steps.items() if len(set(each)) != len(each))
+    if twice:
+        yield f"{len(twice)} metrics have several values at one step, {twice[0]} for one"
 
 
 def _weights(run: WatchedRun) -> dict[str, torch.Tensor]:
