@@ -1,10 +1,13 @@
 """Processes that stay and run one function after another: a process group is made once for many tests."""
 
+import faulthandler
 import importlib
 import os
 import socket
+import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +18,8 @@ from torch import multiprocessing
 from pipebench.launch_join import Place
 
 ANSWER_LIMIT_S = 120.0
+_STACKS_AFTER_S = 60.0
+_AFTER_A_FAILURE_S = 5.0
 
 
 class Processes:
@@ -72,17 +77,25 @@ class Processes:
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         self._lost |= set(lost)
-        answers: list[tuple[bool, Any]] = []
-        for rank, pipe in enumerate(self._pipes):
-            if rank in lost:
-                self._processes[rank].join(ANSWER_LIMIT_S)
-                answers.append((True, None))
-                continue
-            assert pipe.poll(ANSWER_LIMIT_S), f"rank {rank} does not answer to {function}"
-            answers.append(pipe.recv())
-        failed = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        answers: dict[int, tuple[bool, Any]] = {}
+        limit_s = time.monotonic() + ANSWER_LIMIT_S
+        while len(answers) < len(self._pipes):
+            waiting = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            found = connection.wait(list(waiting.values()), max(0.0, limit_s - time.monotonic()))
+            for rank in [rank for rank, pipe in waiting.items() if pipe in found or not found]:
+                answers[rank] = self._answer(rank, lost) if found else (False, f"no answer to {function}")
+            if any(not fine for fine, _ in answers.values()):  # the others may wait for those that failed
+                limit_s = min(limit_s, time.monotonic() + _AFTER_A_FAILURE_S)
+        failed = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine]
         assert not failed, "\n".join(failed)
-        return [value for _, value in answers]
+        return [value for _, (_, value) in sorted(answers.items())]
+
+    def _answer(self, rank: int, lost: Sequence[int]) -> tuple[bool, Any]:
+        try:
+            answer: tuple[bool, Any] = self._pipes[rank].recv()
+        except EOFError:
+            return rank in lost, None if rank in lost else "gone"
+        return answer
 
 
 def _serve(rank: int, size: int, port: int, device: str, pipe: Connection) -> None:
@@ -98,8 +111,10 @@ def _serve(rank: int, size: int, port: int, device: str, pipe: Connection) -> No
         except EOFError:
             break
         module, function = name.split(":")
+        faulthandler.dump_traceback_later(_STACKS_AFTER_S)  # what hangs says where
         try:
             pipe.send((True, getattr(importlib.import_module(module), function)(world, *args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
     world.close()

@@ -91,13 +91,13 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 def small_setup(case: Case) -> Setup:
     """Return the setup of a case."""
     num_workers = sum(case.replicas)
+    columns = {"cluster": flat_cluster(num_workers).placed(case.devices or tuple(range(num_workers))), **case.columns}
     return make_setup(
         model_of(case.model),
         (list(case.starts), list(case.replicas)),
         dataset=images() if case.model == "conv" else Blobs(num_train=46),
         make_optimizer=momentum,
-        cluster=flat_cluster(num_workers).placed(case.devices or tuple(range(num_workers))),
-        **case.columns,
+        **columns,
     )
 
 

@@ -26,5 +26,5 @@ def test_a_long_run_and_its_drains(request: pytest.FixtureRequest, num_workers: 
     processes: Processes = request.getfixturevalue({2: "two", 3: "three"}[num_workers])
     modes = ["pipedream", "gpipe"] + (["pipedream, replicated"] if num_workers == 3 else [])
     check(
-        processes, [ZooCase(model, mode, num_workers, (25, 1, 14)) for model in ("gnmt8", "awd_lm") for mode in modes]
+        processes, [ZooCase(model, mode, num_workers, (24, 6, 12)) for model in ("gnmt8", "awd_lm") for mode in modes]
     )

@@ -1,0 +1,196 @@
+"""What the processes do in tests of the transport and of early ends; called by name, like `cases.py`."""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch lists it nowhere
+
+from pipebench.engine import channel
+from pipebench.engine.control import STOP_KEY, Control
+from pipebench.engine.distributed import DistributedEngine
+from pipebench.engine.message import HEADER_BYTES, read_header
+from pipebench.engine.setup import Setup
+from pipebench.sampling import InOrder
+from pipebench.world import PeerLostError, World
+from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
+from tests.support import Blobs, make_setup
+
+_SIZES = (3, 3, 40, 9, 9, 40, 200, 1, 3, 200, 9, 1)  # rows of every pair of samples: growing, shrinking, again
+_HUGE_ROWS = 700_000  # of 6 numbers of 8 bytes for 2 samples: 67 MB
+
+
+class Rows(Blobs):
+    """Samples of many rows each, by pairs of different lengths; the longest of a unit's samples sets its length."""
+
+    def __init__(self, num_rows: Sequence[int]) -> None:
+        super().__init__(num_train=2 * len(num_rows), num_eval=4)
+        self._num_rows = num_rows
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return x: [samples, rows, 6] float64, and labels."""
+        found = super().fetch(split, indices, fields, draw)
+        rows = max(self._num_rows[i // 2] for i in indices)
+        if "x" in found:
+            found["x"] = found["x"].unsqueeze(1).expand(-1, rows, -1).contiguous()
+        return found
+
+
+class RowNet(nn.Module):
+    """Works on every row by itself, then on their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.one, self.two, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, rows, 6] to [samples, 4]."""
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).mean(1))  # type: ignore[no-any-return]
+
+
+def rows_setup(sizes: Sequence[int] = _SIZES) -> Setup:
+    """Return two stages that exchange values of changing shapes; the profile knows the first ones alone."""
+    data = Rows(sizes)
+    return make_setup(
+        RowNet(), ([2], [1, 1]), dataset=data, make_optimizer=momentum, minibatch_size=2,
+        sampler=InOrder(data.num_train, 2),
+    )  # fmt: skip
+
+
+def huge_setup() -> Setup:
+    """Return two stages that exchange a value of more than 64 MB, after one that makes no room for it."""
+    return rows_setup((3, _HUGE_ROWS, 3))
+
+
+class _Counting:
+    """Stands before `torch.distributed` in channels, and notes what sets out."""
+
+    def __init__(self) -> None:
+        self.num_sends: Counter[int] = Counter()
+        self.num_texts: Counter[int] = Counter()
+        self.num_bytes: list[int] = []
+
+    def isend(self, data: torch.Tensor, peer: int, **how: Any) -> Any:
+        tag = how["tag"]
+        self.num_sends[tag] += 1
+        self.num_bytes.append(len(data))
+        if tag % 2 == 0 and len(data) >= HEADER_BYTES:
+            self.num_texts[tag] += read_header(data).text_bytes > 0
+        return dist.isend(data, peer, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+@contextmanager
+def counting() -> Iterator[_Counting]:
+    """Count sends meanwhile."""
+    found = _Counting()
+    channel.dist = found  # type: ignore[assignment, attr-defined]
+    try:
+        yield found
+    finally:
+        channel.dist = dist  # type: ignore[attr-defined]
+
+
+def rows(world: World, huge: bool) -> tuple[Outcome, dict[int, int], dict[int, int], list[int]]:
+    """Train on changing shapes; return also the messages and the layouts in words by tag, and all messages' sizes."""
+    setup = huge_setup() if huge else rows_setup()
+    with counting() as counted:
+        outcome = in_processes(world, setup, (3,) if huge else (7, 12, 5))
+    return outcome, dict(counted.num_sends), dict(counted.num_texts), counted.num_bytes
+
+
+class SlowWhenEvaluated(nn.Linear):
+    """The stage that the others would run away from."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As its class, after a while in evaluation."""
+        if not self.training:
+            time.sleep(0.01)
+        return super().forward(x)
+
+
+def slow_evaluation(world: World) -> int:
+    """Evaluate before a slow last stage; return the most messages that were on their way from this worker."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), SlowWhenEvaluated(6, 4)).double()
+    setup = make_setup(model, ([1, 2], [1, 1, 1]), dataset=Blobs(num_eval=160))
+    engine = DistributedEngine(setup, world)
+    engine.start_clock()
+    most = [0]
+    senders = list(engine._transport._senders.values())
+    for sender in senders:
+        send = sender.send
+
+        def noting(*args: Any, send: Any = send, sender: Any = sender, **kwargs: Any) -> int:
+            num_bytes: int = send(*args, **kwargs)
+            most[0] = max(most[0], len(sender._leaving))
+            return num_bytes
+
+        sender.send = noting  # type: ignore[method-assign]
+    engine.evaluate()
+    return most[0]
+
+
+def buffers_of_a_segment(world: World, case: Case, num_minibatches: int) -> int:
+    """Train; return how many buffers this worker's busiest sender has made."""
+    engine = DistributedEngine(replace(small_setup(case), device=world.device), world)
+    engine.start_clock()
+    engine.train(0, num_minibatches)
+    return max((len(sender._free) for sender in engine._transport._senders.values()), default=0)
+
+
+def stopped(world: World, case: Case, name: str, after: int, asks: int, by_key: bool) -> Outcome:
+    """Train until a worker asks for a stop, in its own voice or by the store, in the midst of a segment."""
+    setup, store = small_setup(case), PrefixStore(name, world.store)
+    control = Control(store, world.rank, world.size, setup.pipeline, stall_limit_s=60.0)
+    control.start()
+    seen = [0]
+
+    def on_unit(samples: int, loss: float, clock_s: float) -> None:
+        seen[0] += 1
+        if seen[0] == after and world.rank == asks:
+            if by_key:
+                store.set(STOP_KEY, "enough")
+            else:
+                control.request_stop("enough")
+
+    outcome = in_processes(world, setup, case.segments, control=control, on_unit=on_unit)
+    assert control.stop_reason == "enough"
+    control.close()
+    world.barrier()
+    return outcome
+
+
+def killed(world: World, case: Case, victim: int) -> tuple[str, float]:
+    """Train until a worker is killed; return what the others are told, and the seconds until then."""
+    engine = DistributedEngine(small_setup(case), world)
+    engine.start_clock()
+    seen, killed_s = [0], [0.0]
+
+    def on_unit(samples: int, loss: float, clock_s: float) -> None:
+        seen[0] += 1
+        killed_s[0] = time.monotonic()
+        if seen[0] == 5 and world.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    engine._on_unit = on_unit
+    try:
+        engine.train(0, 1000)
+    except PeerLostError as lost:
+        return str(lost), time.monotonic() - killed_s[0]
+    return "nothing", 0.0
