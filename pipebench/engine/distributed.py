@@ -24,6 +24,7 @@ from pipebench.engine.ring import ring_all_reduce
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.transport import Transport
+from pipebench.engine.watch import DeviceWatch, HostWatch, Watch
 from pipebench.engine.whole import WholeModel, gather_tensors
 from pipebench.engine.worker import Worker, training_feed
 from pipebench.errors import DivergedError
@@ -32,7 +33,6 @@ from pipebench.measured import Measured, MeasuredMeter, merge
 from pipebench.network import ring_bytes
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import forward_programs, programs
-from pipebench.simulate import Event
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT, Transfer
 from pipebench.world import World
 
@@ -86,6 +86,8 @@ class DistributedEngine:
         self._latest_loss = math.nan
         self._stop: str | None = None
         self._norms: dict[int, torch.Tensor] = {}
+        on_gpu = setup.device.type == "cuda"
+        self._watch: Watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
         self._transport = Transport(setup, world, self.worker.index, self.clock)
         self._make_groups()
         if world.rank > 0 or setup.dataset.generates_with is None:
@@ -174,6 +176,7 @@ class DistributedEngine:
             self._transport.flush()
         finally:
             feed.close()
+        self._watch.settle()
         self._average_buffers()
         self.settle()
         return done
@@ -202,6 +205,7 @@ class DistributedEngine:
         metrics = scores.metrics()
         if dataset.generates_with is not None:
             metrics |= self._whole_model_metrics()
+        self._watch.settle()
         self.meter.evaluating = False
         before_s = self.clock_s
         self.settle()
@@ -267,9 +271,8 @@ class DistributedEngine:
     def _timed(self, instruction: Instruction, handler: Callable[[int, Instruction], float] | None = None) -> None:
         """Execute an instruction, watched and measured."""
         self._at(instruction, "")
-        start_s = self.clock()
-        stall_s = (handler or self._handlers[instruction.op])(instruction.number, instruction)
-        self.meter.event(Event(start_s, self.clock(), self.worker.index, instruction, stall_s))
+        handle = handler or self._handlers[instruction.op]
+        self._watch.timed(instruction, lambda: handle(instruction.number, instruction))
 
     def _at(self, instruction: Instruction | None, wait: str) -> None:
         if self._control is not None:
