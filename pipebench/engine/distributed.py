@@ -8,32 +8,27 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.control import Control
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import admitted_program
-from pipebench.engine.reducer import Reducer
-from pipebench.engine.ring import ring_all_reduce
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
+from pipebench.engine.together import Together
 from pipebench.engine.transport import Transport
 from pipebench.engine.watch import DeviceWatch, HostWatch, Watch
 from pipebench.engine.whole import WholeModel, gather_tensors
 from pipebench.engine.worker import Worker, training_feed
 from pipebench.errors import DivergedError
-from pipebench.launch_join import peers
 from pipebench.measured import Measured, MeasuredMeter, merge
-from pipebench.network import ring_bytes
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import forward_programs, programs
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT, Transfer
+from pipebench.timeline import ACTIVATION, EVALUATION, GRADIENT, Transfer
 from pipebench.world import World
 
 _MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
@@ -85,11 +80,11 @@ class DistributedEngine:
         self._segment = 0
         self._latest_loss = math.nan
         self._stop: str | None = None
-        self._norms: dict[int, torch.Tensor] = {}
+        self._norm: torch.Tensor | None = None
         on_gpu = setup.device.type == "cuda"
         self._watch: Watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
         self._transport = Transport(setup, world, self.worker.index, self.clock)
-        self._make_groups()
+        self._together = Together(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
         if world.rank > 0 or setup.dataset.generates_with is None:
             # The stage holds copies of what it needs: the rest of the model would only take memory.
             for whole in (setup.graph.model, setup.graph.root):
@@ -177,7 +172,7 @@ class DistributedEngine:
         finally:
             feed.close()
         self._watch.settle()
-        self._average_buffers()
+        self._together.average_buffers()
         self.settle()
         return done
 
@@ -227,7 +222,7 @@ class DistributedEngine:
         self.worker.restore(state)
         if facts is not None:
             self.meter.restore(facts["meter"], clock_s)
-            self.num_bytes = Counter({(kind, level): count for kind, level, count in facts["num_bytes"]})
+            self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
             self.worker.peak_bytes = max(self.worker.peak_bytes, *facts["peak_bytes"])
 
     def facts(self) -> dict[str, Any]:
@@ -318,10 +313,10 @@ class DistributedEngine:
         return stall_s
 
     def _backward(self, unit: int, instruction: Instruction) -> float:
-        starts = instruction.reduce >= 0
-        self.worker.backward(unit, self._reducer.add if starts and self._reducer is not None else None)
-        if starts and self._reducer is not None:
-            self._reducer.finish(self.worker.replica.gradients)
+        if instruction.reduce >= 0:
+            self._together.backward(unit)
+        else:
+            self.worker.backward(unit)
         self._on_unit(self._feed.size(unit), self._latest_loss, self.clock())
         return 0.0
 
@@ -332,33 +327,13 @@ class DistributedEngine:
         return 0.0
 
     def _wait_all_reduce(self, round_index: int, instruction: Instruction) -> float:
-        assert self._reducer is not None
-        if instruction.reduce >= 0:  # no backward of this round ran here
-            self._reducer.finish(self.worker.replica.gradients)
         start_s = self.clock()
-
-        def arrived(num_bytes: int, set_out_s: float) -> None:
-            self._count_ring(ALL_REDUCE, f"R{round_index}", num_bytes, set_out_s)
-
-        self.worker.replica.gradients = self._reducer.wait(arrived)
+        self._together.wait(round_index, has_begun=instruction.reduce < 0)
         return self.clock() - start_s
 
     def _wait_norm(self, round_index: int, _: Instruction) -> float:
-        """All stages agree on the gradient's norm: the squares are gathered, and added as the virtual engine does."""
-        pipeline, cluster = self.setup.pipeline, self.setup.cluster
-        own = self.worker.squared_norm() if self.worker.replica_index == 0 else torch.zeros(1)
-        found = [torch.zeros(1) for _ in range(self.world.size)]
         start_s = self.clock()
-        with peers():
-            dist.all_gather(found, own.cpu(), group=self._norm_group)
-        ring = cluster.ring(range(pipeline.num_workers))
-
-        def count(sender: int, receiver: int, num_bytes: int) -> None:
-            if ring[sender] == self.worker.index:
-                self.num_bytes[CONTROL, self._level(ring[sender], ring[receiver])] += num_bytes
-
-        squares = [found[self._ranks[worker]] for worker in ring]
-        self._norm = ring_all_reduce(squares, count).sqrt().to(self.setup.device)
+        self._norm = self._together.norm()
         return self.clock() - start_s
 
     def _update(self, round_index: int, _: Instruction) -> float:
@@ -412,61 +387,6 @@ class DistributedEngine:
     def _level(self, sender: int, receiver: int) -> str:
         cluster = self.setup.cluster
         return cluster.levels[cluster.level_between(sender, receiver)].name
-
-    def _count_ring(self, kind: str, label: str, num_bytes: int, start_s: float) -> None:
-        """Count what this worker sends in a ring all-reduce, and note the whole for the timeline."""
-        ring, cluster = self._ring, self.setup.cluster
-        position = ring.index(self.worker.index)
-        sent = ring_bytes(num_bytes, len(ring))
-        next_one = ring[(position + 1) % len(ring)]
-        self.num_bytes[kind, self._level(self.worker.index, next_one)] += sent[position]
-        levels = [cluster.levels[cluster.level_between(a, b)] for a, b in zip(ring, ring[1:] + ring[:1], strict=True)]
-        slowest = min(levels, key=lambda level: level.goodput_bytes_per_s).name
-        members = tuple(sorted(ring))
-        self.meter.transfer(Transfer(kind, label, members, members, slowest, sum(sent), start_s, self.clock()))
-
-    def _make_groups(self) -> None:
-        """Make the process groups of all stages' replicas and of the norm; all workers make all, in one order."""
-        setup, world = self.setup, self.world
-        limit = timedelta(seconds=world.operation_limit_s)
-        self._reducer: Reducer | None = None
-        self._ring = [self.worker.index]
-        self._group: Any = None
-        self._norm_group: Any = dist.new_group(backend="gloo", timeout=limit) if setup.pipeline.shares_norm else None
-        for stage, replicas in enumerate(setup.pipeline.replicas):
-            if replicas == 1:
-                continue
-            first = setup.pipeline.worker(stage, 0)
-            ring = setup.cluster.ring(range(first, first + replicas))
-            ranks = [self._ranks[worker] for worker in ring]
-            backend = "nccl" if world.direct else "gloo"
-            group = dist.new_group(ranks, backend=backend, timeout=limit, use_local_synchronization=False)
-            if stage == self.worker.stage_index:
-                self._ring, self._group = ring, group
-                weights = self.worker.replica.weights
-                buckets = [
-                    [weights.names.index(name) for name in bucket.parameters]
-                    for bucket in setup.costs.stages[stage].buckets
-                ]
-                on_gpu = setup.device.type == "cuda"
-                self._reducer = Reducer(
-                    buckets, weights.newest.parameters, group, host_copy=on_gpu and not world.direct, clock=self.clock
-                )
-
-    def _average_buffers(self) -> None:
-        """Average running statistics over the stage's replicas, as part of the drain (DESIGN: BatchNorm)."""
-        buffers = self.worker.buffers()
-        if len(self._ring) == 1 or not buffers:
-            return
-        start_s = self.clock()
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        travels = flat if self.world.direct else flat.cpu()
-        with peers():
-            dist.all_reduce(travels, group=self._group)
-        means = torch.split(travels.to(flat.device) / len(self._ring), [buffer.numel() for buffer in buffers])
-        for buffer, mean in zip(buffers, means, strict=True):
-            buffer.copy_(mean.view(buffer.shape))
-        self._count_ring(BUFFERS, "buffers", flat.nbytes, start_s)
 
     @cached_property
     def _whole(self) -> WholeModel:
