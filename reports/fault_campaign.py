@@ -376,7 +376,7 @@ def page(outcomes: Sequence[Outcome], seed: int, took_s: float) -> str:
     """Return the report."""
     kills = sum(len(outcome.done) for outcome in outcomes)
     lost = [outcome for outcome in outcomes if not outcome.fine]
-    verdict = "all recovered" if not lost else f"{len(lost)} runs not as they should be"
+    verdict = "all recovered" if not lost else f"{len(lost)} not as it should be"
     restarts = sum(
         what.from_step.isdigit() or what.from_step == "the beginning" for out in outcomes for what in out.done
     )
