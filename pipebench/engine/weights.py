@@ -99,7 +99,9 @@ class Weights:
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
 
     def find(self, number: int) -> Version:
-        """Return the live version of that number."""
+        """Return the live version of that number; without parameters one stands for all."""
+        if self.optimizer is None:
+            return self.newest
         return next(version for version in self._alive if version.number == number)
 
     def bind(self, version: Version) -> None:

@@ -27,6 +27,7 @@ TWO = {
 THREE = {
     "three stages": Case("skip", (3, 6), (1, 1, 1)),
     "three stages, flush": Case("conv", (3, 6), (1, 1, 1), {"weights": "one", "microbatches": 4}),
+    "vertical sync, a stage without parameters": Case("mlp", (3, 4), (1, 1, 1), {"weights": "stash-vertical-sync"}),
     "2-1": Case("conv", (4,), (2, 1)),
     "1-2": Case("skip", (4,), (1, 2)),
     "2-1, gpipe": Case("skip", (4,), (2, 1), {"weights": "one", "order": "all-forwards", "microbatches": 2}),
