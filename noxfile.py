@@ -60,7 +60,10 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def reports(session: nox.Session) -> None:
-    """Write the reports of `reports/*.py` again; needs the profiles and published values in `../shared`."""
+    """Write `analytic_profile.md`, `planner_vs_simulator.md` and `table1_plans.md` in `reports/` again.
+
+    They need the profiles and published values in `../shared`. The other pages have sessions of their own.
+    """
     python = python_with_pipebench(session)
     for name in ("analytic_profile", "planner_vs_simulator", "table1_plans"):
         page = session.run(python, "-m", f"reports.{name}", external=True, silent=True)
