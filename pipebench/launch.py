@@ -83,10 +83,15 @@ def worker_settings(num_workers: int) -> dict[str, str]:
         # torch's C++ side prints pages about every connection that a dead worker leaves behind.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         # Every worker would take all cores for itself.
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_workers)),
+        "OMP_NUM_THREADS": str(max(1, _num_cores() // num_workers)),
         **HEAP,
     }
     return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use; a batch system or `taskset` gives it fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Signals:

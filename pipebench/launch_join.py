@@ -74,11 +74,6 @@ def peers() -> Iterator[None]:
         raise
 
 
-def is_worker() -> bool:
-    """Say whether a launcher started this process as one worker of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 @dataclass(frozen=True)
 class Place:
     """A worker's place in the job, as its launcher put it into the environment.

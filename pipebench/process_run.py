@@ -169,8 +169,9 @@ class _Process:
         setup, engine = prepared.setup, prepared.recipe.engine
         worker = ranks_of(setup).index(world.rank)
         self._control = Control(
-            world.store, worker, world.size, setup.pipeline, stall_limit_s=engine.stall_limit_s, on_stall=fail_stalled
-        )
+            world.store, worker, world.size, setup.pipeline, stall_limit_s=engine.stall_limit_s, on_stall=fail_stalled,
+            multiple_of=setup.sampler.streams or 1,
+        )  # fmt: skip
 
     def train(self, progress: Any, on_point: Any) -> tuple[RunResult, Any]:
         """Train to the target, watched."""

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.errors import UserError
-from pipebench.launch_join import PeerLostError, Place, connect, is_worker, lost, meet, peers, read_place
+from pipebench.launch_join import PeerLostError, Place, connect, lost, meet, peers, read_place
 
-__all__ = ["PeerLostError", "World", "check_world_size", "current", "is_worker", "join", "lost", "shared_folder_check"]
+__all__ = ["PeerLostError", "World", "check_world_size", "current", "join", "lost", "shared_folder_check"]
 
 
 # Of this process; torch, too, has one default group per process.

@@ -5,8 +5,9 @@ large the posted buffers are follows from the messages before, by one rule that 
 
 Two workers that exchange activations and gradients have a channel for each, with a tag of its own: what one direction
 waits for never stands behind the other (P6, P10). A send returns at once and its buffer is its own until the message
-has left (P14); buffers of messages that have left are used again (P15). Every message is waited for or retired before
-the process group ends (P4). Received tensors are copies: a buffer is never an autograd leaf (P17).
+has left (P14). Gloo doesn't say when that is, unless one waits: every message tells how many the other way were taken,
+and so buffers are used again (P15). Every message is waited for before the process group ends (P4). Received tensors
+are copies: a buffer is never an autograd leaf (P17).
 """
 
 from collections import deque
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.engine.departure import Departure, DirectDeparture, Watcher
 from pipebench.engine.message import (
     HEADER_BYTES,
     Header,
@@ -111,12 +111,13 @@ class Sender:
         self._link = link
         self._capacity = _Capacity(first_bytes, AHEAD - 1)
         self._layouts: dict[Any, int] = {}
-        self._leaving: deque[tuple[_Buffer, Departure, DirectDeparture]] = deque()
+        self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
+        self._num_left = 0
+        self._direct: deque[tuple[Any, torch.Tensor]] = deque()
         self._free: list[_Buffer] = []
         self._num_sent = 0
-        self._watcher = Watcher(f"pipebench-departures-{link.peer}-{link.tag}")
 
-    def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None) -> int:
+    def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
         """Hand over a message; return its payload in bytes.
 
         Args:
@@ -124,8 +125,11 @@ class Sender:
             values: a pytree of tensors.
             note: a number that travels along.
             most_leaving: wait for earlier messages to leave where that many haven't; None never waits.
+            taken: how many messages were taken here of those that come the other way.
+
+        Raises:
+            PeerLostError: the receiver is gone.
         """
-        self.retire()
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
         layout, tensors = layout_of(values)
@@ -133,7 +137,7 @@ class Sender:
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
         num_bytes = HEADER_BYTES + len(text) + body_bytes
         spills = num_bytes > self._capacity.now
-        header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note)
+        header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
         self._capacity.count(num_bytes)
         buffer = self._take(num_bytes)
         write_header(buffer.data, header)
@@ -149,35 +153,43 @@ class Sender:
         self._num_sent += 1
         with peers():
             works = [dist.isend(buffer.data[a:b], self._link.peer, group=lane, tag=tag) for a, b, tag in pieces]
-            self._leaving.append((buffer, self._watcher.watch(works), self._send_directly(tensors)))
+            self._leaving.append((buffer, works))
+            self._send_directly(tensors)
         return layout.payload_bytes
 
-    def retire(self) -> None:
-        """Take back the buffers of messages that have left.
+    def taken(self, num_messages: int) -> None:
+        """Use the buffers of the first messages again: the receiver has taken so many.
 
         Raises:
             PeerLostError: the receiver is gone.
         """
-        while self._leaving and all(departure.has_left() for departure in self._leaving[0][1:]):
+        while self._num_left < num_messages:
             self._wait_for_first()
 
     def flush(self) -> None:
         """Wait until every message has left."""
         while self._leaving:
             self._wait_for_first()
+        with peers():
+            while self._direct:
+                self._direct.popleft()[0].wait()
 
-    def _send_directly(self, tensors: Sequence[torch.Tensor]) -> DirectDeparture:
-        """Send tensors by NCCL, if that is how they travel."""
+    def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send tensors by NCCL, if that is how they travel; they are kept until the device has sent them."""
         if self._link.direct is None:
-            return DirectDeparture([], [])
-        kept = [tensor.detach().contiguous() for tensor in tensors]
-        return DirectDeparture([dist.isend(t, self._link.peer, group=self._link.direct) for t in kept], kept)
+            return
+        while self._direct and self._direct[0][0].is_completed():
+            self._direct.popleft()
+        for tensor in tensors:
+            kept = tensor.detach().contiguous()
+            self._direct.append((dist.isend(kept, self._link.peer, group=self._link.direct), kept))
 
     def _wait_for_first(self) -> None:
-        buffer, departure, direct = self._leaving.popleft()
+        buffer, works = self._leaving.popleft()
         with peers():
-            departure.wait()
-            direct.wait()
+            for work in works:
+                work.wait()
+        self._num_left += 1
         self._free.append(buffer)
 
     def _take(self, num_bytes: int) -> _Buffer:
@@ -209,6 +221,7 @@ class Message:
         sent_s: when they were handed over, on the run's clock.
         arrived_s: when they were here: when the wait for them ended, or the moment they were asked for.
         note: the number that travelled along.
+        taken: how many messages the sender has taken of those that go the other way.
     """
 
     values: Any
@@ -216,10 +229,15 @@ class Message:
     sent_s: float
     arrived_s: float
     note: float
+    taken: int
 
 
 class Receiver:
-    """The receiving end; arguments as for `Sender`."""
+    """The receiving end; arguments as for `Sender`.
+
+    Attributes:
+        num_taken: messages received so far.
+    """
 
     def __init__(self, link: Link, first_bytes: int) -> None:
         self._link = link
@@ -227,6 +245,7 @@ class Receiver:
         self._layouts: list[Layout] = []
         self._posted: deque[tuple[Any, _Buffer, Any]] = deque()
         self._num_posted = 0
+        self.num_taken = 0
         self._free: list[_Buffer] = []
         self._unposted = 0
 
@@ -264,7 +283,9 @@ class Receiver:
         self._free.append(buffer)
         self._capacity.count(header.num_bytes)
         self.expect(0)
-        return Message(layout.values(tensors), layout.payload_bytes, header.sent_s, arrived_s, header.note)
+        self.num_taken += 1
+        values = layout.values(tensors)
+        return Message(values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
 
     def _wait(self, work: Any) -> None:
         with peers():

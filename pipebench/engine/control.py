@@ -8,6 +8,7 @@ job whose launcher hangs still says which worker doesn't get on.
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -46,6 +47,8 @@ class Control:
         num_workers: all workers.
         pipeline: the pipeline.
         stall_limit_s: a worker longer than this at one instruction, or at other work with a name, ends the job.
+        multiple_of: segments end early at multiples of so many minibatches: at those of a text's streams, whose states
+            would otherwise be with other replicas than the next minibatches, under another plan at the latest.
         on_stall: takes the report, in a control thread, and ends the process; by default after printing it.
         on_orphan: ends the process when the store is gone, that is, when the launcher was killed.
         heartbeat_s: how often workers tell each other what they are at.
@@ -59,6 +62,7 @@ class Control:
         pipeline: Pipeline,
         *,
         stall_limit_s: float,
+        multiple_of: int = 1,
         on_stall: Callable[[str], None] | None = None,
         on_orphan: Callable[[], None] | None = None,
         heartbeat_s: float = 0.5,
@@ -69,7 +73,7 @@ class Control:
         self._worker, self._pipeline = worker, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
         self._on_stall, self._on_orphan = on_stall or _print_and_exit, on_orphan or _exit
-        self._gate = Gate(grain(pipeline))
+        self._gate = Gate(math.lcm(grain(pipeline), multiple_of))
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # a worker's last heartbeat, and when it was new here
         self._started_s = self._listened_s = time.monotonic()

@@ -29,6 +29,7 @@ class Header(NamedTuple):
         spilled: 1 if the rest comes apart, because the receiver's buffer is too small for it.
         sent_s: when it was handed over, on the run's clock.
         note: a number that travels along: the latest loss the sender knows.
+        taken: how many messages the sender has taken of those that come the other way: they have left their sender.
     """
 
     unit: int
@@ -38,9 +39,10 @@ class Header(NamedTuple):
     spilled: int
     sent_s: float
     note: float
+    taken: int = 0
 
 
-_HEADER = struct.Struct("<5q2d8x")
+_HEADER = struct.Struct("<5q2dq")
 assert _HEADER.size == HEADER_BYTES
 
 

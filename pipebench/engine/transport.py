@@ -36,6 +36,8 @@ from pipebench.world import World
 _TAGS = {ACTIVATION: 2, GRADIENT: 4}  # each and the next one, for what is too large
 _SENDS = {Op.SEND_ACTIVATION: ACTIVATION, Op.SEND_GRADIENT: GRADIENT}
 _RECEIVES = {Op.RECEIVE_ACTIVATION: ACTIVATION, Op.RECEIVE_GRADIENT: GRADIENT}
+_ANSWERS = {ACTIVATION: GRADIENT, GRADIENT: ACTIVATION}
+_MOST_UNANSWERED = 64  # messages under way on an edge from which nothing comes back; see above, on evaluations
 _Key = tuple[str, int, int]  # kind, sender, receiver
 
 
@@ -80,7 +82,11 @@ class Transport:
 
     def send(self, kind: str, unit: int, peer: int, values: Any, note: float, most_leaving: int | None = None) -> int:
         """Send a unit's values to a worker; return their payload in bytes. See `Sender.send`."""
-        return self._senders[kind, peer].send(unit, values, note, most_leaving)
+        answers = self._receivers.get((_ANSWERS[kind], peer))
+        if answers is None:
+            most_leaving = most_leaving or _MOST_UNANSWERED
+            return self._senders[kind, peer].send(unit, values, note, most_leaving)
+        return self._senders[kind, peer].send(unit, values, note, most_leaving, answers.num_taken)
 
     def receive(self, kind: str, unit: int, peer: int) -> Message:
         """Wait for a unit's values from a worker.
@@ -88,7 +94,11 @@ class Transport:
         Raises:
             PeerLostError: it is gone.
         """
-        return self._receivers[kind, peer].receive(unit)
+        message = self._receivers[kind, peer].receive(unit)
+        sender = self._senders.get((_ANSWERS[kind], peer))
+        if sender is not None:
+            sender.taken(message.taken)
+        return message
 
     def flush(self) -> None:
         """Wait until everything sent has left.

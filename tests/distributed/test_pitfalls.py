@@ -2,7 +2,7 @@
 
 - P1, P2 (Gloo and CUDA tensors): what travels by Gloo is in the host's memory: `channel.Link.buffer`, `reducer` host
   copies
-- P3 (one Work of several kept): a message's works are all in its `Departure`; no batched sends are used
+- P3 (one Work of several kept): a message keeps all its works; no batched sends are used
 - P4 (a send nobody waits for): every segment ends with `flush`; `Processes` asserts that all processes end cleanly
 - P5, P7 (NCCL's first use, odd batches): a pair's communicator is used once when it is made, by all in one order; no
   batches
@@ -12,7 +12,7 @@
 - P9 (skip edges): a channel per pair of workers: `test_values_go_straight_to_every_stage_that_reads_them`
 - P11 (several communicators in flight): `transport`'s docstring argues it;
   `test_random_plans_neither_hang_nor_differ` (Gloo)
-- P12, P13 (issuing threads, batched hangs): the training thread alone issues; `departure` only waits; no batches
+- P12, P13 (issuing threads, batched hangs): the training thread alone issues; no batches
 - P14 (buffers reused early): `test_both_ends_agree_on_sizes_in_any_order_of_events` fills what has left with rubbish
 - P15 (buffers kept too long): `test_a_segment_holds_no_more_buffers_*`, `test_buffers_are_used_again_*`
 - P16 (`wait` blocks the stream): NCCL's tensors are only read by the device, in stream order; lengths and numbers
