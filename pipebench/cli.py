@@ -86,17 +86,24 @@ def cli() -> None:
       pipebench plan quickstart            which layers make a stage, on how many workers, and why
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
+      pipebench run --resume RUN           go on from a checkpoint, under another plan too
+      pipebench export RUN                 a run's weights as a plain state_dict
 
     \b
     Exit codes: 0 target reached or none set, 1 missed or diverged, 2 a mistake in what
-    was given, 3 an internal failure, 130 interrupted.
+    was given, 3 an internal failure or workers that failed, 130 interrupted.
     """
 
 
 @cli.command(short_help="Train recipes to their target and record the answers.")
 @click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1)
 @click.option("--seeds", metavar="0,1,2", help="Run every recipe once per seed; gives a median and a spread.")
-@click.option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint; keys may be changed.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    help="Go on with a run from its last checkpoint: its folder in pipebench-runs/, the beginning of its name, or its "
+    "MLflow run id. Keys may be changed.",
+)
 @click.option("--verbose", is_flag=True, help="Log what every worker does, with its time.")
 def run(words: tuple[str, ...], seeds: str | None, resume: str | None, verbose: bool) -> int:
     """Train recipes to their target and record the answers in MLflow.
@@ -114,10 +121,12 @@ def run(words: tuple[str, ...], seeds: str | None, resume: str | None, verbose: 
       torchrun --nnodes 2 --nproc-per-node 4 ... -m pipebench run my-recipe.yaml engine.kind=distributed
       pipebench run --resume my-recipe-1f0c9a7e
     """
+    if resume and seeds:
+        raise click.UsageError("--resume goes on with the run's own seed: leave out --seeds")
     if _started_as_worker():
         from pipebench.launch_worker import worker_main
 
-        return worker_main(lambda: _work(words, resume, verbose))
+        return worker_main(lambda: _work(words, seeds, resume, verbose))
     chosen_seeds = _parse_seeds(seeds)
     loaded, suite = _to_run(words, resume, verbose)
     _preflight_all(loaded)
@@ -155,8 +164,10 @@ def _started_as_worker() -> bool:
     return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1)
 
 
-def _work(words: Sequence[str], resume: str | None, verbose: bool) -> None:
+def _work(words: Sequence[str], seeds: str | None, resume: str | None, verbose: bool) -> None:
     """Do one process's part of a run."""
+    if seeds is not None:
+        raise UserError("--seeds: processes that are started together run one seed; give train.seed=N")
     loaded, suite = _to_run(words, resume, verbose)
     _preflight_all(loaded)
     from pipebench.process_run import Asked, work

@@ -41,14 +41,16 @@ def launched_by_us() -> bool:
 
 def fail(failure: Failure) -> NoReturn:
     """Record a failure and end this process now; from any thread."""
-    record(failure)
-    if not launched_by_us() and failure.kind not in ("lost", "interrupted"):
-        joined = world.current()
-        if joined is None or joined.first("report"):
-            print(report(failure), file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(failure.exit_code)
+    try:
+        record(failure)
+        if not launched_by_us() and failure.kind not in ("lost", "interrupted"):
+            joined = world.current()
+            if joined is None or joined.first("report"):
+                print(report(failure), file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:  # whoever read our output may be gone
+        os._exit(failure.exit_code)
 
 
 def fail_stalled(text: str) -> NoReturn:

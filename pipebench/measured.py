@@ -155,15 +155,13 @@ class MeasuredMeter:
         """Return the totals as JSON-able values, for a checkpoint."""
         return {"training": self._phases[False].to_json(), "evaluation": self._phases[True].to_json()}
 
-    def restore(self, state: Mapping[str, Any], clock_s: float) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: what `state` returned.
-            clock_s: the run's clock now; the recorded timeline begins here.
-        """
-        self._phases = {False: _Totals.from_json(state["training"]), True: _Totals.from_json(state["evaluation"])}
+    def begin(self, clock_s: float) -> None:
+        """Let the recorded timeline begin at this time on the run's clock."""
         self._origin_s = self._reduced_until_s = clock_s
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: `state` is what `state` returned."""
+        self._phases = {False: _Totals.from_json(state["training"]), True: _Totals.from_json(state["evaluation"])}
 
     def share(self) -> dict[str, Any]:
         """Return everything measured here as JSON-able values, for `merge`."""

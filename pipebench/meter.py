@@ -27,12 +27,14 @@ class Meter:
         evaluating: set while an evaluation runs.
         busy_s: seconds of forward, backward and update, over all workers.
         stall_s: seconds that workers waited for bytes on their way.
+        origin_s: the clock's time at which the timeline begins.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.evaluating = False
         self.busy_s = 0.0
         self.stall_s = 0.0
+        self.origin_s = 0.0
         self._pipeline = pipeline
         self._spans: list[Span] = []
         self._transfers: list[Transfer] = []
@@ -57,7 +59,8 @@ class Meter:
         """Return the recorded part."""
         spans = tuple(sorted(self._spans, key=lambda span: (span.start_s, span.worker)))
         transfers = tuple(sorted(self._transfers, key=lambda transfer: transfer.start_s))
-        return Timeline(worker_names(self._pipeline.replicas), spans, transfers, self._truncated)
+        found = Timeline(worker_names(self._pipeline.replicas), spans, transfers, self._truncated)
+        return found.shifted(-self.origin_s) if self.origin_s else found
 
 
 def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:

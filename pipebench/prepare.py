@@ -68,6 +68,7 @@ class Decided:
         devices: of every worker.
         depth: minibatches in flight per input-stage replica.
         profile: layer costs, as its JSON.
+        changes: overrides of a run that goes on, for which it was decided.
     """
 
     mode: str
@@ -76,9 +77,10 @@ class Decided:
     devices: tuple[int, ...]
     depth: int
     profile: str
+    changes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(prepared: Prepared) -> "Decided":
+    def of(prepared: Prepared, changes: Sequence[str] = ()) -> "Decided":
         """Return what was decided for a prepared recipe."""
         setup = prepared.setup
         return Decided(
@@ -88,6 +90,7 @@ class Decided:
             tuple(setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)),
             setup.pipeline.depth,
             prepared.profile.to_json(),
+            tuple(changes),
         )
 
     def to_json(self) -> str:
@@ -99,7 +102,8 @@ class Decided:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         starts, replicas, devices = (tuple(data[name]) for name in ("starts", "replicas", "devices"))
-        return Decided(data["mode"], starts, replicas, devices, data["depth"], data["profile"])
+        changes = tuple(data["changes"])
+        return Decided(data["mode"], starts, replicas, devices, data["depth"], data["profile"], changes)
 
 
 def prepare(

@@ -44,10 +44,11 @@ from pipebench.world import World, check_world_size, join, shared_folder_check
 _LOG = logging.getLogger("pipebench.run")
 _DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
-# What a checkpoint's weights and position in the data depend on: the same in a run that goes on.
+# What a checkpoint's weights, position in the data and clock depend on: the same in a run that goes on.
 _FIXED = (
-    "model", "dataset", "train.seed", "train.minibatch_size", "train.streams", "train.optimizer.name",
+    "model", "dataset", "train.seed", "train.minibatch_size", "train.streams", "train.optimizer.name", "engine.kind",
 )  # fmt: skip
+_USER_ERROR = 2
 _MEASURED = "measured"
 
 
@@ -75,6 +76,20 @@ class Asked:
     verbose: bool
     resumed: RunFolder | None = None
 
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What a run that goes on does otherwise than its recipe says."""
+        return self.words if self.resumed is not None else ()
+
+
+def kept_decision(folder: RunFolder | None, changes: Sequence[str]) -> Decided | None:
+    """Return what was decided for a run under these changes; None if nothing was, or for others."""
+    path = None if folder is None else folder.path / _DECIDED
+    if path is None or not path.exists():
+        return None
+    decided = Decided.from_json(path.read_text(encoding="utf-8"))
+    return decided if decided.changes == tuple(changes) else None
+
 
 def run_in_processes(
     loaded: LoadedRecipe, prepared: Prepared, name: str, asked: Asked, parent_run_id: str | None
@@ -93,19 +108,25 @@ def run_in_processes(
     """
     recipe = prepared.recipe
     folder = asked.resumed or _create(loaded, recipe.train.seed, name, asked, parent_run_id)
-    decided = folder.path / _DECIDED
-    if not decided.exists():
-        replace_file(decided, Decided.of(prepared).to_json().encode())
+    if kept_decision(folder, asked.changes) is None:
+        replace_file(folder.path / _DECIDED, Decided.of(prepared, asked.changes).to_json().encode())
+    if asked.resumed is not None:
+        folder.update(verbose=asked.verbose)
+    before = folder.result_path.read_bytes() if folder.result_path.exists() else None
     folder.result_path.unlink(missing_ok=True)
     resume = ["--resume", str(folder.path)] if asked.resumed else []
     command = [sys.executable, "-m", "pipebench", "run", *resume, *asked.words]
     workers = prepared.setup.pipeline.num_workers
     code = run_workers(command, workers, folder.path, max_restarts=recipe.engine.max_restarts)
     if code or not folder.result_path.exists():
-        hint = f"pipebench run --resume {folder.run_id}"
+        if code == _USER_ERROR:  # nothing has run: the record of what ran before stands
+            if before is not None:
+                replace_file(folder.result_path, before)
+        else:
+            _close_record(folder, code)
         if folder.checkpoints.steps():
+            hint = " ".join(["pipebench run --resume", folder.run_id, *asked.changes])
             print(f"pipebench: its checkpoints are kept: {hint}", file=sys.stderr)
-        _close_record(folder, code)
         raise WorkersFailedError(code or 3)
     return RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
 
@@ -124,11 +145,9 @@ def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, LoadedRecipe
     changed = [key for key in _FIXED if _value(before.recipe, key) != _value(loaded.recipe, key)]
     if changed:
         raise UserError(
-            f"command line: {changed[0]}: a run that goes on keeps it, because its weights depend on it; "
+            f"command line: {changed[0]}: a run that goes on keeps it, because its weights or its clock depend on it; "
             f"allowed are changes outside {', '.join(_FIXED)}"
         )
-    if overrides and not launched_by_us():  # another plan may be asked for
-        (folder.path / _DECIDED).unlink(missing_ok=True)
     return folder, loaded
 
 
@@ -150,7 +169,7 @@ def work(loaded: LoadedRecipe, asked: Asked) -> None:
     facts = folder.read()
     recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=facts.seed))
     with collected_log(facts.verbose) as log_text, torch_settings(engine):
-        prepared = _prepared(loaded, recipe, world, folder)
+        prepared = _prepared(loaded, recipe, world, folder, asked)
         check_world_size(world.size, prepared.setup.pipeline.num_workers, str(prepared.setup.plan))
         keeping = _keeping(world, folder, goes_on=asked.resumed is not None)
         process = _Process(world, folder, prepared, keeping)
@@ -185,9 +204,11 @@ class _Process:
             return made
 
         try:
-            return train_to_target(self.prepared, make, progress, on_point, self.keeping)
+            found = train_to_target(self.prepared, make, progress, on_point, self.keeping)
         finally:
             self._control.close()
+        self.world.barrier()  # the store may end with rank 0's process
+        return found
 
 
 def _first(loaded: LoadedRecipe, process: _Process, log_text: Any) -> None:
@@ -196,18 +217,14 @@ def _first(loaded: LoadedRecipe, process: _Process, log_text: Any) -> None:
 
     folder = process.folder
     facts = folder.read()
-    if facts.started_at_s is None:
+    if not _is_restart(process.world):
         folder.update(started_at_s=time.time())
     tracking = Tracking(facts.suite)
-    result = recorded_run(
+    recorded_run(
         loaded, process.prepared, facts.name, tracking, facts.parent_mlflow_run_id, log_text, process.train,
-        mlflow_run_id=facts.mlflow_run_id, on_run_id=lambda run_id: _keep_id(folder, run_id),
+        mlflow_run_id=facts.mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
+        on_result=lambda result: replace_file(folder.result_path, result.to_json().encode()),
     )  # fmt: skip
-    replace_file(folder.result_path, result.to_json().encode())
-
-
-def _keep_id(folder: RunFolder, run_id: str) -> None:
-    folder.update(mlflow_run_id=run_id)
 
 
 def _close_record(folder: RunFolder, code: int) -> None:
@@ -255,13 +272,14 @@ def _folder(world: World, loaded: LoadedRecipe, asked: Asked) -> RunFolder:
     return RunFolder(Path(world.exchange(path)[0]))
 
 
-def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFolder) -> Prepared:
+def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFolder, asked: Asked) -> Prepared:
     """Prepare the recipe by what was decided; rank 0 decides where nobody has."""
     from pipebench.runner import prepared_recipe
 
     path = folder.path / _DECIDED
-    if world.rank == 0 and not path.exists():
-        replace_file(path, Decided.of(prepared_recipe(loaded, recipe, trains=False)).to_json().encode())
+    if world.rank == 0 and kept_decision(folder, asked.changes) is None:
+        decided = Decided.of(prepared_recipe(loaded, recipe, trains=False), asked.changes)
+        replace_file(path, decided.to_json().encode())
     world.barrier()
     decided = Decided.from_json(path.read_text(encoding="utf-8"))
     check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))
@@ -285,7 +303,7 @@ def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world:
 
 def _keeping(world: World, folder: RunFolder, *, goes_on: bool) -> Keeping:
     """Return where checkpoints go and the one to begin with: the newest whole one, as rank 0 sees it."""
-    restarted = (world.place.attempt or int(os.environ.get(_RESTARTS, "0"))) > 0
+    restarted = _is_restart(world)
     found, step = None, -1
     if world.rank == 0 and (restarted or goes_on):
         found, skipped = folder.checkpoints.latest()
@@ -298,9 +316,14 @@ def _keeping(world: World, folder: RunFolder, *, goes_on: bool) -> Keeping:
     since_s = folder.read().started_at_s
     if step >= 0:
         found = found or folder.checkpoints.at(step, check=False)
-        since_s = found.progress["saved_at_s"]
+        since_s = max(found.progress["saved_at_s"], since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
     return Keeping(folder.checkpoints, found, world.exchange(lost_s)[0])
+
+
+def _is_restart(world: World) -> bool:
+    """Return whether a launcher has started these processes again by itself."""
+    return (world.place.attempt or int(os.environ.get(_RESTARTS, "0"))) > 0
 
 
 def _value(recipe: Recipe, key: str) -> Any:

@@ -1,5 +1,6 @@
 """Progress of a run: a live line on a terminal, one plain line per evaluation everywhere else."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,11 +108,16 @@ class RunProgress:
         self._scores = "  ".join(f"{n} {measure(n, v)}" for n, v in point.metrics.items() if "loss" not in n)
         clock = f"{self._clock} time {seconds(point.clock_s)}"
         wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
-        self._console.print(Text(f"{self._name}  epoch {epoch:g}  {scores}  {clock}{wall}"), soft_wrap=True)
+        self._say(f"{self._name}  epoch {epoch:g}  {scores}  {clock}{wall}")
 
     def note(self, text: str) -> None:
         """Tell of anything else, in a line that stays."""
-        self._console.print(Text(f"{self._name}  {text}"), soft_wrap=True)
+        self._say(f"{self._name}  {text}")
+
+    def _say(self, text: str) -> None:
+        """Print a line; a process among others goes on where nobody reads it, which rich answers by SystemExit."""
+        with contextlib.suppress(OSError, SystemExit) if self._clock == "wall" else contextlib.nullcontext():
+            self._console.print(Text(text), soft_wrap=True)
 
     def _line(self, samples: int, clock_s: float, loss: float, occupancy: float) -> Text:
         share = min(1.0, samples / self._total_samples) if self._total_samples > 0 else 0.0

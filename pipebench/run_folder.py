@@ -104,6 +104,10 @@ class RunFolder:
         self.write_json(_RUN, asdict(facts))
         return facts
 
+    def keep_mlflow_run_id(self, run_id: str) -> None:
+        """Note MLflow's id of the run, so that it can go on under it."""
+        self.update(mlflow_run_id=run_id)
+
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         """Write a JSON file into the folder; it is whole or not there.
 

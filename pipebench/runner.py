@@ -3,6 +3,7 @@
 Experiment = suite, parent run = comparison (or the seeds of one recipe), child = one run of one recipe.
 """
 
+import contextlib
 import io
 import logging
 import math
@@ -18,7 +19,7 @@ from pipebench.device import environment, torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
 from pipebench.prediction import compare, prediction_markdown
 from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
-from pipebench.process_run import Asked, run_in_processes
+from pipebench.process_run import Asked, kept_decision, run_in_processes
 from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
@@ -137,8 +138,9 @@ def _run_one(
     recipe = with_seed(loaded.recipe, seed)
     kind = recipe.engine.kind
     if kind == DISTRIBUTED:
+        decided = kept_decision(suite.resumed, suite.overrides)
         with torch_settings(recipe.engine):
-            prepared = prepared_recipe(loaded, recipe, trains=False)
+            prepared = prepared_recipe(loaded, recipe, trains=False, decided=decided)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
         if suite.resumed is not None:
@@ -148,14 +150,19 @@ def _run_one(
     assert tracking is not None
     with collected_log(suite.verbose) as log_text, torch_settings(recipe.engine):
         prepared = prepared_recipe(loaded, recipe)
-        keeping = _keeping(loaded, prepared, name, suite)
+        keeping, folder = _keeping(loaded, prepared, name, suite)
 
         def train(progress: Progress, on_point: Callable[[Point], None]) -> tuple[RunResult, Timeline]:
             if kind == SIMULATED:
                 return simulate_epoch(prepared)
             return train_to_target(prepared, on_virtual_clock(prepared), progress, on_point, keeping)
 
-        return recorded_run(loaded, prepared, name, tracking, parent, log_text, train)
+        if folder is None:
+            return recorded_run(loaded, prepared, name, tracking, parent, log_text, train)
+        return recorded_run(
+            loaded, prepared, name, tracking, parent, log_text, train,
+            mlflow_run_id=folder.read().mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
+        )  # fmt: skip
 
 
 def recorded_run(
@@ -169,6 +176,7 @@ def recorded_run(
     *,
     mlflow_run_id: str | None = None,
     on_run_id: Callable[[str], None] = lambda run_id: None,
+    on_result: Callable[[RunResult], object] = lambda result: None,
 ) -> RunResult:
     """Train, record everything about it, and print the answer.
 
@@ -182,6 +190,7 @@ def recorded_run(
         train: does the work; takes what is told of minibatches and evaluations, and what takes points.
         mlflow_run_id: of the run that this one goes on with.
         on_run_id: told of MLflow's id of a new run.
+        on_result: takes the result before anything is printed.
     """
     recipe, setup = prepared.recipe, prepared.setup
     facts = environment(setup.device)
@@ -199,12 +208,15 @@ def recorded_run(
         result, timeline = _trained(prepared, name, log, tracking, train)
         if wall:
             result = _with_prediction(prepared, result, log)
+        on_result(result)
         record_timeline(log, timeline)
     finally:
         log.text("run.log", log_text.getvalue())
         log.finish(result, status=None if result is not None else "FAILED")
     shown = timeline.warmed_up() if wall else timeline
-    console.print_summary(result, pictures.text_picture(shown, width=_PICTURE_WIDTH), log.where())
+    # A worker process ends well although nobody reads what it says any more; rich answers a broken pipe by SystemExit.
+    with contextlib.suppress(OSError, SystemExit) if wall else contextlib.nullcontext():
+        console.print_summary(result, pictures.text_picture(shown, width=_PICTURE_WIDTH), log.where())
     return result
 
 
@@ -214,8 +226,12 @@ def _with_prediction(prepared: Prepared, result: RunResult, log: RunLog) -> RunR
     if prepared.profile.source != "measured" and prepared.cluster.device not in environment(setup.device)["device"]:
         return result
     metrics = {**result.metrics}
-    metrics |= compare(metrics, predicted_metrics(setup, segment_length(prepared)))
-    log.text("prediction.md", prediction_markdown(metrics))
+    try:
+        metrics |= compare(metrics, predicted_metrics(setup, segment_length(prepared)))
+        log.text("prediction.md", prediction_markdown(metrics))
+    except Exception as error:  # what was measured is worth more than what was foretold
+        _LOG.warning("the run could not be predicted: %s", error)
+        return result
     return replace(result, metrics=metrics)
 
 
@@ -261,7 +277,7 @@ def _trained(
         return train(progress, log.point)
 
 
-def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) -> Keeping:
+def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) -> tuple[Keeping, RunFolder | None]:
     """Return where a virtual run's checkpoints go: into a folder of its own if it asks for any."""
     recipe = prepared.recipe
     if suite.resumed is not None:
@@ -270,14 +286,14 @@ def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) 
             print(f"pipebench: {sentence}", file=sys.stderr)
         if found is None:
             raise UserError(f"--resume: run {suite.resumed.run_id} has no whole checkpoint")
-        return Keeping(suite.resumed.checkpoints, found)
+        return Keeping(suite.resumed.checkpoints, found), suite.resumed
     if recipe.train.checkpoint_every is None or recipe.engine.kind == SIMULATED:
-        return Keeping()
+        return Keeping(), None
     folder = run_folder.create(
         name, recipe=recipe.name, recipe_yaml=recipe_yaml(loaded, recipe.train.seed), suite=suite.name,
         seed=recipe.train.seed, words=(str(loaded.path), *suite.overrides), verbose=suite.verbose,
     )  # fmt: skip
-    return Keeping(folder.checkpoints)
+    return Keeping(folder.checkpoints), folder
 
 
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:

@@ -71,6 +71,12 @@ class Timeline:
     transfers: tuple[Transfer, ...]
     truncated: bool
 
+    def shifted(self, by_s: float) -> "Timeline":
+        """Return it with another zero of the clock."""
+        spans = (replace(span, start_s=span.start_s + by_s, end_s=span.end_s + by_s) for span in self.spans)
+        transfers = (replace(each, start_s=each.start_s + by_s, end_s=each.end_s + by_s) for each in self.transfers)
+        return replace(self, spans=tuple(spans), transfers=tuple(transfers))
+
     def warmed_up(self) -> "Timeline":
         """Return what came after every worker's first backward: first calls are slow on the wall clock."""
         ends_s: dict[int, float] = {}
@@ -78,12 +84,5 @@ class Timeline:
             if span.kind == BACKWARD:
                 ends_s.setdefault(span.worker, span.end_s)
         since_s = max(ends_s.values(), default=0.0)
-        return replace(
-            self,
-            spans=tuple(
-                replace(span, start_s=span.start_s - since_s, end_s=span.end_s - since_s)
-                for span in self.spans
-                if span.start_s >= since_s
-            ),
-            transfers=(),
-        )
+        later = tuple(span for span in self.spans if span.start_s >= since_s)
+        return replace(self, spans=later, transfers=()).shifted(-since_s)

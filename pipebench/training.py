@@ -81,6 +81,9 @@ class Engine(Protocol):
     def facts(self) -> dict[str, Any]:
         """Return what was counted here: `num_bytes`, and `peak_bytes` and `weight_versions_max` per worker; JSON."""
 
+    def turn_to(self, work: str) -> None:
+        """Name what this process does now, for those who wait for it."""
+
     def settle(self) -> None:
         """Let `clock_s` be the time now: what came since the drain belongs to neither training nor evaluation."""
 
@@ -139,6 +142,9 @@ class _Run:
     training_s: float = 0.0
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
+    training_s_at: list[float] = field(default_factory=list)  # of every point
+    looks: int = 0  # losses seen since one was read from a GPU
+    counted_from: tuple[int, float] = (0, 0.0)  # samples and training seconds before what the engine has counted
     reached: Point | None = None
     reached_training_s: float = 0.0
 
@@ -203,7 +209,7 @@ def train_to_target(
         run.training_s += total_s - engine.clock_s
         run.samples = run.seen
     facts = together(engine.exchange(engine.facts()))
-    measured = engine.measured(run.training_s)
+    measured = engine.measured(run.training_s - run.counted_from[1])
     metrics = _metrics(run, facts, measured)
     metrics |= {"total_time_s": total_s, "wall_time_s": time.perf_counter() - started}
     result = RunResult(
@@ -220,6 +226,9 @@ def _go_on(run: _Run, engine: Engine) -> None:
         kept = found.progress
         clock_s += kept["clock_s"]
         facts = kept["facts"][engine.position] if kept["taken_by"] == _taken_by(run.prepared) else None
+        samples_then = run.prepared.setup.sampler.samples_before(found.step)
+        counted_from = (samples_then, kept["training_s"]) if facts is None else kept["counted_from"]
+        run.counted_from = (int(counted_from[0]), float(counted_from[1]))
         engine.restore(found.load(), facts, clock_s)
         run.done, run.samples = found.step, run.prepared.setup.sampler.samples_before(found.step)
         run.seen = run.told = run.samples
@@ -227,8 +236,8 @@ def _go_on(run: _Run, engine: Engine) -> None:
         run.training_s, run.evaluation_s, run.checkpoint_s = (
             kept[name] for name in ("training_s", "evaluation_s", "checkpoint_s")
         )
-        for point in kept["points"]:
-            _note_point(run, Point(**point), kept["training_s"])
+        for point, training_s in zip(kept["points"], kept["training_s_at"], strict=True):
+            _note_point(run, Point(**point), training_s)
             # Again: the record may have died with the process that queued it. It takes no point twice.
             run.on_point(Point(**point))
     engine.start_clock(clock_s)
@@ -245,7 +254,7 @@ def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
     total = train.max_epochs * sampler.minibatches_per_epoch
     evaluate_every = _period(train.evaluate_every, sampler.minibatches_per_epoch)
     save_every = _period(train.checkpoint_every or train.evaluate_every, sampler.minibatches_per_epoch)
-    due = run.done > 0 and (run.done % evaluate_every == 0 or run.done == total)
+    due = run.done > 0 and (run.done % evaluate_every == 0 or run.done >= total)
     if due and not any(point.samples == run.samples for point in run.points):
         # Stopped right before this evaluation, the run goes on with it.
         _evaluate(run, engine)
@@ -257,15 +266,16 @@ def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
             _evaluate(run, engine)
         _save(run, engine)
     target = train.target
+    epochs = run.samples / sampler.num_samples
     if target is None:
-        return COMPLETED, f"trained {train.max_epochs} epochs; no target was set"
+        return COMPLETED, f"trained {epochs:g} epochs; no target was set"
     goal = f"{target.metric} {target.value:g}"
     if run.reached is not None:
         value = run.reached.metrics[target.metric]
-        epochs = run.reached.samples / sampler.num_samples
-        return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {epochs:g} epochs"
+        reached_after = run.reached.samples / sampler.num_samples
+        return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {reached_after:g} epochs"
     best = _best(run, target.metric)
-    return MISSED, f"missed {goal}: the best in {train.max_epochs} epochs was {target.metric} {best:.4g}"
+    return MISSED, f"missed {goal}: the best in {epochs:g} epochs was {target.metric} {best:.4g}"
 
 
 def segment_length(prepared: Prepared) -> int:
@@ -291,7 +301,10 @@ def _train(run: _Run, engine: Engine, num_minibatches: int) -> None:
     shares = engine.exchange(own)
     run.loss_sum += sum(share["loss"] for share in shares)
     run.weight += sum(share["weight"] for share in shares)
-    reason = next((share["stop"] for share in shares if share["stop"]), None)
+    reasons = [share["stop"] for share in shares if share["stop"]]
+    if not math.isfinite(run.loss_sum):  # where a GPU computes, not every loss has been looked at
+        reasons.append(_diverged(run, run.loss_sum))
+    reason = next((each for each in reasons if each.startswith(DIVERGED)), next(iter(reasons), None))
     if reason is not None:
         if not reason.startswith(DIVERGED):
             _save(run, engine)
@@ -313,6 +326,7 @@ def _evaluate(run: _Run, engine: Engine) -> None:
 
 def _note_point(run: _Run, point: Point, training_s: float) -> None:
     run.points.append(point)
+    run.training_s_at.append(training_s)
     target = run.prepared.recipe.train.target
     if target is not None and run.reached is None:
         value, best = point.metrics[target.metric], run.prepared.setup.dataset.metrics[target.metric]
@@ -326,6 +340,7 @@ def _save(run: _Run, engine: Engine) -> None:
     if store is None:
         return
     before_s, parts, problem = engine.clock_s, [], None
+    engine.turn_to("checkpoint")
     try:
         parts = [asdict(store.write_part(run.done, name, state)) for name, state in engine.parts()]
     except (OSError, CheckpointError) as error:
@@ -333,6 +348,7 @@ def _save(run: _Run, engine: Engine) -> None:
     shares = engine.exchange({"parts": parts, "problem": problem, "facts": engine.facts()})
     problem = next((share["problem"] for share in shares if share["problem"]), None)
     if engine.is_first:
+        engine.turn_to("checkpoint")
         if problem is None:
             progress = _progress(run, engine.clock_s, [share["facts"] for share in shares])
             try:
@@ -356,6 +372,8 @@ def _progress(run: _Run, clock_s: float, facts: Sequence[Mapping[str, Any]]) -> 
         "samples": run.samples,
         "epoch": run.samples / run.prepared.setup.sampler.num_samples,
         "points": [asdict(point) for point in run.points],
+        "training_s_at": run.training_s_at,
+        "counted_from": run.counted_from,
         "loss_sum": run.loss_sum,
         "weight": run.weight,
         "training_s": run.training_s,
@@ -371,15 +389,20 @@ def _take_loss(run: _Run, loss: torch.Tensor, samples: int, weight: float) -> No
     run.seen += samples
     run.own_weight += weight
     run.own_loss = run.own_loss + loss
-    if loss.is_cuda and run.seen // samples % _CUDA_LOSS_EVERY:
+    run.looks += 1
+    if loss.is_cuda and run.looks % _CUDA_LOSS_EVERY:
         return
     run.own_loss = float(run.own_loss)
     if not math.isfinite(run.own_loss):
-        epoch = run.seen / run.prepared.setup.sampler.num_samples
-        raise DivergedError(
-            f"diverged: the training loss is {float(loss):g} after {run.seen:,} samples (epoch {epoch:.2f}); "
-            f"lower train.optimizer.lr ({run.prepared.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
-        )
+        raise DivergedError(_diverged(run, float(loss)))
+
+
+def _diverged(run: _Run, loss: float) -> str:
+    epoch = run.seen / run.prepared.setup.sampler.num_samples
+    return (
+        f"diverged: the training loss is {loss:g} after {run.seen:,} samples (epoch {epoch:.2f}); "
+        f"lower train.optimizer.lr ({run.prepared.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
+    )
 
 
 def _tell(run: _Run, engine: Engine, samples: int, loss: float, clock_s: float) -> None:
@@ -400,7 +423,7 @@ def _metrics(run: _Run, facts: Mapping[str, Any], measured: Measured) -> dict[st
         "weight_versions_max": max(facts["weight_versions_max"]),
         "peak_memory_bytes_max": max(facts["peak_bytes"]),
         "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
-        **byte_metrics(facts["num_bytes"], samples),
+        **byte_metrics(facts["num_bytes"], samples - run.counted_from[0]),
     }
     if run.keeping.checkpoints is not None:
         metrics["checkpoint_time_s"] = run.checkpoint_s

@@ -128,7 +128,8 @@ def test_totals_go_on_after_a_checkpoint() -> None:
         play(meter, 0, "F0:1 B0:2 U0:0.5")
         meter.transfer(bucket_of_one(0.0, 1.0))
     after = MeasuredMeter(SINGLE, 0, rank=0)
-    after.restore(json.loads(json.dumps(before.state())), clock_s=3.5)
+    after.restore(json.loads(json.dumps(before.state())))
+    after.begin(3.5)
     for meter in (after, whole):
         play(meter, 0, "F1:1 B1:2 U1:0.5", start_s=3.5)
         meter.transfer(bucket_of_one(4.0, 5.0))

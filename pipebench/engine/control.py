@@ -21,7 +21,7 @@ from typing import NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
 from pipebench.engine.gate import Gate, Position, grain
-from pipebench.engine.stall import ADMIT, Doing, describe, stall_report
+from pipebench.engine.stall import ADMIT, BARRIER, EXCHANGE, Doing, describe, stall_report
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 
@@ -31,6 +31,7 @@ _LOG = logging.getLogger("pipebench.engine.control")
 _AGREEING_S = 0.02  # all workers may be waiting for the agreement: ask often
 _SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # overdue after so many heartbeats, but a loaded host may take seconds
 _WATCH_S = 0.5
+_OWN_WORK = 10  # times the limit
 _FAILED = 3
 
 
@@ -216,9 +217,22 @@ class Control:
             else:
                 place_s += min(now_s - before_s, 4 * period_s)
             before_s = now_s
-            if (place[0] is not None or place[1]) and place_s > self._stall_limit_s:
+            if (place[0] is not None or place[1]) and place_s > self._limit_s(place) and not self._has_reason(place):
                 self._on_stall(self._report())
                 return
+
+    def _limit_s(self, place: tuple[Instruction | None, str, float]) -> float:
+        """Return how long one may be at something: writing a checkpoint or a search take longer than instructions."""
+        is_own_work = place[0] is None and place[1] not in (ADMIT, EXCHANGE, BARRIER)
+        return self._stall_limit_s * (_OWN_WORK if is_own_work else 1)
+
+    def _has_reason(self, place: tuple[Instruction | None, str, float]) -> bool:
+        """Return whether this worker waits for one that says it works, which watches itself."""
+        if place[0] is not None or place[1] not in (EXCHANGE, BARRIER):
+            return False
+        now_s = time.monotonic()
+        recent = [json.loads(beat) for beat, heard_s in self._heard.values() if now_s - heard_s < _SILENT_S]
+        return any(beat["text"] and not beat["waits"] for beat in recent)
 
     def _doing(self) -> Doing:
         instruction, work, since_s = self._place

@@ -112,6 +112,8 @@ class DistributedEngine:
         self._origin_s = time.perf_counter() - clock_s
         self.clock_s = clock_s
         self._not_training_s = max(0.0, clock_s - self.meter.busy_s)
+        self.meter.begin(clock_s)
+        self._watch.settle()
 
     def clock(self) -> float:
         """Return the run's clock, seconds."""
@@ -221,9 +223,11 @@ class DistributedEngine:
         """
         self.worker.restore(state)
         if facts is not None:
-            self.meter.restore(facts["meter"], clock_s)
+            self.meter.restore(facts["meter"])
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
             self.worker.peak_bytes = max(self.worker.peak_bytes, *facts["peak_bytes"])
+            weights = self.worker.replica.weights
+            weights.most_alive = max(weights.most_alive, *facts["weight_versions_max"])
 
     def facts(self) -> dict[str, Any]:
         """Return what this worker has measured so far, in a form that JSON holds."""
@@ -233,6 +237,10 @@ class DistributedEngine:
             "peak_bytes": [self.worker.peak_bytes],
             "weight_versions_max": [self.worker.replica.weights.most_alive],
         }
+
+    def turn_to(self, work: str) -> None:
+        """Name what this process does now, for the others' watchdogs."""
+        self._at(None, work)
 
     def settle(self) -> None:
         """All workers agree on the time: the last one's."""
@@ -317,7 +325,9 @@ class DistributedEngine:
             self._together.backward(unit)
         else:
             self.worker.backward(unit)
-        self._on_unit(self._feed.size(unit), self._latest_loss, self.clock())
+        # This worker's turn among its stage's replicas: together they are as far as it is.
+        samples = self._feed.size(unit) * self.setup.pipeline.replicas[self.worker.stage_index]
+        self._on_unit(samples, self._latest_loss, self.clock())
         return 0.0
 
     def _send_gradient(self, unit: int, instruction: Instruction) -> float:
@@ -395,9 +405,9 @@ class DistributedEngine:
     def _whole_model_metrics(self) -> dict[str, float]:
         """Gather the newest weights on rank 0, which computes what only the whole model can give; the others wait."""
         own = self.worker.replica.tensors() if self.worker.replica_index == 0 else {}
+        self.turn_to("whole-model metrics")
         stages = gather_tensors(own, self.world)
         found: dict[str, float] = {}
         if self.world.rank == 0:
             found = self.setup.dataset.whole_model_metrics(self._whole.filled(stages))
-        self._at(None, "whole-model metrics")
         return next(metrics for metrics in self.exchange(found) if metrics)

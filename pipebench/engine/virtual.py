@@ -120,7 +120,10 @@ class VirtualEngine:
 
     def start_clock(self, clock_s: float = 0.0) -> None:
         """Let the run's clock go on from `clock_s`."""
-        self.clock_s = self.now_s = clock_s
+        self.clock_s = self.now_s = self._meter.origin_s = clock_s
+
+    def turn_to(self, work: str) -> None:
+        """Nobody else waits."""
 
     def settle(self) -> None:
         """On this clock nothing happens between two segments."""
@@ -141,8 +144,10 @@ class VirtualEngine:
             worker.restore(state)
         if facts is not None:
             self.num_bytes = Counter({(kind, level): count for kind, level, count in facts["num_bytes"]})
-            for worker, peak_bytes in zip(self.workers, facts["peak_bytes"], strict=True):
+            columns = zip(self.workers, facts["peak_bytes"], facts["weight_versions_max"], strict=True)
+            for worker, peak_bytes, most_alive in columns:
                 worker.peak_bytes = max(worker.peak_bytes, peak_bytes)
+                worker.replica.weights.most_alive = max(worker.replica.weights.most_alive, most_alive)
             self._meter.busy_s, self._meter.stall_s = facts["busy_s"], facts["stall_s"]
             self._evaluation_s = facts["evaluation_s"]
 

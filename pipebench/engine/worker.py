@@ -149,7 +149,11 @@ class Worker:
         """Run a unit backward; `on_gradient` takes each parameter's gradient of the round as soon as it is whole."""
         if self._feed.size(unit) > 0:
             heads = self._heads(self._arriving.pop(unit, []))
-            self._returning[unit] = self.replica.backward(unit, heads, on_gradient)
+            returning = {
+                layer: found for layer, found in self.replica.backward(unit, heads, on_gradient).items() if found
+            }
+            if returning:
+                self._returning[unit] = returning
             self._note_memory()
 
     def gradient_for(self, unit: int, source: int) -> Gradients:
@@ -178,7 +182,7 @@ class Worker:
 
     def squared_norm(self) -> torch.Tensor:
         """Return the squared norm of the round's gradients, one float32: what a norm shared by all stages sums."""
-        return gradient_norm(self.replica.gradients).square().float().reshape(1)
+        return gradient_norm(self.replica.gradients).square().float().reshape(1).to(self.setup.device)
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the stage's running statistics, which a drain averages over its replicas."""

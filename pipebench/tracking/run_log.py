@@ -21,7 +21,7 @@ from pipebench.result import Point, RunResult
 from pipebench.tracking.entries import Artifact, End, Entries, Status, outcome_status, stage_metrics, worker_metrics
 from pipebench.tracking.history import History
 from pipebench.tracking.rescue import Rescue
-from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, default_uri
+from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, default_uri, shown_uri
 from pipebench.tracking.summary import summarise_curves
 from pipebench.tracking.system import SystemMetrics
 
@@ -121,7 +121,7 @@ class Tracking:
         if not self._warned:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
-            message = f"MLflow at {self.store.uri} failed ({_one_line(reason)}){where}. The run goes on."
+            message = f"MLflow at {shown_uri(self.store.uri)} failed ({_one_line(reason)}){where}. The run goes on."
             print(f"pipebench: {message}", file=sys.stderr, flush=True)  # a run's log may go to a file only
             _log.info(message)
 
@@ -242,7 +242,7 @@ class RunLog:
             return f"{_shown(kept)}/ (MLflow did not take it)" if kept else "not recorded: MLflow and the disk failed"
         store = self._tracking.store
         if store.uri.startswith("http"):
-            return f"{store.uri.rstrip('/')}/#/experiments/{store.experiment_id}/runs/{self.run_id}"
+            return f"{shown_uri(store.uri).rstrip('/')}/#/experiments/{store.experiment_id}/runs/{self.run_id}"
         return f"pipebench ui   (experiment {store.suite}, run {self.name})"
 
     def send(self, store: Store) -> None:

@@ -78,6 +78,15 @@ def default_uri() -> str:
     return uri if path is None else f"{_SQLITE}{path}"
 
 
+def shown_uri(uri: str) -> str:
+    """Return a store's URI without the user and password it may hold.
+
+    >>> shown_uri("postgresql://me:secret@host/runs")
+    'postgresql://host/runs'
+    """
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
 def sqlite_path(uri: str) -> Path | None:
     """Return the absolute path of a SQLite store's file, None for any other store."""
     return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None

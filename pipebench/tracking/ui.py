@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import IO
 
 from pipebench.errors import PipebenchError, UserError
-from pipebench.tracking.store import default_uri, quiet_environment, sqlite_path
+from pipebench.tracking.store import default_uri, quiet_environment, shown_uri, sqlite_path
 
 HOST, DEFAULT_PORT = "127.0.0.1", 5000
 _PORTS_TRIED = 20
@@ -30,7 +30,7 @@ def open_ui(port: int | None = None) -> int:
     """
     uri = default_uri()
     if uri.startswith("http"):
-        print(f"The runs are on {uri}: open it in a browser.")
+        print(f"The runs are on {shown_uri(uri)}: open it in a browser.")
         return 0
     path = sqlite_path(uri)
     if path is not None and not path.exists():
