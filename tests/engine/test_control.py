@@ -385,11 +385,21 @@ def test_progress_and_work_without_a_name_are_no_stall(clock: list[float]) -> No
     control.at(None)
     _watch(control, clock, 50)
     assert reports == []
-    control.at(None, "evaluate")
-    _watch(control, clock, 9)
+    control.at(None, "checkpoint")  # which may take ten times as long as an instruction
+    _watch(control, clock, 90)
     assert reports == []
-    _watch(control, clock, 11)
-    assert re.match(r"worker 0 \(stage 0\) has been at evaluate for 4\.\d s: ", reports[0])
+    _watch(control, clock, 110)
+    assert re.match(r"worker 0 \(stage 0\) has been at checkpoint for \d+\.\d s: ", reports[0])
+
+
+@pytest.mark.parametrize(("busy", "num_reports"), [("checkpoint", 0), ("", 1)])
+def test_waiting_for_one_that_says_it_works_is_no_stall(clock: list[float], busy: str, num_reports: int) -> None:
+    reports: list[str] = []
+    control = Control(HashStore(), 0, 2, straight(2), stall_limit_s=2.0, on_stall=reports.append)
+    control.at(None, "exchange")
+    said = json.dumps({"text": busy, "words": busy, "waits": False, "since_s": 1.0, "count": 1}).encode()
+    _watch(control, clock, 20, lambda: control._heard.update({1: (said, clock[0])}))
+    assert len(reports) == num_reports
 
 
 def test_time_in_which_the_process_slept_is_no_stall(clock: list[float]) -> None:
