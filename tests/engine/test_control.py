@@ -347,12 +347,12 @@ def test_a_stall_names_the_worker_that_is_not_heard_of(server: TCPStore) -> None
     beat = {"count": 7, "text": "RA3<0", "words": "waits", "waits": True, "since_s": 0.1}
     server.set("pipebench/heartbeat/1", json.dumps(beat))
     control.start()
-    control.at(None, "checkpoint")
+    control.at(None, "exchange")
     _wait_for(lambda: reports)
     control.close()
     silent = r"worker 1 \(stage 1\) has not been heard of for \d+ s; last it was at RA3<0: waits;"
     assert re.match(silent, reports[0])
-    assert re.search(r"worker 0 \(stage 0\): checkpoint for \d+\.\d s", reports[0])
+    assert re.search(r"worker 0 \(stage 0\): exchange for \d+\.\d s", reports[0])
 
 
 def _watch(control: Control, clock: list[float], num_looks: int, before: Callable[[], object] = lambda: None) -> None:
