@@ -1,0 +1,179 @@
+"""MLflow stores that fail, hang or are half made: what a run had to say is kept on disk, and nothing waits."""
+
+import json
+import multiprocessing
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipebench.result import RunResult
+from pipebench.tracking import Tracking
+from pipebench.tracking.store import Row, Store
+from tests.tracking.records import RESULT, fetch, rescued
+
+
+def test_a_store_that_fails_in_mid_run_loses_nothing(
+    tracking: Tracking,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tracking, "_warned", False)
+    run = tracking.start("broken", params={"a": "1"}, tags={})
+    run.point(RESULT.points[0])
+
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "log", fail)
+        run.point(RESULT.points[1])
+        run.text("plan.txt", "straight")
+        run.finish(RESULT)
+    kept = rescued(folder, "broken")
+    assert RunResult.from_json((kept / "result.json").read_text()) == RESULT
+    points = [json.loads(line) for line in (kept / "points.jsonl").read_text().splitlines()]
+    assert [point["samples"] for point in points] == [1000, 2000]
+    assert (kept / "plan.txt").read_text() == "straight"
+    assert json.loads((kept / "run.json").read_text())["params"] == {"a": "1"}
+    assert run.where() == "pipebench-results/broken-1/ (MLflow did not take it)"
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "(disk I/O error); everything is kept in pipebench-results/broken-1. The run goes on." in warning
+
+
+def test_a_store_that_recovers_has_everything(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tracking.start("recovers", params={}, tags={})
+    failed = iter([True])
+    log = Store.log
+
+    def fail_once(store: Store, run_id: str, rows: list[Row], params: dict[str, str], tags: dict[str, str]) -> None:
+        if next(failed, False):
+            raise sqlite3.OperationalError("database is locked")
+        log(store, run_id, rows, params, tags)
+
+    monkeypatch.setattr(Store, "log", fail_once)
+    run.point(RESULT.points[0])
+    tracking.wake()
+    while run._rescue.path is None:
+        time.sleep(0.01)
+    run.finish(RESULT)
+    assert fetch(run).data.metrics["best_top1"] == 0.96
+    assert run.where().startswith("pipebench ui")
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_hung_server_does_not_block_the_end(
+    silent_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr("pipebench.tracking.run_log._PATIENCE_SERVER_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    tracking = Tracking("suite")
+    assert not tracking.wait_until_ready()
+    parent = tracking.start("parent", params={}, tags={})
+    run = tracking.start("child", params={}, tags={}, parent=parent)
+    begin_s = time.monotonic()
+    run.finish(RESULT)
+    parent.finish(None, status="FINISHED")
+    assert time.monotonic() - begin_s < 5
+    assert RunResult.from_json((rescued(tmp_path, "child") / "result.json").read_text()) == RESULT
+    assert capsys.readouterr().err.count("does not answer") == 1
+
+
+def test_a_server_that_is_down_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        monkeypatch.chdir(tmp_path)
+        run = Tracking("suite").start("down", params={}, tags={})
+        run.point(RESULT.points[0])
+        run.finish(RESULT)
+    assert RunResult.from_json((rescued(tmp_path, "down") / "result.json").read_text()) == RESULT
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "Connection refused" in warning
+    assert "MLflow did not take it" in run.where()
+
+
+def test_a_folder_that_cant_be_written_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'file' / 'mlflow.db'}")
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "pipebench-results").write_text("not a folder either")
+    monkeypatch.chdir(tmp_path)
+    run = Tracking("suite").start("nowhere", params={}, tags={})
+    run.finish(RESULT)
+    assert "The run goes on" in capsys.readouterr().err
+    assert run.where() == "not recorded: MLflow and the disk failed"
+
+
+def record_one_run(folder: str, index: int, barrier: Any) -> None:
+    os.chdir(folder)
+    barrier.wait()
+    run = Tracking("shared").start(f"run{index}", params={"index": str(index)}, tags={})
+    for point in RESULT.points:
+        run.point(point)
+        time.sleep(0.01)
+    run.finish(RESULT)
+    assert run.where().startswith("pipebench ui")
+
+
+def test_three_processes_at_once_on_a_new_store(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    processes = [context.Process(target=record_one_run, args=(str(tmp_path), i, barrier)) for i in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert not (tmp_path / "pipebench-results").exists()
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("shared")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted(run.info.run_name for run in runs) == ["run0", "run1", "run2"]
+    assert all(run.info.status == "FINISHED" and run.data.metrics["best_top1"] == 0.96 for run in runs)
+
+
+def test_a_store_whose_making_was_cut_short_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow makes 60 tables in as many transactions; after a kill in between it refuses its own file for good."""
+    path = tmp_path / "mlflow.db"
+
+    def killed(source: Path, target: Path) -> None:
+        assert target == path
+        assert not path.exists()
+        source.write_bytes(source.read_bytes()[:20000])  # as the disk may have it
+        raise SystemError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipebench.tracking.store.os.replace", killed)
+        with pytest.raises(SystemError, match="killed"):
+            Store(f"sqlite:///{path}", "cut").connect()
+    store = Store(f"sqlite:///{path}", "cut")
+    store.connect()
+    run_id = store.create_run("run", {}, 0)
+    store.end_run(run_id, "FINISHED", 1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
