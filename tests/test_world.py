@@ -97,16 +97,6 @@ def test_a_faulty_environment_is_one_sentence(change: dict[str, str | None], sen
         read_place(environment)
 
 
-def test_a_worker_is_what_a_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    assert not world.is_worker()
-    monkeypatch.setenv("RANK", "0")
-    assert not world.is_worker()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert world.is_worker()
-
-
 def test_the_number_of_workers_must_be_the_plan_s() -> None:
     check_world_size(4, 4, "2-1-1")
     with pytest.raises(UserError, match=r"^plan 2-1-1 needs 4 workers, got 2: .* is 4, or .* for 2$"):
