@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPEBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+class UnderTorchrun(WatchedRun):
+    """The same under torchrun, whose restarts have no `PIPEBENCH_ATTEMPT`."""
+
+    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+        launcher = [sys.executable, "-m", "torch.distributed.run"]
+        launcher += ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        start = subprocess.Popen
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("subprocess.Popen", lambda command, **options: start([*launcher, *command[1:]], **options))
+            super().__init__(folder, words)
 
 
 def pipebench(folder: Path, *words: str) -> Result:
@@ -65,9 +78,23 @@ def curves(record: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def virtual(_own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run in the virtual engine."""
+    folder = tmp_path_factory.mktemp("virtual")
+    assert pipebench(folder, "run", *SMALL).exit_code == 0
+    return folder
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    expected, found = weights(other), weights(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     """One worker of two is killed as soon as there is a checkpoint; weights and curves are the virtual engine's."""
-    with WatchedRun(tmp_path / "killed", IN_PROCESSES) as run:
+    with WatchedRun(tmp_path, IN_PROCESSES) as run:
         assert run.wait_until(run.steps, LIMIT_S, "a checkpoint")
         run.signal(signal.SIGKILL, [run.workers(0)[1]])
         assert run.wait(LIMIT_S) == 0, run.output
@@ -76,14 +103,10 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
         assert run.output.count(said) == 1, run.output
     assert "Traceback" not in run.output
 
-    (tmp_path / "virtual").mkdir()
-    assert pipebench(tmp_path / "virtual", "run", *SMALL).exit_code == 0
-    expected, found = weights(tmp_path / "virtual"), weights(tmp_path / "killed")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(tmp_path, virtual)
 
-    record = recorded(tmp_path / "killed")
-    assert curves(record)["top1"] == curves(recorded(tmp_path / "virtual"))["top1"]
+    record = recorded(tmp_path)
+    assert curves(record)["top1"] == curves(recorded(virtual))["top1"]
     assert [point["samples"] for point in result["points"]] == [step for step, _ in curves(record)["top1"]]
     (about,) = record["runs"]
     assert about["status"] == "FINISHED"
@@ -94,6 +117,24 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
     ].keys()
     # Costs of a V100 say nothing about this machine.
     assert not any("predict" in name for name in record["metrics"])
+
+
+def test_torchrun_restarts_in_the_same_run_folder(virtual: Path, tmp_path: Path) -> None:
+    with UnderTorchrun(tmp_path, IN_PROCESSES) as run:
+        assert run.wait_until(run.steps, LIMIT_S, "a checkpoint")
+        run.signal(signal.SIGKILL, [run.workers()[1]])
+        assert run.wait(LIMIT_S) == 0, run.output
+        assert not run.left_over()
+        assert result_of(run)["outcome"] == "completed"
+    assert len(list((tmp_path / "pipebench-runs").iterdir())) == 1
+    assert len(re.findall(r"quickstart-\w{8} goes on from minibatch \d+", run.output)) == 1, run.output
+    assert "pipebench: error" not in run.output
+    assert_same_weights(tmp_path, virtual)
+
+    record = recorded(tmp_path)
+    assert curves(record)["top1"] == curves(recorded(virtual))["top1"]
+    (about,) = record["runs"]
+    assert (about["status"], about["tags"]["resumes"]) == ("FINISHED", "1")
 
 
 def test_ctrl_c_and_going_on_under_another_plan(tmp_path: Path) -> None:
@@ -126,7 +167,7 @@ def test_ctrl_c_and_going_on_under_another_plan(tmp_path: Path) -> None:
 
 
 def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
-    with WatchedRun(tmp_path, (*IN_PROCESSES, "engine.stall_limit_s=4", "train.max_epochs=50")) as run:
+    with WatchedRun(tmp_path, (*IN_PROCESSES, "engine.stall_limit_s=15", "train.max_epochs=50")) as run:
         assert run.wait_until(run.steps, LIMIT_S, "a checkpoint")
         run.signal(signal.SIGSTOP, [run.workers(0)[1]])
         assert run.wait(LIMIT_S) == 3, run.output
@@ -136,7 +177,7 @@ def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
     errors = [line for line in run.output.splitlines() if "pipebench: error: rank" in line]
     assert len(errors) == 1, run.output
     assert "worker 1 (stage 1) has not been heard of for" in errors[0]
-    assert "engine.stall_limit_s, is 4 s" in errors[0]
+    assert "engine.stall_limit_s, is 15 s" in errors[0]
     assert run.output.count(hint) == 1
     assert "restart" not in run.output
     assert "Traceback" not in run.output
