@@ -48,8 +48,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Measure pipebench against plain PyTorch, side by side, as ratios."""
-    session.run(python_with_pipebench(session), "-m", "tests.bench.main", *session.posargs, external=True)
+    """Measure pipebench against plain PyTorch, then its processes against torch's; arguments go to the latter."""
+    if not session.posargs:
+        session.run(python_with_pipebench(session), "-m", "tests.bench.main", external=True)
+    command = [python_with_pipebench(session), "-m", "tests.bench.processes.main", *session.posargs]
+    session.run(*command, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -87,13 +90,19 @@ def zoo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def faults(session: nox.Session) -> None:
-    """Kill runs in processes at random moments, compare what is left of them, and write the report; Linux."""
+    """Kill runs in processes at random moments, compare what is left of them, and write the report; Linux.
+
+    With arguments, which go to the campaign, its page is printed instead: the report is of all cases.
+    """
     python = python_with_pipebench(session)
     command = [python, "-m", "reports.fault_campaign", *session.posargs]
     page = str(session.run(*command, external=True, silent=True, stderr=None, success_codes=[0, 1]))
-    Path("reports", "fault_campaign.md").write_text(page.rstrip() + "\n")
+    if session.posargs:
+        print(page)
+    else:
+        Path("reports", "fault_campaign.md").write_text(page.rstrip() + "\n")
     if "all recovered" not in page:
-        session.error("something was lost: see reports/fault_campaign.md")
+        session.error("something was lost: see the page")
 
 
 @nox.session(venv_backend="none")

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ from reports.planned_models import table
 from reports.watched_run import WatchedRun, recorded, tear
 
 _LIMIT_S = 240.0
+# Tries of a disturbed run until one of its kills comes after a checkpoint.
+_TRIES = 3
+# Checkpoints that were written unseen before a fault that waits for one is done anyway: the next may be the last.
+_UNSEEN = 2
 _SMALL = (
     "model.width=0.0625", "train.target=null", "train.evaluate_every={minibatches: 50}",
     "train.checkpoint_every={minibatches: 20}", "train.max_epochs=2",
@@ -87,7 +91,8 @@ class Fault:
 
     Attributes:
         victims: ranks; empty for the parent, which takes its workers with it and is followed by `--resume`.
-        trigger: `after` the start of the attempt's processes, while a `checkpoint` is written, or at a `step`.
+        trigger: `after` the start of the attempt's processes, while a `checkpoint` is written (or, where that isn't
+            seen, as soon as the second one is whole), or at a `step`.
         step: for the last: when a checkpoint of it or a later one is there.
         delay_s: seconds after that.
         tears: damage the newest checkpoint before the processes start again.
@@ -143,7 +148,9 @@ class Outcome:
     """What came of a disturbed run.
 
     Attributes:
+        case: what ran.
         done: its faults.
+        num_chosen: how many faults were chosen for it; some may have come too late to be done.
         exit_code: of the last command.
         weights_equal: to the undisturbed run's, bit for bit.
         points_equal: the curves are, in MLflow.
@@ -152,6 +159,7 @@ class Outcome:
 
     case: Case
     done: list[Done]
+    num_chosen: int = 0
     exit_code: int = -1
     weights_equal: bool = False
     points_equal: bool = False
@@ -161,6 +169,11 @@ class Outcome:
     def fine(self) -> bool:
         """Return whether nothing was lost."""
         return not self.exit_code and self.weights_equal and self.points_equal and not self.problems
+
+    @property
+    def tried(self) -> bool:
+        """Return whether a checkpoint was needed: a run that only began anew, or ended in peace, shows nothing."""
+        return any(what.newest >= 0 for what in self.done)
 
 
 def undisturbed(case: Case, folder: Path) -> Undisturbed:
@@ -194,7 +207,7 @@ def disturbed(case: Case, faults: Sequence[Fault], peace: Undisturbed, folder: P
             if not now or now[-1].fault.victims:
                 code = run.wait(_LIMIT_S)
                 _note_restarts(done, [*sections, *_attempts(run)])
-                return _compared(case, done, code, run, peace)
+                return _compared(Outcome(case, done, len(faults), code), run, peace)
             sections += _attempts(run)
             remaining = remaining[len(now) :]
             run.wait_until(lambda run=run: not run.left_over(), 30, "the end of orphans")  # type: ignore[misc]
@@ -244,11 +257,9 @@ def _do(run: WatchedRun, attempt: int, fault: Fault) -> Done | None:
     if not run.wait_until(there, _LIMIT_S, f"workers of attempt {attempt}"):
         return None
     began_s = time.monotonic()
-    started_with = run.steps(whole=False)
     reached = {
         "after": lambda: True,
-        # Parts without a manifest, which weren't there when the attempt began.
-        "checkpoint": lambda: set(run.steps(whole=False)) - set(started_with),
+        "checkpoint": _writing(run),
         "step": lambda: max(run.steps(), default=-1) >= fault.step,
     }[fault.trigger]
     if not run.wait_until(reached, _LIMIT_S, fault.trigger):
@@ -272,6 +283,20 @@ def _do(run: WatchedRun, attempt: int, fault: Fault) -> Done | None:
     return what
 
 
+def _writing(run: WatchedRun) -> Callable[[], bool]:
+    """Return what says whether a checkpoint is being written, or so many were without anybody's seeing it."""
+    before, known = set(run.steps(whole=False)), set(run.steps())
+    written: set[int] = set()
+
+    def reached() -> bool:
+        # Parts without a manifest, which weren't there when the attempt began.
+        half = set(run.steps(whole=False)) - before
+        written.update(set(run.steps()) - known)
+        return bool(half) or len(written) >= _UNSEEN
+
+    return reached
+
+
 def _doing(run: WatchedRun, half: Sequence[int]) -> str:
     """Return what was going on: the last line said, and a checkpoint that isn't whole."""
     lines = [line for line in run.all_output().splitlines() if line.strip()]
@@ -280,11 +305,10 @@ def _doing(run: WatchedRun, half: Sequence[int]) -> str:
     return f"{said}; checkpoint {half[-1]} half written" if half else said
 
 
-def _compared(case: Case, done: list[Done], code: int, run: WatchedRun, peace: Undisturbed) -> Outcome:
+def _compared(outcome: Outcome, run: WatchedRun, peace: Undisturbed) -> Outcome:
     """Compare what a disturbed run left with the undisturbed one."""
-    outcome = Outcome(case, done, code)
-    if code:
-        outcome.problems.append(f"exit code {code}: {run.output.strip()[-300:]}")
+    if outcome.exit_code:
+        outcome.problems.append(f"exit code {outcome.exit_code}: {run.output.strip()[-300:]}")
         return outcome
     weights = _weights(run)
     outcome.weights_equal = weights.keys() == peace.weights.keys() and all(
@@ -298,7 +322,7 @@ def _compared(case: Case, done: list[Done], code: int, run: WatchedRun, peace: U
     outcome.points_equal = _curves(record["metrics"]) == peace.curves
     outcome.problems += _record_problems(record)
     if (
-        any(what.fault.tears and "torn" in what.doing for what in done)
+        any(what.fault.tears and "torn" in what.doing for what in outcome.done)
         and "skipped the checkpoint" not in run.all_output()
     ):
         outcome.problems.append("the torn checkpoint isn't named")
@@ -374,16 +398,17 @@ def chosen_faults(number: int, case: Case, peace: Undisturbed, chance: random.Ra
 
 def page(outcomes: Sequence[Outcome], seed: int, took_s: float) -> str:
     """Return the report."""
-    kills = sum(len(outcome.done) for outcome in outcomes)
+    kills, chosen = sum(len(out.done) for out in outcomes), sum(out.num_chosen for out in outcomes)
     lost = [outcome for outcome in outcomes if not outcome.fine]
-    verdict = "all recovered" if not lost else f"{len(lost)} not as it should be"
+    verdict = f"{len(lost)} not as it should be" if lost else "all recovered" if outcomes else "nothing was tried"
     restarts = sum(
         what.from_step.isdigit() or what.from_step == "the beginning" for out in outcomes for what in out.done
     )
     rows = [row for number, outcome in enumerate(outcomes, 1) for row in _rows(number, outcome)]
     head = ("run", "mode", "plan", "killed", "after", "what was going on", "went on from", "weights", "points")
     summary = (
-        f"{kills} kills in {len(outcomes)} runs of {len({each.case for each in outcomes})} cases, {verdict}; "
+        f"{kills} of {chosen} chosen faults were done in {len(outcomes)} runs of "
+        f"{len({each.case for each in outcomes})} cases, {verdict}; "
         f"{restarts} times a run went on from a checkpoint or began anew. Seed {seed}, {took_s / 60:.0f} minutes, "
         f"pipebench {__version__}, torch {torch.__version__}, {platform.system()} {platform.machine()}."
     )
@@ -408,7 +433,9 @@ their start (in start-up, in training, while a checkpoint is being written, whil
 parent, which is followed by `pipebench run --resume`; in some runs the newest checkpoint is cut short, too, before the
 processes start again. A run counts as recovered if it ends by itself with exit code 0, `pipebench export` gives the
 undisturbed run's weights bit for bit (`weights`), and MLflow has one run, FINISHED, with the undisturbed run's curves,
-each point once (`points`). Runs with several kills have several rows, their verdict in each.
+each point once (`points`), and if one of its kills came when there was a checkpoint: a run without is done again. A
+fault that comes after its run's end isn't done, and has no row. Runs with several kills have several rows, their
+verdict in each.
 """
 
 
@@ -419,13 +446,21 @@ def _runs(number: int, case: Case, seed: int, runs: int) -> Iterator[Outcome]:
         peace = undisturbed(case, Path(place) / "peace")
         for index in range(runs):
             chance = random.Random(seed * 1000 + number * 10 + index)
-            faults = chosen_faults(number + index, case, peace, chance)
-            outcome = disturbed(case, faults, peace, Path(place) / str(index))
-            said = "fine" if outcome.fine else f"NOT FINE: {outcome}"
-            print(f"{case.name} {case.plan}, run {index}: {said}", file=sys.stderr, flush=True)
-            # Who comes too late hasn't tried anything.
-            if outcome.done:
-                yield outcome
+            yield _run(number + index, case, peace, chance, Path(place) / str(index))
+
+
+def _run(number: int, case: Case, peace: Undisturbed, chance: random.Random, folder: Path) -> Outcome:
+    """Run a case disturbed, again if no kill came after a checkpoint, until something is lost or `_TRIES` are."""
+    for index in range(_TRIES):
+        faults = chosen_faults(number, case, peace, chance)
+        outcome = disturbed(case, faults, peace, folder / str(index))
+        said = "fine" if outcome.fine else f"NOT FINE: {outcome}"
+        said += "" if outcome.tried else ", but no kill came after a checkpoint"
+        print(f"{case.name} {case.plan}, {folder.name}.{index}: {said}", file=sys.stderr, flush=True)
+        if outcome.tried or not outcome.fine:
+            return outcome
+    outcome.problems.append(f"no kill came after a checkpoint in {_TRIES} tries")
+    return outcome
 
 
 def main() -> None:
@@ -435,18 +470,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="disturbed runs per case")
     parser.add_argument("--only", default="", help="cases whose name or plan contains this")
     asked = parser.parse_args()
+    cases = [(number, case) for number, case in enumerate(CASES) if asked.only in f"{case.name} {case.plan}"]
+    if not cases:
+        names = ", ".join(f"'{case.name} {case.plan}'" for case in CASES)
+        parser.error(f"--only: got {asked.only!r}, which is in no case's name; there are {names}")
     began_s = time.monotonic()
     outcomes: list[Outcome] = []
     with contextlib.suppress(KeyboardInterrupt):  # the page then has what there is
-        for number, case in enumerate(CASES):
-            if asked.only in f"{case.name} {case.plan}":
-                try:
-                    outcomes.extend(_runs(number, case, asked.seed, asked.runs))
-                except Exception as error:  # the other cases' minutes are worth keeping
-                    outcomes.append(Outcome(case, [], problems=[f"{type(error).__name__}: {error}"]))
-                    traceback.print_exc()
+        for number, case in cases:
+            try:
+                outcomes.extend(_runs(number, case, asked.seed, asked.runs))
+            except Exception as error:  # the other cases' minutes are worth keeping
+                outcomes.append(Outcome(case, [], problems=[f"{type(error).__name__}: {error}"]))
+                traceback.print_exc()
     print(page(outcomes, asked.seed, time.monotonic() - began_s))
-    sys.exit(0 if all(outcome.fine for outcome in outcomes) else 1)
+    sys.exit(0 if outcomes and all(outcome.fine for outcome in outcomes) else 1)
 
 
 if __name__ == "__main__":
