@@ -287,7 +287,7 @@ def profile_(
 @click.option("--cost-model", metavar="NAME", help="How times add up, from `pipebench ls cost-models`.")
 @click.option("--mode", metavar="NAME|auto", help="The mode to plan, from `pipebench ls modes`; auto: the fastest.")
 @click.option("--minibatch-size", metavar="N", help="Samples per minibatch of a profile file.")
-@click.option("--picture", metavar="OUT.png", help="Write a picture of the partition here.")
+@click.option("--picture", metavar="OUT.png", help="Write a picture of the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
 def plan(words: tuple[str, ...], **given: Any) -> None:
     """Find the best plan: which layers make a stage, how many workers run it, what it comes to, and why.
@@ -369,7 +369,10 @@ def list_(what: str | None) -> None:
 @cli.command(short_help="Open the recorded runs in the MLflow UI.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1; by default a free one, from 5000 on.")
 def ui(port: int | None) -> int:
-    """Serve the MLflow UI on the store that `pipebench run` writes to, on this machine only (127.0.0.1)."""
+    """Serve the MLflow UI on the store that `pipebench run` writes to, on this machine only (127.0.0.1).
+
+    The store is mlflow.db in the working directory, or what MLFLOW_TRACKING_URI says.
+    """
     from pipebench.tracking import open_ui
 
     return open_ui(port)
