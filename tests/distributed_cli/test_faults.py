@@ -197,8 +197,8 @@ def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     said = "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
     assert [process.returncode for process in processes] == [2, 2], said
-    (line,) = said.splitlines()
-    assert line.startswith("pipebench: error: plan 1-1-1 needs 3 workers, got 2: start torchrun so that"), said
+    assert said.count("\n") == 1, said
+    assert said.startswith("pipebench: error: plan 1-1-1 needs 3 workers, got 2: start torchrun so that"), said
 
 
 def test_a_run_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:
