@@ -6,6 +6,7 @@ Everything here is collective unless it says otherwise: all workers call it, in 
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ __all__ = ["PeerLostError", "World", "check_world_size", "current", "join", "los
 
 # Of this process; torch, too, has one default group per process.
 _joined: list["World"] = []
+
+
+_ASKING_S = 2.0
 
 
 @dataclass
@@ -118,12 +122,20 @@ class World:
     def first(self, event: str) -> bool:
         """Say whether this is the first worker to ask about this event, such as a report to be printed once.
 
-        Not collective. Without a store to ask (its server is gone) every worker is told that it is.
+        Not collective. Without a store to ask (its server is gone) every worker is told that it is. So a rank 0 that
+        serves the store waits a moment for the others to ask: once its process has ended, they can't.
         """
+        key = f"first/{event}"
         try:
-            return int(self.store.add(f"first/{event}", 1)) == 1
+            is_first = int(self.store.add(key, 1)) == 1
+            until_s = time.monotonic() + _ASKING_S
+            while self.rank == 0 and not self.place.agent_store and time.monotonic() < until_s:
+                if int(self.store.add(key, 0)) >= self.size:
+                    break
+                time.sleep(0.02)
         except RuntimeError:
             return True
+        return is_first
 
     def close(self) -> None:
         """Leave the groups, once. All workers call it; after a failure a process ends without."""
