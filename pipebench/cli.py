@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipebench import __version__
-from pipebench.errors import Fault, RecipeError, UserError
+from pipebench.errors import Fault, RecipeError, UserError, WorkersFailedError
 
 if TYPE_CHECKING:
     from pipebench.recipe.load import LoadedRecipe
-    from pipebench.runner import Suite
+    from pipebench.suite import Suite
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 LISTS = ("models", "datasets", "clusters", "modes", "cost-models", "recipes")
@@ -131,7 +131,6 @@ def run(words: tuple[str, ...], seeds: str | None, resume: str | None, verbose: 
     loaded, suite = _to_run(words, resume, verbose)
     _preflight_all(loaded)
     from pipebench import runner
-    from pipebench.process_run import WorkersFailedError
 
     try:
         code: int = runner.run_recipes(loaded, suite, seeds=chosen_seeds)
@@ -147,13 +146,13 @@ def _to_run(words: Sequence[str], resume: str | None, verbose: bool) -> tuple[li
         if not references:
             raise click.UsageError("name at least one recipe, for example: pipebench run quickstart")
         loaded = _load_all(references, overrides)
-        from pipebench.runner import Suite
+        from pipebench.suite import Suite
 
         return loaded, Suite(_suite(loaded, references), tuple(overrides), verbose)
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
     from pipebench.process_run import resumed
-    from pipebench.runner import Suite
+    from pipebench.suite import Suite
 
     folder, recipe = resumed(resume, overrides)
     return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)

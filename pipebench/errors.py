@@ -64,6 +64,14 @@ class DivergedError(PipebenchError, ArithmeticError):
     """A training loss that isn't finite: the end of a run, and its result."""
 
 
+class WorkersFailedError(PipebenchError):
+    """Processes ended without a result; the launcher has said why. `exit_code` is the command's."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(f"the run's processes ended with exit code {exit_code}")
+
+
 def nearest(given: object, allowed: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest allowed name, or "" if nothing is close."""
     matches = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.55)

@@ -21,7 +21,7 @@ from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
 from pipebench.engine.setup import ranks_of
-from pipebench.errors import PipebenchError, UserError
+from pipebench.errors import UserError, WorkersFailedError
 from pipebench.launch import INTERRUPTED, run_workers
 from pipebench.launch_join import RUN
 from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
@@ -50,14 +50,6 @@ _FIXED = (
 )  # fmt: skip
 _USER_ERROR = 2
 _MEASURED = "measured"
-
-
-class WorkersFailedError(PipebenchError):
-    """Processes ended without a result; the launcher has said why. `exit_code` is the command's."""
-
-    def __init__(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-        super().__init__(f"the run's processes ended with exit code {exit_code}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipebench.run_folder import RunFolder
 from pipebench.schedule.drawing import draw as draw_schedule
 from pipebench.simulated import predicted_metrics, simulate_epoch
 from pipebench.steady import simulate_segment
+from pipebench.suite import Suite
 from pipebench.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, summarise_seeds
 from pipebench.training import Keeping, Progress, on_virtual_clock, segment_length, train_to_target
@@ -38,23 +39,6 @@ _LOG = logging.getLogger("pipebench.run")
 _READABLE_S = 60.0  # shorter virtual runs are stretched in MLflow's timestamps, which are whole milliseconds
 _PICTURE_WIDTH = 100
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
-
-
-@dataclass(frozen=True)
-class Suite:
-    """How a command runs its recipes.
-
-    Attributes:
-        name: names the MLflow experiment.
-        overrides: of every recipe, as words of the command line.
-        verbose: log every instruction, with worker and time.
-        resumed: the folder of the one run to go on with; None for new runs.
-    """
-
-    name: str
-    overrides: tuple[str, ...] = ()
-    verbose: bool = False
-    resumed: RunFolder | None = None
 
 
 def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:

@@ -10,8 +10,9 @@ from click.testing import CliRunner, Result
 
 import pipebench
 from pipebench.cli import cli
-from pipebench.errors import PlanError, ScheduleError
+from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.suite import Suite
 from tests.recipe.conftest import VALID
 
 
@@ -23,8 +24,9 @@ class FakeRunner(types.ModuleType):
         self.calls: list[dict[str, Any]] = []
         self.answer: int | BaseException = 0
 
-    def run_recipes(self, loaded: list[LoadedRecipe], **options: Any) -> int:
-        self.calls.append({"names": [each.recipe.name for each in loaded], "loaded": loaded, **options})
+    def run_recipes(self, loaded: list[LoadedRecipe], suite: Suite, **options: Any) -> int:
+        asked = {"suite": suite.name, "verbose": suite.verbose, "overrides": suite.overrides}
+        self.calls.append({"names": [each.recipe.name for each in loaded], "loaded": loaded, **asked, **options})
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
@@ -96,6 +98,7 @@ def test_a_path_with_an_equals_sign_is_a_path(runner: FakeRunner, folder: Path) 
         (1, 1),
         (130, 130),
         (PlanError("no"), 2),
+        (WorkersFailedError(3), 3),
         (ScheduleError("circle"), 3),
         (KeyboardInterrupt(), 130),
         (KeyError("x"), 3),
@@ -105,7 +108,7 @@ def test_exit_codes(runner: FakeRunner, answer: int | BaseException, code: int) 
     runner.answer = answer
     result = invoke("run", "quickstart")
     assert result.exit_code == code
-    assert ("Traceback" in result.stderr) == (code == 3)
+    assert ("Traceback" in result.stderr) == (code == 3 and not isinstance(answer, WorkersFailedError))
     if code == 2:
         assert result.stderr == "pipebench: error: no\n"
 
@@ -132,7 +135,7 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run"], "Missing argument"),
+        (["run"], "name at least one recipe"),
         (["run", "train.seed=1"], "name at least one recipe"),
         (["run", "quickstart", "quickstart"], "got 'quickstart', which recipes/quickstart.yaml is named already"),
         (["run", "quickstart", "--seeds", "1,x"], "--seeds: got '1,x', allowed are different whole numbers"),
