@@ -22,11 +22,11 @@ from typing import Any
 from pipebench.device import environment, torch_settings
 from pipebench.formats import num_bytes, seconds
 from pipebench.prepare import Prepared, prepare
+from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
-from pipebench.progress import Silent
 from pipebench.recipe.options import make_dataset
-from pipebench.result import Point, RunResult
+from pipebench.result import RunResult
 from pipebench.simulated import simulate_epoch
 from pipebench.training import on_virtual_clock, train_to_target
 from reports.planned_models import table
