@@ -186,11 +186,13 @@ class _Process:
 
     def train(self, progress: Any, on_point: Any) -> tuple[RunResult, Any]:
         """Train to the target, watched."""
+        engines: list[DistributedEngine] = []
 
         def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
             made = DistributedEngine(
                 self.prepared.setup, self.world, control=self._control, on_loss=on_loss, on_unit=on_unit
             )
+            engines.append(made)
             self._control.start()
             on_stop_request(self._control.request_stop)
             return made
@@ -199,7 +201,8 @@ class _Process:
             found = train_to_target(self.prepared, make, progress, on_point, self.keeping)
         finally:
             self._control.close()
-        self.world.barrier()  # the store may end with rank 0's process
+        for engine in engines:  # waits for all: the store may end with rank 0's process
+            engine.close()
         return found
 
 

@@ -229,6 +229,12 @@ class DistributedEngine:
             weights = self.worker.replica.weights
             weights.most_alive = max(weights.most_alive, *facts["weight_versions_max"])
 
+    def close(self) -> None:
+        """Give up the connections to the other workers, when everybody has ended; all workers call it."""
+        self.exchange(None)
+        self._transport.close()
+        self._together.close()
+
     def facts(self) -> dict[str, Any]:
         """Return what this worker has measured so far, in a form that JSON holds."""
         return {

@@ -12,7 +12,7 @@ from pipebench.engine.reducer import Reducer
 from pipebench.engine.ring import ring_all_reduce
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
-from pipebench.launch_join import peers
+from pipebench.launch_join import leave, peers
 from pipebench.measured import MeasuredMeter
 from pipebench.network import ring_bytes
 from pipebench.timeline import ALL_REDUCE, BUFFERS, CONTROL, Transfer
@@ -52,6 +52,7 @@ class Together:
         self._reducer: Reducer | None = None
         limit = timedelta(seconds=world.operation_limit_s)
         self._norm_group: Any = dist.new_group(backend="gloo", timeout=limit) if setup.pipeline.shares_norm else None
+        self._groups: list[Any] = [] if self._norm_group is None else [self._norm_group]
         for stage, replicas in enumerate(setup.pipeline.replicas):
             if replicas > 1:
                 self._make_group(stage, replicas, limit)
@@ -123,6 +124,10 @@ class Together:
             buffer.copy_(mean.view(buffer.shape))
         self._count(BUFFERS, "buffers", flat.nbytes, start_s)
 
+    def close(self) -> None:
+        """Give up the groups."""
+        leave(self._groups)
+
     def _make_group(self, stage: int, replicas: int, limit: timedelta) -> None:
         """Make the group of a stage's replicas; workers of other stages help to make it."""
         setup, world = self._setup, self._world
@@ -130,6 +135,7 @@ class Together:
         ring = setup.cluster.ring(range(first, first + replicas))
         ranks = [self._ranks[worker] for worker in ring]
         group: Any = dist.new_group(ranks, backend="nccl" if world.direct else "gloo", timeout=limit)
+        self._groups.append(group)
         if stage != self._worker.stage_index:
             return
         self._ring, self._group = ring, group

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from pipebench.engine.channel import LANES, Link, Message, Receiver, Sender
 from pipebench.engine.setup import Setup, ranks_of
+from pipebench.launch_join import leave
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.timeline import ACTIVATION, GRADIENT
@@ -58,9 +59,11 @@ class Transport:
         rank_of = ranks_of(setup)
         limit = timedelta(seconds=world.operation_limit_s)
         lanes = {kind: [dist.new_group(backend="gloo", timeout=limit) for _ in range(LANES)] for kind in _TAGS}
+        self._groups: list[Any] = [group for groups in lanes.values() for group in groups]
         for kind, sender, receiver in channels_of(setup.pipeline):
             ranks = (rank_of[sender], rank_of[receiver])
             direct = _pair(world, ranks) if world.direct else None
+            self._groups += [] if direct is None else [direct]
             if worker not in (sender, receiver):
                 continue
             peer = ranks[1] if worker == sender else ranks[0]
@@ -108,6 +111,10 @@ class Transport:
         """
         for sender in self._senders.values():
             sender.flush()
+
+    def close(self) -> None:
+        """Give up the connections; nothing is under way any more that anybody waits for."""
+        leave(self._groups)
 
 
 def channels_of(pipeline: Pipeline) -> Iterator[_Key]:

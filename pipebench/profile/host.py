@@ -6,7 +6,7 @@ messages, or an all-reduce, beside it and without: the difference is the cost, w
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipebench.costs import NO_HOST_COSTS, HostCosts
 from pipebench.engine.channel import LANES, Link, Receiver, Sender
-from pipebench.launch_join import peers
+from pipebench.launch_join import leave, peers
 from pipebench.world import World
 
 _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
@@ -34,9 +34,13 @@ def host_costs(world: World) -> HostCosts:
     if world.size == 1 or world.device.type != "cpu":
         return NO_HOST_COSTS
     work = _work()
-    small_s = _beside(world, work, _messages(world, _SMALL_BYTES))
-    large_s = _beside(world, work, _messages(world, _LARGE_BYTES))
-    ring_s = _beside(world, work, _all_reduces(world))
+    limit = timedelta(seconds=world.operation_limit_s)
+    groups: list[Any] = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2 * LANES + 1)]
+    small_s = _beside(world, work, _messages(world, groups[:LANES], _SMALL_BYTES))
+    large_s = _beside(world, work, _messages(world, groups[LANES:-1], _LARGE_BYTES))
+    ring_s = _beside(world, work, _all_reduces(groups[-1]))
+    world.barrier()
+    leave(groups)
     per_byte_s = max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
     sent_bytes = _RING_BYTES * 2 * (world.size - 1) / world.size
     # An iteration sends a message and takes one: two ends.
@@ -81,10 +85,8 @@ def _beside(world: World, work: Callable[[], None], communication: _Pass) -> flo
     return max(0.0, statistics.fmean(world.exchange(statistics.median(differences))))
 
 
-def _messages(world: World, num_bytes: int) -> _Pass:
+def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
     """Return what sends a message to the next rank, and takes the rank before's last but one: it is there already."""
-    limit = timedelta(seconds=world.operation_limit_s)
-    lanes = [dist.new_group(backend="gloo", timeout=limit) for _ in range(LANES)]
     ends = [(world.rank + 1) % world.size, (world.rank - 1) % world.size]
     to, back = (Link(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in ends)
     sender, receiver = Sender(to, num_bytes), Receiver(back, num_bytes)
@@ -104,8 +106,7 @@ def _messages(world: World, num_bytes: int) -> _Pass:
     return begin, end
 
 
-def _all_reduces(world: World) -> _Pass:
-    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.operation_limit_s))
+def _all_reduces(group: Any) -> _Pass:
     data = torch.zeros(_RING_BYTES // 4)
     works: list[Any] = []
 

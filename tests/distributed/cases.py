@@ -144,6 +144,7 @@ def in_processes(
     replica = engine.worker.replica
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in replica.tensors().items()}
     bytes_sent, versions = dict(engine.num_bytes), [replica.weights.most_alive]
+    engine.close()
     return Outcome(engine.worker.index, [tensors], losses, scores, bytes_sent, versions, done)
 
 

@@ -143,6 +143,7 @@ def slow_evaluation(world: World) -> int:
 
         sender.send = noting  # type: ignore[method-assign]
     engine.evaluate()
+    engine.close()
     return most[0]
 
 
@@ -151,6 +152,7 @@ def buffers_of_a_segment(world: World, case: Case, num_minibatches: int) -> int:
     engine = DistributedEngine(replace(small_setup(case), device=world.device), world)
     engine.start_clock()
     engine.train(0, num_minibatches)
+    engine.close()
     return max((len(sender._free) for sender in engine._transport._senders.values()), default=0)
 
 

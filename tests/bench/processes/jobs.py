@@ -8,7 +8,7 @@ from tests.bench.processes import memory, traffic
 from tests.bench.processes.duel import duel
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, distance_from_plain_loop
-from tests.bench.processes.sides import OURS, Given, Side, make_side
+from tests.bench.processes.sides import OURS, Given, make_side
 from zoo.mnist5k import mnist5k
 
 _WARM_UP = 2
@@ -17,23 +17,26 @@ _WARM_UP = 2
 def duels(given: Mapping[str, Any], rows: Sequence[tuple[str, str, float, int]], pairs: int) -> list[Any]:
     """Time sides against each other, one crew for all: (ours, theirs, target, minibatches) in a row.
 
+    A row's sides are made for it and given up after it: idle connections have threads that wake now and then.
+
     Returns:
         Per row the fields of the duel.
     """
     found = Given.from_json(given)
-    sides: dict[str, Side] = {}
-    for name in dict.fromkeys(name for ours, theirs, _, _ in rows for name in (ours, theirs)):
-        sides[name] = make_side(found, name)
     results = []
     for ours, theirs, target, count in rows:
+        sides = {name: make_side(found, name) for name in dict.fromkeys((ours, theirs))}
         result = duel(
             f"{ours} against {theirs}",
-            lambda ours=ours, count=count: sides[ours].train(count),  # type: ignore[misc]
-            lambda theirs=theirs, count=count: sides[theirs].train(count),  # type: ignore[misc]
+            lambda side=sides[ours], count=count: side.train(count),  # type: ignore[misc]
+            lambda side=sides[theirs], count=count: side.train(count),  # type: ignore[misc]
             target,
             pairs,
         )
         results.append(asdict(result))
+        for side in sides.values():
+            if isinstance(side, Ours):
+                side.close()
     return results
 
 
