@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ class World:
     operation_limit_s: float
     # Holds the server on rank 0 where no launcher serves the store.
     connection: TCPStore
-    _groups: dict[tuple[tuple[int, ...], str | None], Any] = field(default_factory=dict)
     _closed: bool = False
 
     @property
@@ -92,24 +91,21 @@ class World:
         """
         self.exchange(None)
 
-    def group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
-        """Return the group of these ranks, made once; ranks that aren't in it call too and get torch's placeholder.
+    def new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        """Make a group; ranks that aren't in it call too and get torch's placeholder.
 
         The default group stays with `exchange`, so that its collectives never mix with the run's own.
 
         Args:
-            ranks: in any order, each once.
-            backend: "gloo", "nccl", or None for what the device's and the CPU's tensors travel by.
+            backend: "gloo" or "nccl".
+            ranks: None for all.
 
         Raises:
             PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
         """
-        key = (tuple(sorted(ranks)), backend)
-        if key not in self._groups:
-            limit = timedelta(seconds=self.operation_limit_s)
-            with peers():
-                self._groups[key] = dist.new_group(list(key[0]), timeout=limit, backend=backend)
-        return self._groups[key]
+        limit = timedelta(seconds=self.operation_limit_s)
+        with peers():
+            return dist.new_group(None if ranks is None else list(ranks), timeout=limit, backend=backend)
 
     def mark_started(self) -> None:
         """Tell the launcher that training has begun here; not collective.
@@ -141,7 +137,6 @@ class World:
         """Leave the groups, once. All workers call it; after a failure a process ends without."""
         if not self._closed:
             self._closed = True
-            self._groups.clear()
             dist.destroy_process_group()
 
 

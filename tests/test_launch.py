@@ -368,7 +368,7 @@ def work():
     import torch
     import torch.distributed as dist
     world = join("cpu", limit_s=30, operation_limit_s=30)
-    both, alone = world.group([0, 1]), world.group([1])
+    both, alone = world.new_group("gloo"), world.new_group("gloo", [1])
     world.mark_started()
     if attempt == 0:
         world.exchange(0)

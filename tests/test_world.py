@@ -228,7 +228,7 @@ def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert world.current() is joined
         assert not joined.direct
         assert joined.exchange({"a": [1.5, None, "é"]}) == [{"a": [1.5, None, "é"]}]
-        assert joined.group([0]) is joined.group([0])
+        assert joined.new_group("gloo") is not joined.new_group("gloo", [0])
         assert [joined.first("x"), joined.first("x"), joined.first("y")] == [True, False, True]
         assert not joined.store.check(["started/0"])
         joined.mark_started()

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,12 +49,11 @@ class Together:
         self._ring = [worker.index]
         self._group: Any = None
         self._reducer: Reducer | None = None
-        limit = timedelta(seconds=world.operation_limit_s)
-        self._norm_group: Any = dist.new_group(backend="gloo", timeout=limit) if setup.pipeline.shares_norm else None
+        self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self._groups: list[Any] = [] if self._norm_group is None else [self._norm_group]
         for stage, replicas in enumerate(setup.pipeline.replicas):
             if replicas > 1:
-                self._make_group(stage, replicas, limit)
+                self._make_group(stage, replicas)
 
     def backward(self, unit: int) -> None:
         """Run the backward that completes a round's gradients; they are reduced while it runs."""
@@ -128,13 +126,13 @@ class Together:
         """Give up the groups."""
         leave(self._groups)
 
-    def _make_group(self, stage: int, replicas: int, limit: timedelta) -> None:
+    def _make_group(self, stage: int, replicas: int) -> None:
         """Make the group of a stage's replicas; workers of other stages help to make it."""
         setup, world = self._setup, self._world
         first = setup.pipeline.worker(stage, 0)
         ring = setup.cluster.ring(range(first, first + replicas))
         ranks = [self._ranks[worker] for worker in ring]
-        group: Any = dist.new_group(ranks, backend="nccl" if world.direct else "gloo", timeout=limit)
+        group = world.new_group("nccl" if world.direct else "gloo", ranks)
         self._groups.append(group)
         if stage != self._worker.stage_index:
             return

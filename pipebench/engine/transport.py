@@ -20,7 +20,6 @@ With NCCL the first use of two workers' communicator waits for both: all channel
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -57,8 +56,7 @@ class Transport:
         self._senders: dict[tuple[str, int], Sender] = {}
         self._receivers: dict[tuple[str, int], Receiver] = {}
         rank_of = ranks_of(setup)
-        limit = timedelta(seconds=world.operation_limit_s)
-        lanes = {kind: [dist.new_group(backend="gloo", timeout=limit) for _ in range(LANES)] for kind in _TAGS}
+        lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
         self._groups: list[Any] = [group for groups in lanes.values() for group in groups]
         for kind, sender, receiver in channels_of(setup.pipeline):
             ranks = (rank_of[sender], rank_of[receiver])
@@ -139,7 +137,7 @@ def _expected_bytes(setup: Setup, kind: str, sender: int, receiver: int) -> int:
 
 def _pair(world: World, ranks: tuple[int, int]) -> Any:
     """Return an NCCL group of two of its own, used once already: the first use waits for both (P5)."""
-    group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=world.operation_limit_s), backend="nccl")
+    group = world.new_group("nccl", ranks)
     if world.rank in ranks:
         word = torch.zeros(1, device=world.device)
         if world.rank == ranks[0]:

@@ -7,7 +7,6 @@ messages, or an all-reduce, beside it and without: the difference is the cost, w
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,8 +33,7 @@ def host_costs(world: World) -> HostCosts:
     if world.size == 1 or world.device.type != "cpu":
         return NO_HOST_COSTS
     work = _work()
-    limit = timedelta(seconds=world.operation_limit_s)
-    groups: list[Any] = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2 * LANES + 1)]
+    groups = [world.new_group("gloo") for _ in range(2 * LANES + 1)]
     small_s = _beside(world, work, _messages(world, groups[:LANES], _SMALL_BYTES))
     large_s = _beside(world, work, _messages(world, groups[LANES:-1], _LARGE_BYTES))
     ring_s = _beside(world, work, _all_reduces(groups[-1]))
