@@ -1,31 +1,25 @@
 """The layer graph: a model turned into layers with every edge between them, ready to be cut anywhere.
 
-torch.fx traces the model once; a layer is a node that computes. The graph is made safe to cut here, in one place:
-values overwritten in place are read from their last writer, dropout follows train and eval mode, and every random
-layer has a name of its own.
+torch.fx traces the model twice, as it trains and as it evaluates; a layer is a node that computes. The graphs are made
+safe to cut here, in one place: values overwritten in place are read from their last writer, and what only has an
+effect stays.
 """
 
-import copy
-import traceback
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipebench.errors import GraphError
+from pipebench.errors import GraphError, nearest
+from pipebench.tracing import fed_arguments, record
+from pipebench.twins import twins
 
-_RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU)
-_DROPOUT_FUNCTIONS = {
-    nn.functional.dropout: nn.Dropout,
-    nn.functional.dropout1d: nn.Dropout1d,
-    nn.functional.dropout2d: nn.Dropout2d,
-    nn.functional.dropout3d: nn.Dropout3d,
-    nn.functional.alpha_dropout: nn.AlphaDropout,
-    nn.functional.feature_alpha_dropout: nn.FeatureAlphaDropout,
-}
+_RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,7 @@ class Layer:
         reads: indices of the layers whose output it reads, ascending.
         inputs: names of the model inputs it reads.
         parameters: qualified names of the parameters it uses, in the model's own order.
+        draws_as: a name of its own under which it draws random numbers; "" if it draws none.
     """
 
     index: int
@@ -49,6 +44,7 @@ class Layer:
     reads: tuple[int, ...]
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
+    draws_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,9 @@ class LayerGraph:
         inputs: names of the model's inputs, in order.
         layers: in execution order.
         outputs: indices of the layers whose output the model returns, ascending.
+        training: qualified names of the modules in training mode here: a model may keep some of them out of it.
+        evaluation: the same model as it evaluates; None if this is that.
+        twins: of an evaluation, for every layer its index in training, or None where training has no such layer.
     """
 
     model: nn.Module
@@ -70,6 +69,9 @@ class LayerGraph:
     inputs: tuple[str, ...]
     layers: tuple[Layer, ...]
     outputs: tuple[int, ...]
+    training: frozenset[str] = frozenset()
+    evaluation: "LayerGraph | None" = None
+    twins: tuple[int | None, ...] = ()
 
     def index_of(self, name: str) -> int:
         """Return the index of the layer of that name; module paths (`features.0`) are understood.
@@ -84,23 +86,59 @@ class LayerGraph:
         raise KeyError(name)
 
 
-class _Tracer(fx.Tracer):
-    """torch.fx's tracer, with the user's leaves: qualified names or class names not traced into."""
+def trace(model: nn.Module, leaves: Sequence[str] = (), num_inputs: int | None = None) -> LayerGraph:
+    """Turn a model into a layer graph. The model is not changed; its parameters are shared.
 
-    def __init__(self, leaves: Sequence[str]) -> None:
-        super().__init__()
-        self.leaves = frozenset(leaves)
+    Args:
+        model: any module that torch.fx traces.
+        leaves: qualified names or class names of modules that become one layer each, besides those that say so
+            themselves (zoo/registry.py).
+        num_inputs: how many arguments of its forward are fed with data; others keep their defaults. If it isn't known,
+            those without a default.
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether the module is one layer."""
-        named = module_qualified_name in self.leaves or type(m).__name__ in self.leaves
-        says_so = getattr(m, "one_layer", False) or carries_state(m)
-        return named or says_so or super().is_leaf_module(m, module_qualified_name)
+    Raises:
+        GraphError: torch.fx can't trace it; names the module, the line and the way out. Or a leaf isn't there.
+    """
+    _check_leaves(model, leaves)
+
+    def is_leaf(module: nn.Module, name: str) -> bool:
+        named = name in leaves or type(module).__name__ in leaves
+        return named or getattr(module, "one_layer", False) or carries_state(module)
+
+    return _in_both_modes(model, model, lambda: _cuttable(record(model, is_leaf, num_inputs)))
 
 
-def is_random(module: nn.Module) -> bool:
-    """Return whether a module that is one layer draws random numbers, inside of it too."""
-    return any(_draws(part) for part in module.modules())
+def as_one_layer(model: nn.Module, num_inputs: int | None = None) -> LayerGraph:
+    """Return the graph of a model that is one layer, which runs as it is: nothing is traced, nothing can be cut."""
+    positional, by_keyword = fed_arguments(type(model).forward, num_inputs)
+    holder = nn.Module()
+    holder.model = model
+
+    def graph() -> fx.GraphModule:
+        made = fx.Graph()
+        values = [made.placeholder(name) for name in (*positional, *by_keyword)]
+        named = dict(zip(by_keyword, values[len(positional) :], strict=True))
+        made.output(made.call_module("model", tuple(values[: len(positional)]), named))
+        return fx.GraphModule(holder, made)
+
+    return _in_both_modes(model, holder, graph)
+
+
+def is_random(root: nn.Module, node: fx.Node) -> bool:
+    """Return whether a layer may draw random numbers: whatever isn't known not to."""
+    if node.op == "call_module":
+        return any(_draws(part) for part in root.get_submodule(str(node.target)).modules())
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_function":
+        home = str(getattr(node.target, "__module__", None))
+        if home in ("_operator", "builtins", "math"):
+            return False
+        if home.split(".")[0] not in ("torch", "None"):  # a function of somebody's
+            return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return node.op == "call_function"
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, form).tags for form in packet.overloads())
 
 
 def carries_state(module: nn.Module) -> bool:
@@ -114,34 +152,20 @@ def forget_states(root: nn.Module) -> None:
         module.carried_state = None  # type: ignore[assignment]
 
 
-def _draws(module: nn.Module) -> bool:
-    fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
-    return isinstance(module, _RANDOM_MODULES) or fused or bool(getattr(module, "random_layer", False))
+def is_torchs_own(module: nn.Module) -> bool:
+    """Return whether torch wrote a module's class: what it does to random numbers and buffers is known then."""
+    return type(module).__module__.split(".")[0] == "torch"
 
 
-def trace(model: nn.Module, leaves: Sequence[str] = ()) -> LayerGraph:
-    """Turn a model into a layer graph. The model is not changed; its parameters are shared.
+def set_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
+    """Assign to a part of a tensor and return the tensor, as in-place operations do."""
+    value[index] = item
+    return value
 
-    Args:
-        model: any module that torch.fx traces.
-        leaves: qualified names or class names of modules that become one layer each, besides those that say so
-            themselves (zoo/registry.py).
 
-    Raises:
-        GraphError: torch.fx can't trace it; names the module, the line and the way out.
-    """
-    try:
-        graph = _Tracer(leaves).trace(model)
-    except Exception as error:  # tracing runs the user's forward: anything can come out of it
-        raise GraphError(_why_not_traced(model, error)) from error
-    module = fx.GraphModule(model, graph)
-    _drop_unused_inputs(graph)
-    _dropout_functions_to_modules(module, graph)
-    _read_overwritten_values_from_their_writer(module, graph)
-    graph.eliminate_dead_code()
-    _one_module_per_random_layer(module, graph)
-    module.recompile()
-    return _layer_graph(model, module, graph)
+def with_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
+    """Return a copy of a tensor with a part of it assigned to."""
+    return set_item(value.clone(), index, item)
 
 
 def is_inplace(module: nn.Module, node: fx.Node) -> bool:
@@ -152,7 +176,8 @@ def is_inplace(module: nn.Module, node: fx.Node) -> bool:
         name = getattr(node.target, "__name__", "")
         iadd = getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name != "invert"
         is_or_index = name in ("is_", "is_not", "index", "inv", "indexOf", "itemgetter")
-        return bool(node.kwargs.get("inplace", False)) or (iadd and not is_or_index) or _ends_in_underscore(name)
+        says_so = bool(node.kwargs.get("inplace", False)) or node.target is set_item
+        return says_so or (iadd and not is_or_index) or _ends_in_underscore(name)
     return node.op == "call_method" and _ends_in_underscore(str(node.target))
 
 
@@ -199,39 +224,64 @@ def _ends_in_underscore(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _why_not_traced(model: nn.Module, error: Exception) -> str:
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in f.filename and "graph.py" not in f.filename
-    ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    reason = str(error).strip().split("\n")[0]
-    return (
-        f"model {type(model).__name__} can't be traced by torch.fx{where}: {reason}; "
-        f"name the module that holds this line (qualified name or class) in model.leaves to make it one layer"
-    )
+def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {type(module).__name__ for module in model.modules()}
+    for leaf in leaves:
+        if leaf not in names:
+            raise GraphError(
+                f"model.leaves: model {type(model).__name__} has no module {leaf!r}, by qualified name or class"
+                f"{nearest(leaf, sorted(names - {''}))}"
+            )
 
 
-def _drop_unused_inputs(graph: fx.Graph) -> None:
-    for node in graph.find_nodes(op="placeholder"):
-        if not node.users:
-            graph.erase_node(node)
+def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.GraphModule]) -> LayerGraph:
+    """Make the layer graph of a model, twice; `holder` holds it under the names that the graph knows."""
+    modes = [(module, module.training) for module in model.modules()]
+    attributes = set(model.__dict__)
+    found: list[tuple[fx.GraphModule, frozenset[str]]] = []
+    try:
+        for training in (True, False):
+            model.train(training)
+            named = holder.named_modules(remove_duplicate=False)
+            found.append((make(), frozenset(name for name, module in named if module.training)))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for name in model.__dict__.keys() - attributes:  # tensors made in forward, which the graphs hold now
+            delattr(model, name)
+    (trains, in_training), (evaluates, in_evaluation) = found
+    same = twins(_computing(trains.graph), _computing(evaluates.graph))
+    evaluation = _layer_graph(model, evaluates, training=in_evaluation, twins=same)
+    return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
 
 
-def _dropout_functions_to_modules(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Replace dropout functions by modules: tracing has frozen their `training` argument."""
-    for index, node in enumerate(list(graph.nodes)):
-        if node.op != "call_function" or node.target not in _DROPOUT_FUNCTIONS:
-            continue
-        arguments = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
-        made = _DROPOUT_FUNCTIONS[node.target](arguments.get("p", 0.5), arguments.get("inplace", False))
-        name = f"dropout_function_{index}"
-        module.add_submodule(name, made.train(module.training))
-        with graph.inserting_before(node):
-            new = graph.call_module(name, (arguments["input"],))
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+def _cuttable(module: fx.GraphModule) -> fx.GraphModule:
+    """Make a traced graph safe to cut."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target is operator.setitem:
+            node.target = set_item
+    _read_overwritten_values_from_their_writer(module, module.graph)
+    module.graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(module, node))
+    module.recompile()
+    return module
+
+
+def _has_effect(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether a layer that nobody reads does something all the same: to a buffer, or with one."""
+    if node.op == "call_module":
+        return any(True for _ in module.get_submodule(str(node.target)).buffers())
+    while is_inplace(module, node) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if node.op == "get_attr":
+            return True
+    return False
+
+
+def _draws(module: nn.Module) -> bool:
+    fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
+    says_so = bool(getattr(module, "random_layer", False))
+    return isinstance(module, _RANDOM_MODULES) or fused or says_so or not is_torchs_own(module)
 
 
 def _read_overwritten_values_from_their_writer(module: nn.Module, graph: fx.Graph) -> None:
@@ -249,24 +299,13 @@ def _read_overwritten_values_from_their_writer(module: nn.Module, graph: fx.Grap
                 reader.replace_input_with(overwritten, writer)
 
 
-def _one_module_per_random_layer(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Give every call of a random module a module of its own, so that each call has its own name and its own draw."""
-    seen: dict[str, int] = {}
-    for node in graph.find_nodes(op="call_module"):
-        path = str(node.target)
-        called = module.get_submodule(path)
-        if not is_random(called):
-            continue
-        seen[path] = seen.get(path, 0) + 1
-        if seen[path] > 1:
-            name = f"{path}_call_{seen[path]}"
-            shared = {id(parameter): parameter for parameter in called.parameters()}
-            module.add_submodule(name, copy.deepcopy(called, dict(shared)))
-            node.target = name
+def _computing(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
 
 
-def _layer_graph(model: nn.Module, module: fx.GraphModule, graph: fx.Graph) -> LayerGraph:
-    computing = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
+def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> LayerGraph:
+    graph = module.graph
+    computing = _computing(graph)
     index = {node: i for i, node in enumerate(computing)}
     (output,) = graph.find_nodes(op="output")
     layers = tuple(
@@ -278,6 +317,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, graph: fx.Graph) -> L
             reads=tuple(sorted({index[n] for n in node.all_input_nodes if n in index})),
             inputs=tuple(n.name for n in node.all_input_nodes if n.op == "placeholder"),
             parameters=tuple(_parameters(module, node)),
+            draws_as=_draw_name(module, node),
         )
         for i, node in enumerate(computing)
     )
@@ -285,7 +325,18 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, graph: fx.Graph) -> L
         raise GraphError("the model has no layer: its forward computes nothing")
     inputs = tuple(n.name for n in graph.find_nodes(op="placeholder"))
     outputs = tuple(sorted({index[n] for n in output.all_input_nodes if n in index}))
-    return LayerGraph(model, module, graph, inputs, layers, outputs)
+    return LayerGraph(model, module, graph, inputs, layers, outputs, **rest)
+
+
+def _draw_name(module: fx.GraphModule, node: fx.Node) -> str:
+    """Return a name for what a layer draws: each call of a module that is called several times has its own."""
+    if not is_random(module, node):
+        return ""
+    if node.op != "call_module":
+        return node.name
+    calls = list(module.graph.find_nodes(op="call_module", target=node.target))
+    number = calls.index(node) + 1
+    return str(node.target) if number == 1 else f"{node.target}_call_{number}"
 
 
 def _kind(module: nn.Module, node: fx.Node) -> str:

@@ -18,6 +18,7 @@ from pipebench.cluster import Cluster
 from pipebench.costs import stage_costs
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
+from pipebench.evaluation import evaluation_of
 from pipebench.graph import LayerGraph, trace
 from pipebench.modes import AUTO, resolve
 from pipebench.optimizer import make_optimizer
@@ -160,6 +161,7 @@ def prepare(
         plan=plan,
         pipeline=pipeline,
         costs=stage_costs(profile, plan, recompute=mode.recompute),
+        evaluation=evaluation_of(graph, plan, pipeline, profile),
         cluster=cluster.placed(devices),
         dataset=dataset,
         sampler=sampler,
@@ -257,7 +259,7 @@ def profiled(
     dataset: Dataset = options.make_dataset(recipe.dataset)
     on_meta = not trains and "target" not in recipe.model and not profiles.is_measured(recipe, cluster)
     model = initial_model(recipe, "meta" if on_meta else "cpu")
-    graph = trace(model, list(recipe.model.get("leaves") or ()))
+    graph = trace(model, list(recipe.model.get("leaves") or ()), len(dataset.inputs))
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
             f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "

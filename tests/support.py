@@ -15,6 +15,7 @@ from pipebench.costs import stage_costs
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
+from pipebench.evaluation import evaluation_of
 from pipebench.graph import Layer, LayerGraph, forget_states, run_node, trace
 from pipebench.network import Network
 from pipebench.plan import Plan, make_plan
@@ -165,6 +166,7 @@ def make_setup(
         plan=plan,
         pipeline=pipeline,
         costs=stage_costs(profile, plan, recompute=recompute),
+        evaluation=evaluation_of(graph, plan, pipeline, profile),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,
         sampler=sampler or Sampler(dataset.num_train, minibatch_size, seed),

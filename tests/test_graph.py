@@ -149,19 +149,20 @@ def test_tied_parameters_stay_together() -> None:
 
 def test_functional_dropout_follows_train_and_eval() -> None:
     graph = trace(FunctionalDropout())
-    assert [layer.kind for layer in graph.layers] == ["Linear", "Dropout", "Dropout", "Linear"]
+    assert [layer.kind for layer in graph.layers] == ["Linear", "dropout", "dropout", "Linear"]
+    assert graph.evaluation is not None
+    assert graph.evaluation.twins == (0, 1, 2, 3)
     x = torch.ones(3, 6)
-    graph.root.eval()
-    assert torch.equal(graph.root(x), graph.root(x))
-    graph.root.train()
+    assert torch.equal(graph.evaluation.root(x), graph.evaluation.root(x))
     assert not torch.equal(graph.root(x), graph.root(x))
 
 
 def test_each_call_of_a_random_module_draws_for_itself() -> None:
     graph = trace(DropoutTwice())
     stage = cut_stage(graph, make_plan(graph, [], [1]), 0)
+    assert stage.random == ("drop", "drop_call_2")
     replica = Replica(stage, lambda p: torch.optim.SGD(p, 0.1), device=torch.device("cpu"), seed=0)
-    replica._draw = (0, 0)
+    stage.seeder.draw = (0, 0)
     first, second = replica.module(torch.ones(40))[-1]
     assert not torch.equal(first, second)
     assert torch.equal(replica.module(torch.ones(40))[-1][0], first)

@@ -87,7 +87,7 @@ class DistributedEngine:
         self._together = Together(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
         if world.rank > 0 or setup.dataset.generates_with is None:
             # The stage holds copies of what it needs: the rest of the model would only take memory.
-            for whole in (setup.graph.model, setup.graph.root):
+            for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluation.root):
                 whole.to("meta")
         self._handlers: dict[Op, Callable[[int, Instruction], float]] = {
             Op.LOAD_INPUT: self._load,
@@ -189,7 +189,7 @@ class DistributedEngine:
         self.worker.begin(self._feed, 0, count)
         self.meter.evaluating = True
         scores = Scores(dataset)
-        pipeline = self.setup.pipeline
+        pipeline = self.setup.evaluation.pipeline
         self._transport.expect(forward_programs(pipeline, count)[self.worker.index], lambda unit: False)
         try:
             for instruction in forward_programs(pipeline, count)[self.worker.index]:

@@ -34,13 +34,14 @@ class Feed:
         self._first = first
         self._num_minibatches = num_minibatches
         self._trains = split == "train"
+        self._pipeline = setup.pipeline if self._trains else setup.evaluation.pipeline
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[int, _Ahead] = {}
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
-        minibatch, microbatch = self._setup.pipeline.minibatch(unit) if self._trains else (unit, 0)
+        minibatch, microbatch = self._pipeline.minibatch(unit) if self._trains else (unit, 0)
         return self._first + minibatch, microbatch
 
     def indices(self, unit: int) -> Sequence[int]:
@@ -107,12 +108,12 @@ class Feed:
     @property
     def _processes(self) -> int:
         """Processes for each worker that reads inputs: the dataset's number is shared out among them."""
-        pipeline, total = self._setup.pipeline, self._setup.dataset.loader_processes
+        pipeline, total = self._pipeline, self._setup.dataset.loader_processes
         return min(total, max(1, total // sum(pipeline.replicas[stage] for stage in pipeline.loads)))
 
     def _units(self, worker: int) -> Iterator[int]:
         """Yield a worker's units that aren't empty, ascending."""
-        pipeline = self._setup.pipeline
+        pipeline = self._pipeline
         stage, replica = pipeline.places[worker]
         parts = pipeline.microbatches if self._trains else 1
         blocks = -(-self._num_minibatches // pipeline.block)
@@ -127,7 +128,7 @@ class Feed:
         return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
 
     def _sizes(self, minibatch: int) -> list[int]:
-        parts = self._setup.pipeline.microbatches if self._trains else 1
+        parts = self._pipeline.microbatches if self._trains else 1
         return microbatch_sizes(self._sampler.size(minibatch), parts)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.recut import carried_states
@@ -19,7 +20,7 @@ from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
 from pipebench.engine.stage import Stage
 from pipebench.engine.weights import MakeOptimizer, Version, Weights
-from pipebench.sampling import mix, name_hash, seed_default_generator
+from pipebench.sampling import name_hash
 
 Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
 LossFunction = Callable[[Any], torch.Tensor]
@@ -50,6 +51,7 @@ class Place(NamedTuple):
 
 
 _TRAIN = "train"
+_EVALUATION = name_hash("evaluation")  # what an evaluation draws is nothing that training draws
 _ALONE = Place(_TRAIN, 0, 0, starts=True)
 
 
@@ -76,20 +78,21 @@ class Replica:
         overwrite: bool = False,
     ) -> None:
         self.stage = stage
-        self.module = stage.module.to(device).train()
-        self.weights = Weights(self.module, make_optimizer, overwrite=overwrite)
+        self.module = stage.module.to(device)
+        self._evaluation = _evaluation_of(stage, device)
+        self.weights = Weights(self.module, make_optimizer, overwrite=overwrite, also=[self._evaluation.module])
         self._recompute = recompute
         self._device = device
         self._in_flight: dict[int, _InFlight] = {}
         self._saved_bytes: dict[tuple[torch.Size, ...], int] = {}
         self._norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._own_buffers = list(_own_buffers(self.module)) if recompute else []
         self._stateful = [self.module.get_submodule(path) for path in stage.stateful]
         self.states: dict[tuple[str, int, int], list[Any]] = {}
-        self._draw: tuple[int, ...] = ()
         self._wanted: list[bool] | None = None  # which tensors that leave have a gradient
         self.gradients: list[torch.Tensor | None] = [None] * len(self.weights.names)
-        for path in stage.random:
-            self._seed_before(self.module.get_submodule(path), mix(seed, name_hash(path)))
+        stage.seeder.seed, stage.seeder.device = seed, device
+        stage.enter()
 
     def forward(
         self,
@@ -122,7 +125,7 @@ class Replica:
         item = _InFlight(weights, [*inputs, *received.values()], received, loss=loss, draw=draw)
         self._in_flight[unit] = item
         self.weights.bind(weights)
-        self._draw = draw
+        self.stage.seeder.draw = draw
         carried = self._take_up(place)
         if self._recompute:
             item.carried = carried
@@ -162,7 +165,7 @@ class Replica:
         item = self._in_flight.pop(unit)
         if self._recompute:
             self.weights.bind(item.version)
-            self._draw = item.draw
+            self.stage.seeder.draw = item.draw
             self._carry(item.carried)
             self._without_statistics(item)
         leaves = [t for value in item.received.values() for t in _differentiable(value)]
@@ -179,16 +182,30 @@ class Replica:
         self.weights.update(gradients, lr)
         self.gradients = [None] * len(self.gradients)
 
-    def evaluate(self, inputs: Sequence[torch.Tensor], received: Values, place: Place) -> tuple[Values, Any]:
-        """Run forward only, in evaluation mode with the newest weights; return the values that leave and the output."""
+    def evaluate(
+        self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: Place
+    ) -> tuple[Values, Any]:
+        """Run forward only, as the model evaluates, with the newest weights.
+
+        Args:
+            draw: what layers that draw even now depend on.
+            inputs: the model inputs that the stage's evaluation reads, in its order.
+            received: values from other stages, by layer of the evaluation.
+            place: whose state stateful modules carry.
+
+        Returns:
+            The values that leave the stage, by layer of the evaluation; and the model's output in the last stage.
+        """
+        stage = self._evaluation
         self.weights.bind(self.weights.newest)
-        self.module.eval()
+        stage.enter()
+        stage.seeder.draw = (_EVALUATION, *draw)
         self._take_up(place)
         with torch.no_grad():
-            outputs = self.module(*inputs, *received.values())
+            outputs = stage.module(*inputs, *received.values())
         self._lay_down(place)
-        self.module.train()
-        return dict(zip(self.stage.returns, outputs, strict=False)), outputs[-1] if self.stage.is_last else None
+        self.stage.enter()
+        return dict(zip(stage.returns, outputs, strict=False)), outputs[-1] if stage.is_last else None
 
     def forget(self, split: str) -> None:
         """Let go of the states of a split's streams."""
@@ -326,8 +343,9 @@ class Replica:
             parameter.grad = None
 
     def _without_statistics(self, item: _InFlight) -> None:
-        """Recompute a forward without touching BatchNorm's running statistics a second time (P42)."""
+        """Recompute a forward without touching running statistics a second time (P42), BatchNorm's or a model's own."""
         kept = [(norm, norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in self._norms]
+        own = [(buffer, buffer.clone()) for buffer in self._own_buffers]
         for norm in self._norms:
             norm.running_mean = norm.running_var = norm.num_batches_tracked = None
         try:
@@ -335,13 +353,34 @@ class Replica:
         finally:
             for norm, mean, var, count in kept:
                 norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._own_buffers)):
+                for buffer, before in own:
+                    buffer.copy_(before)
 
-    def _seed_before(self, module: nn.Module, key: int) -> None:
-        def seed(_module: nn.Module, _arguments: Any) -> None:
-            if _module.training:
-                seed_default_generator(self._device, mix(key, *self._draw))
 
-        module.register_forward_pre_hook(seed)
+def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
+    """Return the stage as it evaluates, with the very parameters and buffers that it trains with."""
+    evaluation = stage.evaluation
+    assert evaluation is not None
+    evaluation.module.to(device)
+    held = {**dict(stage.module.named_parameters(remove_duplicate=False)), **_buffers(stage.module)}
+    for name in (*dict(evaluation.module.named_parameters(remove_duplicate=False)), *_buffers(evaluation.module)):
+        if name in held:
+            path, _, key = name.rpartition(".")
+            part = evaluation.module.get_submodule(path)
+            (part._parameters if key in part._parameters else part._buffers)[key] = held[name]  # type: ignore[index]
+    return evaluation
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(remove_duplicate=False))
+
+
+def _own_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers that a forward may change in a way that only the model knows."""
+    for part in module.modules():
+        if not isinstance(part, nn.modules.batchnorm._NormBase):
+            yield from part.buffers(recurse=False)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from pipebench.cluster import Cluster
 from pipebench.costs import Costs
 from pipebench.engine.weights import MakeOptimizer
+from pipebench.evaluation import Evaluation
 from pipebench.graph import LayerGraph
 from pipebench.plan import Plan
 from pipebench.sampling import Sampler
@@ -24,6 +25,7 @@ class Setup:
         plan: stages and what crosses between them.
         pipeline: the pipeline's shape and order of work.
         costs: seconds and bytes of every instruction.
+        evaluation: how evaluations are cut.
         cluster: where it runs.
         dataset: the data.
         sampler: which samples make up minibatch k.
@@ -41,6 +43,7 @@ class Setup:
     plan: Plan
     pipeline: Pipeline
     costs: Costs
+    evaluation: Evaluation
     cluster: Cluster
     dataset: Dataset
     sampler: Sampler

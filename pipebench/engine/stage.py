@@ -2,14 +2,19 @@
 
 import copy
 import operator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from pipebench.graph import LayerGraph, carries_state, is_inplace, is_random
+from pipebench.evaluation import plan_evaluation
+from pipebench.graph import Layer, LayerGraph, carries_state, is_inplace, set_item, with_item
 from pipebench.plan import Plan
+from pipebench.sampling import mix, name_hash, seed_default_generator
+
+_SEEDER = "pipebench_seeder"  # a name that no model has
 
 # Nodes that hand on (a view of) their input: an in-place layer after them overwrites the stage's own input.
 _VIEWS = {
@@ -19,9 +24,32 @@ _VIEWS = {
 }
 
 
+class Seeder(nn.Module):
+    """Seeds the generator that a layer draws from, right before it draws.
+
+    Attributes:
+        seed: the run's.
+        draw: what is drawn for: (minibatch, microbatch).
+        device: where layers draw.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = 0
+        self.draw: tuple[int, ...] = ()
+        self.device = torch.device("cpu")
+        self._keys: dict[str, int] = {}
+
+    def forward(self, name: str) -> None:
+        """Seed for the layer that draws under a name: no engine, plan or order of work changes what it draws."""
+        if name not in self._keys:
+            self._keys[name] = mix(self.seed, name_hash(name))
+        seed_default_generator(self.device, mix(self._keys[name], *self.draw))
+
+
 @dataclass(frozen=True)
 class Stage:
-    """One stage, ready to run.
+    """One stage, ready to run, as it trains or as it evaluates.
 
     Attributes:
         index: position in the pipeline.
@@ -32,8 +60,12 @@ class Stage:
         sends: target stage to the layers whose values it sends there; targets ascending.
         returns: layers whose values leave the stage, ascending.
         is_last: whether the model's output (and so the loss) is computed here.
-        random: qualified names of the modules that draw random numbers.
+        random: names under which its layers draw random numbers.
         stateful: qualified names of the modules that carry something from one minibatch to the next.
+        seeder: what they draw derives from.
+        modes: whether each module that it has is in training mode.
+        evaluation: the same stage as it evaluates, made of the same modules; None if this is that. Its layers are
+            those of the evaluation's graph.
     """
 
     index: int
@@ -45,18 +77,80 @@ class Stage:
     is_last: bool
     random: tuple[str, ...]
     stateful: tuple[str, ...]
+    seeder: Seeder
+    modes: tuple[tuple[nn.Module, bool], ...]
+    evaluation: "Stage | None" = None
+
+    def enter(self) -> None:
+        """Put the modules into the mode in which they train, or evaluate."""
+        for module, training in self.modes:
+            module.training = training
 
 
 def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     """Cut one stage out of the graph. Its modules, parameters and buffers are copies under the model's own names."""
-    stage = plan.stages[index]
-    layers = graph.layers[stage.start : stage.stop]
-    receives = {source: values for (source, target), values in plan.crossings.items() if target == index}
-    sends = {target: values for (source, target), values in plan.crossings.items() if source == index}
-    is_last = stage.stop == len(graph.layers)
-    returns = tuple(sorted({value for values in sends.values() for value in values}))
-    inputs = _inputs_read(graph, stage.start, stage.stop, is_last)
+    assert graph.evaluation is not None
+    cut = _Cut(index, index == len(plan.stages) - 1, Seeder(), {})
+    evaluated = plan_evaluation(graph, plan)
+    evaluation = cut.out_of(graph.evaluation, evaluated.layers[index], evaluated.crossings)
+    own = plan.stages[index]
+    return replace(cut.out_of(graph, range(own.start, own.stop), plan.crossings), evaluation=evaluation)
 
+
+@dataclass(frozen=True)
+class _Cut:
+    """What the two forms of a stage share.
+
+    Attributes:
+        index: position in the pipeline.
+        is_last: whether nothing comes after it.
+        seeder: what its layers' draws derive from.
+        copies: what has been copied so far, as `copy.deepcopy` notes it: both forms have the same modules.
+    """
+
+    index: int
+    is_last: bool
+    seeder: Seeder
+    copies: dict[int, Any]
+
+    def out_of(
+        self, graph: LayerGraph, indices: Sequence[int], crossings: Mapping[tuple[int, int], tuple[int, ...]]
+    ) -> Stage:
+        """Cut layers out of a graph."""
+        layers = [graph.layers[i] for i in indices]
+        receives = {source: values for (source, target), values in crossings.items() if target == self.index}
+        sends = {target: values for (source, target), values in crossings.items() if source == self.index}
+        returns = tuple(sorted({value for values in sends.values() for value in values}))
+        inputs = _inputs_read(graph, layers, self.is_last)
+        new = _program(graph, layers, inputs, receives, returns, self.is_last)
+        graph.root.add_module(_SEEDER, self.seeder)
+        module = copy.deepcopy(fx.GraphModule(graph.root, new), self.copies)
+        delattr(graph.root, _SEEDER)
+        _switch_inplace_off_at_heads(module)
+        return Stage(
+            self.index,
+            module,
+            inputs,
+            receives,
+            sends,
+            returns,
+            self.is_last,
+            random=tuple(layer.draws_as for layer in layers if layer.draws_as),
+            stateful=_stateful(module, layers),
+            seeder=self.copies.get(id(self.seeder), self.seeder),
+            modes=tuple((part, name in graph.training) for name, part in module.named_modules(remove_duplicate=False)),
+        )
+
+
+def _program(
+    graph: LayerGraph,
+    layers: Sequence[Layer],
+    inputs: Sequence[str],
+    receives: Mapping[int, tuple[int, ...]],
+    returns: Sequence[int],
+    is_last: bool,
+) -> fx.Graph:
+    """Return the graph of a stage: its layers, and the seeding before those that draw."""
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     placeholders = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
@@ -74,27 +168,29 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     for layer in layers:
         for argument in layer.node.all_input_nodes:
             take(argument)  # attributes are copied before the node that reads them
+        if layer.draws_as:
+            new.call_module(_SEEDER, (layer.draws_as,))
         env[layer.node] = new.node_copy(layer.node, take)
     result: list[Any] = [take(graph.layers[value].node) for value in returns]
     if is_last:
         (output,) = graph.graph.find_nodes(op="output")
         result.append(fx.node.map_arg(output.args[0], take))
     new.output(tuple(result))
-    module = copy.deepcopy(fx.GraphModule(graph.root, new))
-    _switch_inplace_off_at_heads(module)
+    return new
+
+
+def _stateful(module: nn.Module, layers: Sequence[Layer]) -> tuple[str, ...]:
     called = [str(layer.node.target) for layer in layers if layer.node.op == "call_module"]
-    random = tuple(path for path in called if is_random(module.get_submodule(path)))
-    stateful = tuple(
+    return tuple(
         f"{path}.{inner}" if inner else path
         for path in dict.fromkeys(called)
         for inner, part in module.get_submodule(path).named_modules()
         if carries_state(part)
     )
-    return Stage(index, module, inputs, receives, sends, returns, is_last, random, stateful)
 
 
-def _inputs_read(graph: LayerGraph, start: int, stop: int, is_last: bool) -> tuple[str, ...]:
-    read = {name for layer in graph.layers[start:stop] for name in layer.inputs}
+def _inputs_read(graph: LayerGraph, layers: Sequence[Layer], is_last: bool) -> tuple[str, ...]:
+    read = {name for layer in layers for name in layer.inputs}
     if is_last:
         (output,) = graph.graph.find_nodes(op="output")
         read |= {node.name for node in output.all_input_nodes if node.op == "placeholder"}
@@ -128,6 +224,8 @@ def _out_of_place(module: fx.GraphModule, node: fx.Node) -> None:
         module.get_submodule(str(node.target)).inplace = False  # type: ignore[assignment]
     elif node.op == "call_method":
         node.target = str(node.target).rstrip("_")
+    elif node.target is set_item:
+        node.target = with_item
     elif "inplace" in node.kwargs:
         node.kwargs = {**node.kwargs, "inplace": False}
     else:

@@ -29,7 +29,6 @@ from pipebench.engine.channel import LANES, Link, Message, Receiver, Sender
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.launch_join import leave
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.pipeline import Pipeline
 from pipebench.timeline import ACTIVATION, GRADIENT
 from pipebench.world import World
 
@@ -58,7 +57,7 @@ class Transport:
         rank_of = ranks_of(setup)
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
         self._groups: list[Any] = [group for groups in lanes.values() for group in groups]
-        for kind, sender, receiver in channels_of(setup.pipeline):
+        for kind, sender, receiver in channels_of(setup):
             ranks = (rank_of[sender], rank_of[receiver])
             direct = _pair(world, ranks) if world.direct else None
             self._groups += [] if direct is None else [direct]
@@ -115,14 +114,17 @@ class Transport:
         leave(self._groups)
 
 
-def channels_of(pipeline: Pipeline) -> Iterator[_Key]:
-    """Yield every channel of a pipeline, in one order for all workers."""
-    for edge in pipeline.edges:
-        units = range(pipeline.replicas[edge.source] * pipeline.replicas[edge.target])
-        pairs = {(pipeline.worker(edge.source, unit), pipeline.worker(edge.target, unit)) for unit in units}
+def channels_of(setup: Setup) -> Iterator[_Key]:
+    """Yield every channel of training and evaluation, in one order for all workers."""
+    pipeline, returning = setup.pipeline, {}
+    for edge in (*setup.evaluation.pipeline.edges, *pipeline.edges):  # the training's last: it says what comes back
+        returning[edge.source, edge.target] = edge.has_gradient
+    for (source_stage, target_stage), has_gradient in sorted(returning.items()):
+        units = range(pipeline.replicas[source_stage] * pipeline.replicas[target_stage])
+        pairs = {(pipeline.worker(source_stage, unit), pipeline.worker(target_stage, unit)) for unit in units}
         for source, target in sorted(pairs):
             yield ACTIVATION, source, target
-            if edge.has_gradient:
+            if has_gradient:
                 yield GRADIENT, target, source
 
 
@@ -130,9 +132,10 @@ def _expected_bytes(setup: Setup, kind: str, sender: int, receiver: int) -> int:
     """Return the size of the largest values that the profile foresees on a channel."""
     places = setup.pipeline.places
     stages = (places[sender][0], places[receiver][0])
-    if kind == ACTIVATION:
-        return max(setup.costs.activation_bytes[stages].values())
-    return max(setup.costs.gradient_bytes[stages[1], stages[0]].values())
+    if kind == GRADIENT:
+        return max(setup.costs.gradient_bytes[stages[1], stages[0]].values())
+    foreseen = [part.activation_bytes.get(stages, {}) for part in (setup.costs, setup.evaluation)]
+    return max(num_bytes for by_size in foreseen for num_bytes in by_size.values())
 
 
 def _pair(world: World, ranks: tuple[int, int]) -> Any:

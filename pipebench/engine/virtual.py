@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.state import ModelState
+from pipebench.costs import Costs
 from pipebench.engine.feed import Feed
 from pipebench.engine.replica import Replica
 from pipebench.engine.ring import ring_all_reduce
@@ -26,7 +27,7 @@ from pipebench.measured import Measured
 from pipebench.meter import Meter, fractions
 from pipebench.network import Network
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.pipeline import forward_programs, programs
+from pipebench.schedule.pipeline import Pipeline, forward_programs, programs
 from pipebench.simulate import Event, Simulation
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
 
@@ -181,7 +182,8 @@ class VirtualEngine:
         self._feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
         for worker in self.workers:
             worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors)
-        self._play(programs(self.setup.pipeline, num_minibatches), self._execute)
+        setup = self.setup
+        self._play(setup.pipeline, setup.costs, programs(setup.pipeline, num_minibatches), self._execute)
         self._average_buffers()
         return num_minibatches
 
@@ -207,7 +209,9 @@ class VirtualEngine:
                     scores.add(output, self._feed.targets(unit), self._feed.weight(unit))
 
         before = Counter(self.network.num_bytes)
-        self._play(forward_programs(self.setup.pipeline, count), execute)
+        evaluation = self.setup.evaluation
+        costs = evaluation.costs(self.setup.costs)
+        self._play(evaluation.pipeline, costs, forward_programs(evaluation.pipeline, count), execute)
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
         self._meter.evaluating = False
         self._evaluation_s += self.clock_s - before_s
@@ -223,9 +227,14 @@ class VirtualEngine:
     def _whole(self) -> WholeModel:
         return WholeModel(self.setup)
 
-    def _play(self, lists: Sequence[Iterator[Instruction]], execute: Callable[[Event], None]) -> None:
-        setup = self.setup
-        simulation = Simulation(setup.pipeline, lists, setup.costs, self.network, self._feed.size, self.clock_s)
+    def _play(
+        self,
+        pipeline: Pipeline,
+        costs: Costs,
+        lists: Sequence[Iterator[Instruction]],
+        execute: Callable[[Event], None],
+    ) -> None:
+        simulation = Simulation(pipeline, lists, costs, self.network, self._feed.size, self.clock_s)
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         try:
             for event in simulation:

@@ -5,13 +5,13 @@ ran forward with; an update writes the next version into buffers nobody refers t
 newest. Every buffer is its own storage: slices of one storage would share autograd's version counter, and writing one
 version would look like overwriting all.
 
-A recurrent module has a buffer to itself, laid out as cuDNN wants it: anywhere else in a storage, or in another order,
-cuDNN would copy the weights at every call.
+Parameters keep their types: each type has a buffer of its own. A recurrent module has one to itself, too, laid out as
+cuDNN wants it: anywhere else in a storage, or in another order, cuDNN would copy the weights at every call.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,13 +20,39 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 
+_ALIGNED_BYTES = 256  # where cudaMalloc lets memory begin: kernels read from there as fast as from a tensor of its own
+
+
+class _Like(NamedTuple):
+    """What a parameter is, without holding it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class _Group(NamedTuple):
+    """Parameters of one type that share a buffer.
+
+    Attributes:
+        indices: their positions in the stage's order, in the order in which they stand in the buffer.
+        packed: whether they stand without gaps.
+    """
+
+    indices: Sequence[int]
+    packed: bool
+
+
 class Version:
     """The parameters of a stage after some number of updates.
 
     Args:
-        shapes: of the parameters, in the stage's order.
-        groups: positions of the parameters of every buffer, in the order in which they stand in it.
-        like: a tensor of their type and device.
+        likes: what the parameters are, in the stage's order.
+        groups: which of them share a buffer.
 
     Attributes:
         number: updates since the start of the run.
@@ -37,18 +63,30 @@ class Version:
 
     __slots__ = ("flats", "number", "parameters", "users")
 
-    def __init__(self, shapes: Sequence[torch.Size], groups: Sequence[Sequence[int]], like: torch.Tensor) -> None:
+    def __init__(self, likes: Sequence[_Like], groups: Sequence[_Group]) -> None:
         self.number = 0
         self.users = 0
         self.flats: list[torch.Tensor] = []
         views: dict[int, torch.Tensor] = {}
         for group in groups:
-            sizes = [shapes[index].numel() for index in group]
-            flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+            starts, total = _places_in_buffer([likes[index] for index in group.indices], packed=group.packed)
+            first = likes[group.indices[0]]
+            flat = torch.zeros(total, dtype=first.dtype, device=first.device)
             self.flats.append(flat)
-            for index, piece in zip(group, torch.split(flat, sizes), strict=True):
-                views[index] = piece.view(shapes[index]).detach().requires_grad_()
-        self.parameters = [views[index] for index in range(len(shapes))]
+            for index, start in zip(group.indices, starts, strict=True):
+                shape = likes[index].shape
+                views[index] = flat[start : start + shape.numel()].view(shape).detach().requires_grad_()
+        self.parameters = [views[index] for index in range(len(likes))]
+
+
+def _places_in_buffer(likes: Sequence[_Like], *, packed: bool) -> tuple[list[int], int]:
+    """Return where each parameter begins in a buffer, and the buffer's length, in elements."""
+    starts, end = [], 0
+    for like in likes:
+        starts.append(end)
+        step = 1 if packed else max(1, _ALIGNED_BYTES // like.dtype.itemsize)
+        end += -(-like.shape.numel() // step) * step
+    return starts, end
 
 
 class Weights:
@@ -59,17 +97,24 @@ class Weights:
         make_optimizer: makes a torch.optim optimizer for a list of parameters.
         overwrite: update in place whatever is in flight: the naive pipeline, whose backward sees newer weights than
             its forward did.
+        also: other modules that hold some of the parameters.
     """
 
-    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        *,
+        overwrite: bool = False,
+        also: Sequence[nn.Module] = (),
+    ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names = tuple(name for name, _ in named)
         self._overwrite = overwrite
-        self._places = _places(module, [p for _, p in named])
+        self._places = _places([module, *also], [p for _, p in named])
         self._recurrent = list(_recurrent(module, [p for _, p in named]))
-        self._shapes = [p.shape for _, p in named]
-        self._groups = _groups([order for _, order in self._recurrent], len(named))
-        self._like = named[0][1] if named else torch.empty(0)
+        self._likes = [_Like(p.shape, p.dtype, p.device) for _, p in named]
+        self._groups = _groups([order for _, order in self._recurrent], self._likes)
         self.newest = self._new_version()
         with torch.no_grad():
             for mine, given in zip(self.newest.parameters, (p for _, p in named), strict=True):
@@ -90,7 +135,7 @@ class Weights:
     @property
     def version_bytes(self) -> int:
         """Bytes of one version."""
-        return sum(flat.nbytes for flat in self.newest.flats)
+        return sum(like.nbytes for like in self._likes)
 
     @property
     def state_bytes(self) -> int:
@@ -166,7 +211,7 @@ class Weights:
                     taken[key] = value.to(taken[key].device, copy=True)
 
     def _new_version(self) -> Version:
-        return Version(self._shapes, self._groups, self._like)
+        return Version(self._likes, self._groups)
 
     def _target(self) -> Version:
         """Return the buffer the next version goes into, holding the newest parameters."""
@@ -203,13 +248,14 @@ class Weights:
 
 
 def _places(
-    module: nn.Module, parameters: Iterable[torch.Tensor]
+    modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
 ) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
-    """Return every place in the module tree that holds a parameter; a tied one has several."""
+    """Return every place in module trees that holds a parameter; a tied one has several."""
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
     return [
         (part._parameters, key, index[id(parameter)])
-        for part in module.modules()
+        for part in parts
         for key, parameter in part._parameters.items()
         if id(parameter) in index
     ]
@@ -228,13 +274,18 @@ def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterato
             continue
         names = sorted(part._flat_weights_names, key=lambda name: name.startswith("bias"))  # stable
         order = [index.get(id(getattr(part, name)), -1) for name in names]
-        if -1 not in order and len({*order}) == len(order) and taken.isdisjoint(order):
+        one_type = len({parameters[index].dtype for index in order if index >= 0}) == 1
+        if -1 not in order and one_type and len({*order}) == len(order) and taken.isdisjoint(order):
             taken.update(order)
             yield part, order
 
 
-def _groups(recurrent: Sequence[Sequence[int]], num_parameters: int) -> list[Sequence[int]]:
-    """Return the parameters of every buffer: all that are not a recurrent module's together, then each of those."""
+def _groups(recurrent: Sequence[Sequence[int]], likes: Sequence[_Like]) -> list[_Group]:
+    """Return which parameters share a buffer: those of each recurrent module, and of the others those of one type."""
     apart = {index for order in recurrent for index in order}
-    rest = [index for index in range(num_parameters) if index not in apart]
-    return [group for group in (rest, *recurrent) if group]
+    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, like in enumerate(likes):
+        if index not in apart:
+            by_type.setdefault((like.dtype, like.device), []).append(index)
+    rest = [_Group(indices, packed=False) for indices in by_type.values()]
+    return [*rest, *(_Group(order, packed=True) for order in recurrent)]

@@ -78,6 +78,9 @@ class Worker:
             num_minibatches: its length; `end_early` may lower it.
         """
         self._feed = feed
+        stage = self.replica.stage
+        assert stage.evaluation is not None
+        self._stage = stage if feed.split == "train" else stage.evaluation
         self._first = first
         self._num_minibatches = num_minibatches
         self._inputs: dict[int, list[torch.Tensor]] = {}
@@ -100,7 +103,7 @@ class Worker:
 
     def load(self, unit: int) -> None:
         """Take a unit's inputs from the data."""
-        self._inputs[unit] = self._feed.inputs(self.index, unit, self.replica.stage.inputs)
+        self._inputs[unit] = self._feed.inputs(self.index, unit, self._stage.inputs)
 
     def take_activation(self, unit: int, values: Values) -> None:
         """Receive values from another stage, by layer."""
@@ -128,16 +131,17 @@ class Worker:
 
     def evaluate(self, unit: int) -> Any:
         """Run a unit forward with the newest weights; return the model's output in the last stage."""
-        inputs = self._feed.inputs(self.index, unit, self.replica.stage.inputs)
+        inputs = self._feed.inputs(self.index, unit, self._stage.inputs)
         received = self._in_order(self._received.pop(unit, {}))
-        self._outgoing[unit], output = self.replica.evaluate(inputs, received, self._feed.place(unit))
+        place, draw = self._feed.place(unit), self._feed.minibatch(unit)
+        self._outgoing[unit], output = self.replica.evaluate(draw, inputs, received, place)
         return output
 
     def activation_for(self, unit: int, target: int) -> Values:
         """Return the values of a unit that stage `target` reads; asked for once, in order of targets."""
         outgoing = self._outgoing.get(unit, {})
-        values = {layer: outgoing[layer] for layer in self.replica.stage.sends[target] if layer in outgoing}
-        if target == max(self.replica.stage.sends):
+        values = {layer: outgoing[layer] for layer in self._stage.sends[target] if layer in outgoing}
+        if target == max(self._stage.sends):
             self._outgoing.pop(unit, None)
         return values
 
@@ -197,7 +201,7 @@ class Worker:
         self.replica.restore(state, self._share)
 
     def _in_order(self, received: Values) -> Values:
-        return {layer: received[layer] for layers in self.replica.stage.receives.values() for layer in layers}
+        return {layer: received[layer] for layers in self._stage.receives.values() for layer in layers}
 
     def _heads(self, arriving: Sequence[Mapping[int, list[torch.Tensor]]]) -> list[torch.Tensor]:
         """Add gradients that meet, in order of arrival in the program: last reader first."""

@@ -9,6 +9,7 @@ from torch import nn
 from pipebench.cluster import Cluster
 from pipebench.costs import NO_HOST_COSTS, HostCosts, stage_costs
 from pipebench.engine.setup import Setup
+from pipebench.evaluation import evaluation_of
 from pipebench.graph import LayerGraph, trace
 from pipebench.modes import MODES
 from pipebench.optimizer import make_optimizer
@@ -119,6 +120,7 @@ def make_setup(
         plan=plan,
         pipeline=pipeline,
         costs=replace(stage_costs(profile, plan, recompute=False), host=host),
+        evaluation=evaluation_of(graph, plan, pipeline, profile),
         cluster=cluster,
         dataset=dataset,
         sampler=subject.sampler(),

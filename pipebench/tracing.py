@@ -1,0 +1,234 @@
+"""Tracing: a model's forward becomes a torch.fx graph, in the mode that its modules are in.
+
+torch.fx records what happens to the values that flow through a model. Everything else in `forward` happens once, while
+it is traced, and would be frozen or lost: what would change the result by that is refused here, with its line.
+"""
+
+import inspect
+import linecache
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from pipebench.errors import GraphError
+
+IsLeaf = Callable[[nn.Module, str], bool]
+
+
+def record(model: nn.Module, is_leaf: IsLeaf, num_inputs: int | None = None) -> fx.GraphModule:
+    """Trace a model in the mode that its modules are in. It shares its parameters, buffers and leaves with the graph.
+
+    Args:
+        model: any module that torch.fx traces.
+        is_leaf: whether a module, of that qualified name, is one layer though torch.fx would trace into it.
+        num_inputs: how many of the forward's arguments are fed with data, if that is known.
+
+    Raises:
+        GraphError: it can't be traced, or something would be frozen; names the module, the line and the way out.
+    """
+    versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
+    try:
+        with _nothing_drawn():
+            graph = _Tracer(is_leaf, num_inputs).trace(model)
+    except Exception as error:  # tracing runs the user's forward: anything can come out of it
+        raise GraphError(_why_not_traced(model, error)) from error
+    for name, buffer, version in versions:
+        if buffer._version != version:
+            raise GraphError(
+                f"model {type(model).__name__} changes its buffer {name} while it is traced, which torch.fx doesn't "
+                "record; name the module that does in model.leaves to make it one layer"
+            )
+    return fx.GraphModule(model, graph)
+
+
+def fed_arguments(forward: Callable[..., Any], num_inputs: int | None = None) -> tuple[list[str], list[str]]:
+    """Return the names of the arguments of a forward that are fed with data: by position, and by keyword.
+
+    Args:
+        forward: a function of a module's class; `self` is left out.
+        num_inputs: how many are fed, if that is known. Arguments beyond keep their defaults, if they have any.
+    """
+    positional: list[str] = []
+    by_keyword: list[str] = []
+    for parameter in list(inspect.signature(inspect.unwrap(forward)).parameters.values())[1:]:
+        needed = parameter.default is parameter.empty
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            if needed or (num_inputs is not None and len(positional) < num_inputs):
+                positional.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            wanted = range(len(positional), 1 if num_inputs is None else num_inputs)
+            positional += [f"{parameter.name}_{index}" for index in wanted]
+        elif parameter.kind is parameter.KEYWORD_ONLY and needed:
+            by_keyword.append(parameter.name)
+    return positional, by_keyword
+
+
+class _Tracer(fx.Tracer):
+    """torch.fx's tracer, with leaves of the user's, and torch's own containers cut inside."""
+
+    # Buffers are values, as parameters are: what is done to a buffer alone would otherwise be done while tracing.
+    proxy_buffer_attributes = True
+
+    def __init__(self, is_leaf: IsLeaf, num_inputs: int | None) -> None:
+        super().__init__()
+        self._is_leaf = is_leaf
+        self._num_inputs = num_inputs
+        self._contexts = _contexts()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether the module is one layer."""
+        return self._is_leaf(m, module_qualified_name) or super().is_leaf_module(m, module_qualified_name)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Record an operation, unless under a context that the graph would lose."""
+        if _contexts() != self._contexts:
+            raise _Frozen(
+                "torch.no_grad, enable_grad, inference_mode and autocast are lost where a model is cut into layers (to "
+                "keep gradients out, use .detach(), or requires_grad_(False) on the parameters)"
+            )
+        return super().create_node(*args, **kwargs)
+
+    def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
+        """Return the forward and what it is called with: values for what is fed; the rest keeps its defaults."""
+        positional, by_keyword = fed_arguments(root_fn, self._num_inputs)
+        values = [self.create_proxy("placeholder", name, (), {}) for name in positional]
+        named = {name: self.create_proxy("placeholder", name, (), {}) for name in by_keyword}
+
+        def forward(*given: Any) -> Any:
+            return root_fn(*given, **named)
+
+        return forward, [self.root, *values]
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record a module that is one layer, or run it so that what is inside is recorded."""
+        if type(m) in _CONTAINERS and not self._is_leaf(m, self.path_of_module(m)):
+            inside = _CONTAINERS[type(m)](m, *args, **kwargs)
+            if inside is not None:
+                return inside
+        return super().call_module(m, forward, args, kwargs)
+
+
+# torch's Transformers are leaves to torch.fx because they branch on shapes, to check them and to find faster kernels.
+# What they compute is a chain of their layers, each of which checks for itself.
+
+
+def _encoder(
+    m: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None
+) -> Any:
+    if src_key_padding_mask is not None:  # evaluation may turn to nested tensors, which only the whole can
+        return None
+    for layer in m.layers:
+        src = layer(src, src_mask=mask, is_causal=bool(is_causal))
+    return src if m.norm is None else m.norm(src)
+
+
+def _decoder(
+    m: Any, tgt: Any, memory: Any, tgt_mask: Any = None, memory_mask: Any = None, tgt_key_padding_mask: Any = None,
+    memory_key_padding_mask: Any = None, tgt_is_causal: bool | None = None, memory_is_causal: bool = False,
+) -> Any:  # fmt: skip
+    for layer in m.layers:
+        tgt = layer(
+            tgt,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=bool(tgt_is_causal),
+            memory_is_causal=memory_is_causal,
+        )
+    return tgt if m.norm is None else m.norm(tgt)
+
+
+def _transformer(m: Any, src: Any, tgt: Any, **options: Any) -> Any:
+    encoder = {"src_mask": "mask", "src_key_padding_mask": "src_key_padding_mask", "src_is_causal": "is_causal"}
+    given = {encoder[name]: value for name, value in options.items() if name in encoder}
+    memory = m.encoder(src, **given)
+    return m.decoder(tgt, memory, **{name: value for name, value in options.items() if name not in encoder})
+
+
+_CONTAINERS: Mapping[type[nn.Module], Callable[..., Any]] = {
+    nn.TransformerEncoder: _encoder,
+    nn.TransformerDecoder: _decoder,
+    nn.Transformer: _transformer,
+}
+
+
+class _Frozen(Exception):  # noqa: N818 (a reason, which becomes a GraphError with its line)
+    """Why what a forward does can't be recorded."""
+
+
+class _Draws(TorchFunctionMode):
+    """Refuses random numbers that are drawn while tracing: every minibatch would get the same ones."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = torch.default_generator.get_state()
+        result = func(*args, **(kwargs or {}))
+        if not torch.equal(torch.default_generator.get_state(), before):
+            name = getattr(func, "__name__", str(func))
+            raise _Frozen(
+                f"the random numbers of {name} would be drawn once and frozen, since their shape doesn't come from the "
+                f"model's input (say x.new_empty(...).{name}_() or torch.{name}_like, or so)"
+            )
+        return result
+
+
+@contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Refuse to freeze random numbers: torch's where they are drawn, Python's and NumPy's when all is done."""
+    numpy = sys.modules.get("numpy")
+
+    def states() -> list[Any]:
+        return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
+
+    before = states()
+    with _Draws():  # type: ignore[no-untyped-call]
+        yield
+    for name, old, new in zip(("Python's random module", "NumPy"), before, states(), strict=True):
+        if old != new:
+            raise _Frozen(f"random numbers of {name} would be drawn once and frozen")
+
+
+def _contexts() -> tuple[bool, ...]:
+    """Return the states that decide what autograd and the operations do, but that no operation mentions."""
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _why_not_traced(model: nn.Module, error: Exception) -> str:
+    """Return the sentence: which model, at which line, why, and what can be done."""
+    steps = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if "/torch/" not in frame.f_code.co_filename and frame.f_code.co_filename != __file__
+    ]
+    where = ""
+    if steps:
+        frame, line = steps[-1]
+        filename = frame.f_code.co_filename
+        where = f" at {filename}:{line} ({linecache.getline(filename, line).strip()})"
+    holders = [frame.f_locals.get("self") for frame, _ in steps]
+    holder = next((holder for holder in reversed(holders) if isinstance(holder, nn.Module)), None)
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return f"model {type(model).__name__} can't be traced by torch.fx{where}: {reason}; {_way_out(model, holder)}"
+
+
+def _way_out(model: nn.Module, holder: nn.Module | None) -> str:
+    name = next((name for name, module in model.named_modules() if module is holder), "")
+    if name:
+        return f"name the module that holds this line, {name}, in model.leaves to make it one layer"
+    return (
+        "put what this line does into a module of its own and name that in model.leaves to make it one layer, or use "
+        "modes single and dp, which need no cut"
+    )

@@ -1,0 +1,33 @@
+"""Which layer of a model's evaluation is which of its training.
+
+A forward may do other things in evaluation: leave noise out, scale, return less. So a model is traced in both modes;
+what both do is found by aligning the two lists of layers.
+"""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+
+def twins(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:
+    """Return for every layer of the evaluation its position in the training's list, or None where training has none.
+
+    Positions ascend: a layer that comes before another in one list never comes after it in the other.
+    """
+    ours, theirs = list(map(_what, training)), list(map(_what, evaluation))
+    if ours == theirs:  # nearly always
+        return tuple(range(len(ours)))
+    found: list[int | None] = [None] * len(theirs)
+    matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for offset in range(block.size):
+            found[block.b + offset] = block.a + offset
+    return tuple(found)
+
+
+def _what(node: fx.Node) -> tuple[Any, ...]:
+    """Return what a layer is, so that it can be found again: what it calls, and on which of the model's tensors."""
+    tensors = tuple(str(read.target) for read in node.all_input_nodes if read.op == "get_attr")
+    return node.op, node.target, tensors
