@@ -52,6 +52,10 @@ class GraphError(UserError, ValueError):
     """A model that can't be turned into a layer graph; names the module and the reason."""
 
 
+class TracingError(GraphError):
+    """A model that torch.fx can't trace, so that it can't be cut; names the line, the reason and the way out."""
+
+
 class ProfileError(UserError, ValueError):
     """A profile that can't be read or made."""
 

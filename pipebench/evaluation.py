@@ -8,7 +8,9 @@ from pipebench.errors import PlanError
 from pipebench.graph import LayerGraph
 from pipebench.plan import Plan
 from pipebench.profile.model import Profile
+from pipebench.profile.shapes import output_bytes
 from pipebench.schedule.pipeline import Edge, Pipeline
+from zoo.registry import Dataset
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,15 @@ class Evaluation:
 def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
     """Place every layer of the evaluation.
 
-    One that training has too stays in its stage, and so does one that reads a parameter: where it is trained. Any other
-    goes where it is read first.
+    One that training has too stays in its stage; one that reads a parameter, or a buffer that training changes, goes
+    where that is. Any other goes where it is read first.
 
     Raises:
         PlanError: that can't be done in order, as the plan cuts the model.
     """
-    evaluation, last = graph.evaluation, len(plan.stages) - 1
-    assert evaluation is not None
+    evaluation, last = graph.evaluated, len(plan.stages) - 1
     stage_of_layer = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
-    stage_of_parameter = {name: stage_of_layer[layer.index] for layer in graph.layers for name in layer.parameters}
+    home = {name: stage_of_layer[layer.index] for layer in graph.layers for name in (*layer.parameters, *layer.buffers)}
     readers: dict[int, list[int]] = {}
     for layer in evaluation.layers:
         for read in layer.reads:
@@ -61,7 +62,8 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
     stages = [last] * len(evaluation.layers)
     for layer in reversed(evaluation.layers):
         twin = evaluation.twins[layer.index]
-        trained = {stage_of_parameter[name] for name in layer.parameters if name in stage_of_parameter}
+        read_here = [str(node.target) for node in layer.node.all_input_nodes if node.op == "get_attr"]
+        trained = {home[name] for name in (*layer.parameters, *layer.buffers, *read_here) if name in home}
         if twin is not None:
             trained.add(stage_of_layer[twin])
         read_by = [stages[reader] for reader in readers.get(layer.index, ())]
@@ -76,36 +78,35 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
     return EvaluationPlan(layers, crossings)
 
 
-def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Profile) -> Evaluation:
+def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Profile, dataset: Dataset) -> Evaluation:
     """Return what an evaluation runs on.
 
     Args:
         graph: the layer graph, in both modes.
         plan: where training is cut.
         pipeline: the training's.
-        profile: bytes of what crosses; it knows the layers of the training.
+        profile: knows how large the outputs of the training's layers are.
+        dataset: gives the shapes that others follow from.
 
     Raises:
-        PlanError: it can't be cut there.
+        PlanError: it can't be cut there, or a value's size is unknown.
     """
-    evaluation = graph.evaluation
-    assert evaluation is not None
+    evaluation = graph.evaluated
     planned = plan_evaluation(graph, plan)
-    num_bytes: dict[tuple[int, int], dict[int, int]] = {}
-    for edge, values in planned.crossings.items():
-        rows = [_twin(graph, value) for value in values]
-        num_bytes[edge] = {0: 0} | {n: sum(at[row].output_bytes for row in rows) for n, at in profile.layers.items()}
+    crossing = {value for values in planned.crossings.values() for value in values}
+    num_bytes: dict[tuple[int, int], dict[int, int]] = {edge: {0: 0} for edge in planned.crossings}
+    for n, rows in profile.layers.items():
+        sizes = {value: rows[twin].output_bytes for value in crossing if (twin := evaluation.twins[value]) is not None}
+        if sizes.keys() < crossing:  # something that only evaluation computes
+            sizes = output_bytes(evaluation, dataset, n) | sizes
+        for edge, values in planned.crossings.items():
+            num_bytes[edge][n] = sum(sizes[value] for value in values)
     reads = [{name for i in layers for name in evaluation.layers[i].inputs} for layers in planned.layers]
     (output,) = evaluation.graph.find_nodes(op="output")
     reads[-1] |= {node.name for node in output.all_input_nodes if node.op == "placeholder"}
-    return Evaluation(
-        replace(
-            pipeline,
-            edges=tuple(Edge(source, target, has_gradient=False) for source, target in planned.crossings),
-            loads=tuple(stage for stage, names in enumerate(reads) if names),
-        ),
-        num_bytes,
-    )
+    edges = tuple(Edge(source, target, has_gradient=False) for source, target in planned.crossings)
+    loads = tuple(stage for stage, names in enumerate(reads) if names)
+    return Evaluation(replace(pipeline, edges=edges, loads=loads), num_bytes)
 
 
 def _crossings(evaluation: LayerGraph, stages: Sequence[int], last: int) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -120,15 +121,3 @@ def _crossings(evaluation: LayerGraph, stages: Sequence[int], last: int) -> dict
         note(layer.reads, stages[layer.index])
     note(evaluation.outputs, last)
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
-
-
-def _twin(graph: LayerGraph, value: int) -> int:
-    """Return the layer of the training whose output is as large as that of a layer of the evaluation."""
-    assert graph.evaluation is not None
-    twin = graph.evaluation.twins[value]
-    if twin is None:
-        raise PlanError(
-            f"the value of {graph.evaluation.layers[value].name}, which the model only computes in evaluation, is "
-            "read in several stages; move parallelism.cuts or use fewer stages"
-        )
-    return twin

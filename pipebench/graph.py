@@ -5,8 +5,7 @@ safe to cut here, in one place: values overwritten in place are read from their 
 effect stays.
 """
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipebench.errors import GraphError, nearest
-from pipebench.tracing import fed_arguments, record
+from pipebench.tracing import fed_arguments, record, set_item
 from pipebench.twins import twins
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -34,6 +33,8 @@ class Layer:
         reads: indices of the layers whose output it reads, ascending.
         inputs: names of the model inputs it reads.
         parameters: qualified names of the parameters it uses, in the model's own order.
+        buffers: qualified names of the buffers that it changes, or reads where another layer changes them: layers that
+            share one stay together, as those that share a parameter do.
         draws_as: a name of its own under which it draws random numbers; "" if it draws none.
     """
 
@@ -44,6 +45,7 @@ class Layer:
     reads: tuple[int, ...]
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
     draws_as: str = ""
 
 
@@ -73,6 +75,12 @@ class LayerGraph:
     evaluation: "LayerGraph | None" = None
     twins: tuple[int | None, ...] = ()
 
+    @property
+    def evaluated(self) -> "LayerGraph":
+        """The same model as it evaluates; of a graph that trains."""
+        assert self.evaluation is not None
+        return self.evaluation
+
     def index_of(self, name: str) -> int:
         """Return the index of the layer of that name; module paths (`features.0`) are understood.
 
@@ -97,7 +105,8 @@ def trace(model: nn.Module, leaves: Sequence[str] = (), num_inputs: int | None =
             those without a default.
 
     Raises:
-        GraphError: torch.fx can't trace it; names the module, the line and the way out. Or a leaf isn't there.
+        TracingError: torch.fx can't trace it; names the module, the line and the way out.
+        GraphError: a leaf isn't there, or nothing is computed.
     """
     _check_leaves(model, leaves)
 
@@ -117,7 +126,7 @@ def as_one_layer(model: nn.Module, num_inputs: int | None = None) -> LayerGraph:
     def graph() -> fx.GraphModule:
         made = fx.Graph()
         values = [made.placeholder(name) for name in (*positional, *by_keyword)]
-        named = dict(zip(by_keyword, values[len(positional) :], strict=True))
+        named: dict[str, Any] = dict(zip(by_keyword, values[len(positional) :], strict=True))
         made.output(made.call_module("model", tuple(values[: len(positional)]), named))
         return fx.GraphModule(holder, made)
 
@@ -155,17 +164,6 @@ def forget_states(root: nn.Module) -> None:
 def is_torchs_own(module: nn.Module) -> bool:
     """Return whether torch wrote a module's class: what it does to random numbers and buffers is known then."""
     return type(module).__module__.split(".")[0] == "torch"
-
-
-def set_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
-    """Assign to a part of a tensor and return the tensor, as in-place operations do."""
-    value[index] = item
-    return value
-
-
-def with_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
-    """Return a copy of a tensor with a part of it assigned to."""
-    return set_item(value.clone(), index, item)
 
 
 def is_inplace(module: nn.Module, node: fx.Node) -> bool:
@@ -258,9 +256,6 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
 
 def _cuttable(module: fx.GraphModule) -> fx.GraphModule:
     """Make a traced graph safe to cut."""
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target is operator.setitem:
-            node.target = set_item
     _read_overwritten_values_from_their_writer(module, module.graph)
     module.graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(module, node))
     module.recompile()
@@ -271,11 +266,16 @@ def _has_effect(module: nn.Module, node: fx.Node) -> bool:
     """Return whether a layer that nobody reads does something all the same: to a buffer, or with one."""
     if node.op == "call_module":
         return any(True for _ in module.get_submodule(str(node.target)).buffers())
-    while is_inplace(module, node) and node.args and isinstance(node.args[0], fx.Node):
+    return overwritten_buffer(module, node) is not None
+
+
+def overwritten_buffer(root: nn.Module, node: fx.Node) -> str | None:
+    """Return the qualified name of the buffer that a layer changes in place, or goes on changing; None if none."""
+    while is_inplace(root, node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         if node.op == "get_attr":
-            return True
-    return False
+            return str(node.target)
+    return None
 
 
 def _draws(module: nn.Module) -> bool:
@@ -308,6 +308,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
     computing = _computing(graph)
     index = {node: i for i, node in enumerate(computing)}
     (output,) = graph.find_nodes(op="output")
+    changed = {name for node in computing if (name := overwritten_buffer(module, node)) is not None}
     layers = tuple(
         Layer(
             index=i,
@@ -317,6 +318,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             reads=tuple(sorted({index[n] for n in node.all_input_nodes if n in index})),
             inputs=tuple(n.name for n in node.all_input_nodes if n.op == "placeholder"),
             parameters=tuple(_parameters(module, node)),
+            buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
         )
         for i, node in enumerate(computing)
@@ -355,3 +357,11 @@ def _parameters(module: nn.Module, node: fx.Node) -> Iterator[str]:
         if argument.op == "get_attr" and isinstance(attribute(module, str(argument.target)), nn.Parameter):
             used.append(attribute(module, str(argument.target)))
     yield from dict.fromkeys(first_name[id(parameter)] for parameter in used if parameter.requires_grad)
+
+
+def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tuple[str, ...]:
+    if node.op == "call_module":
+        path = str(node.target)
+        return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))
+    read = [str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return tuple(dict.fromkeys(n for n in (*read, overwritten_buffer(module, node)) if n is not None and n in changed))

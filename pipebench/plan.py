@@ -50,6 +50,8 @@ class _Layer(Protocol):
     def reads(self) -> tuple[int, ...]: ...
     @property
     def parameters(self) -> tuple[str, ...]: ...
+    @property
+    def buffers(self) -> tuple[str, ...]: ...
 
 
 class Cuttable(Protocol):
@@ -81,7 +83,7 @@ def make_plan(graph: Cuttable, starts: Sequence[int], replicas: Sequence[int]) -
     """Cut a graph before the layers `starts` (ascending, without 0).
 
     Raises:
-        PlanError: an empty stage, or tied parameters in two stages.
+        PlanError: an empty stage, or parameters or buffers that layers share in two stages.
     """
     bounds = [0, *starts, len(graph.layers)]
     if any(a >= b for a, b in itertools.pairwise(bounds)):
@@ -118,15 +120,17 @@ def explicit_plan(graph: LayerGraph, cuts: Sequence[str], replicas: Sequence[int
 
 
 def _refuse_split_ties(graph: Cuttable, stage_of: Sequence[int]) -> None:
-    all_users: dict[str, list[int]] = {}
+    all_users: dict[tuple[str, str], list[int]] = {}
     for index, layer in enumerate(graph.layers):
         for name in layer.parameters:
-            all_users.setdefault(name, []).append(index)
-    for name, users in all_users.items():
+            all_users.setdefault(("parameter", name), []).append(index)
+        for name in layer.buffers:
+            all_users.setdefault(("buffer", name), []).append(index)
+    for (kind, name), users in all_users.items():
         stages = sorted({stage_of[index] for index in users})
         if len(stages) > 1:
             layers = ", ".join(graph.layers[index].name for index in users)
             raise PlanError(
-                f"parameter {name} is tied: layers {layers} share it and must stay in one stage, "
+                f"{kind} {name} is tied: layers {layers} share it and must stay in one stage, "
                 f"but these cuts put them in stages {stages}; move parallelism.cuts or use plan: auto"
             )

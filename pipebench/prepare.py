@@ -4,6 +4,7 @@ Every step is a function of what the steps before it gave, so that each can be c
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,9 +18,9 @@ from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.costs import stage_costs
 from pipebench.engine.setup import Setup
-from pipebench.errors import PlanError
+from pipebench.errors import PlanError, TracingError
 from pipebench.evaluation import evaluation_of
-from pipebench.graph import LayerGraph, trace
+from pipebench.graph import LayerGraph, as_one_layer, trace
 from pipebench.modes import AUTO, resolve
 from pipebench.optimizer import make_optimizer
 from pipebench.plan import Plan, explicit_plan, make_plan
@@ -34,8 +35,10 @@ from pipebench.recipe import options
 from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.trace_check import check_traced
 from zoo.registry import Dataset
 
+_LOG = logging.getLogger("pipebench.prepare")
 SIMULATED, DISTRIBUTED = "simulated", "distributed"
 
 
@@ -161,7 +164,7 @@ def prepare(
         plan=plan,
         pipeline=pipeline,
         costs=stage_costs(profile, plan, recompute=mode.recompute),
-        evaluation=evaluation_of(graph, plan, pipeline, profile),
+        evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster.placed(devices),
         dataset=dataset,
         sampler=sampler,
@@ -259,7 +262,7 @@ def profiled(
     dataset: Dataset = options.make_dataset(recipe.dataset)
     on_meta = not trains and "target" not in recipe.model and not profiles.is_measured(recipe, cluster)
     model = initial_model(recipe, "meta" if on_meta else "cpu")
-    graph = trace(model, list(recipe.model.get("leaves") or ()), len(dataset.inputs))
+    graph = layer_graph(recipe, model, len(dataset.inputs))
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
             f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "
@@ -276,7 +279,30 @@ def profiled(
     if whole_minibatches:
         sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
     profile = kept or profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+    if trains and kept is None and len(graph.layers) > 1:  # a model that is one layer runs as it is
+        check_traced(graph, dataset)
     return Profiled(dataset, graph, device, profile)
+
+
+def layer_graph(recipe: Recipe, model: nn.Module, num_inputs: int) -> LayerGraph:
+    """Return a model as layers; as one, where it can't be traced and nothing is to be cut.
+
+    Args:
+        recipe: says which modules are layers, and how it is run.
+        model: its model.
+        num_inputs: how many inputs the data set feeds.
+
+    Raises:
+        GraphError: it can't be traced, and would have to be cut.
+    """
+    mode = recipe.parallelism.mode
+    try:
+        return trace(model, list(recipe.model.get("leaves") or ()), num_inputs)
+    except TracingError as error:
+        if mode == AUTO or resolve(recipe.parallelism).shape not in ("one", "one-stage"):
+            raise
+        _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
+        return as_one_layer(model, num_inputs)
 
 
 def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:

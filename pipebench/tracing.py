@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from pipebench.errors import GraphError
+from pipebench.errors import TracingError
 
 IsLeaf = Callable[[nn.Module, str], bool]
 
@@ -31,17 +31,17 @@ def record(model: nn.Module, is_leaf: IsLeaf, num_inputs: int | None = None) -> 
         num_inputs: how many of the forward's arguments are fed with data, if that is known.
 
     Raises:
-        GraphError: it can't be traced, or something would be frozen; names the module, the line and the way out.
+        TracingError: it can't be traced, or something would be frozen; names the module, the line and the way out.
     """
     versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     try:
         with _nothing_drawn():
             graph = _Tracer(is_leaf, num_inputs).trace(model)
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
-        raise GraphError(_why_not_traced(model, error)) from error
+        raise TracingError(_why_not_traced(model, error)) from error
     for name, buffer, version in versions:
         if buffer._version != version:
-            raise GraphError(
+            raise TracingError(
                 f"model {type(model).__name__} changes its buffer {name} while it is traced, which torch.fx doesn't "
                 "record; name the module that does in model.leaves to make it one layer"
             )
@@ -70,6 +70,24 @@ def fed_arguments(forward: Callable[..., Any], num_inputs: int | None = None) ->
     return positional, by_keyword
 
 
+class _Value(fx.Proxy):
+    """torch.fx's stand-in for a value, parts of which can be assigned to."""
+
+    def __setitem__(self, index: Any, item: Any) -> None:
+        self.tracer.create_proxy("call_function", set_item, (self, index, item), {})
+
+
+def set_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
+    """Assign to a part of a tensor and return the tensor, as in-place operations do."""
+    value[index] = item
+    return value
+
+
+def with_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
+    """Return a copy of a tensor with a part of it assigned to."""
+    return set_item(value.clone(), index, item)
+
+
 class _Tracer(fx.Tracer):
     """torch.fx's tracer, with leaves of the user's, and torch's own containers cut inside."""
 
@@ -82,6 +100,10 @@ class _Tracer(fx.Tracer):
         self._num_inputs = num_inputs
         self._contexts = _contexts()
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return what stands for a node's value."""
+        return _Value(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether the module is one layer."""
         return self._is_leaf(m, module_qualified_name) or super().is_leaf_module(m, module_qualified_name)
@@ -90,8 +112,9 @@ class _Tracer(fx.Tracer):
         """Record an operation, unless under a context that the graph would lose."""
         if _contexts() != self._contexts:
             raise _Frozen(
-                "torch.no_grad, enable_grad, inference_mode and autocast are lost where a model is cut into layers (to "
-                "keep gradients out, use .detach(), or requires_grad_(False) on the parameters)"
+                "torch.no_grad, enable_grad, inference_mode and autocast, and the backward of an autograd.Function, "
+                "are lost where a model is cut into layers (to keep gradients out, use .detach(), or "
+                "requires_grad_(False) on the parameters)"
             )
         return super().create_node(*args, **kwargs)
 
@@ -163,7 +186,7 @@ _CONTAINERS: Mapping[type[nn.Module], Callable[..., Any]] = {
 }
 
 
-class _Frozen(Exception):  # noqa: N818 (a reason, which becomes a GraphError with its line)
+class _Frozen(Exception):  # noqa: N818 (a reason, which becomes a TracingError with its line)
     """Why what a forward does can't be recorded."""
 
 
@@ -193,7 +216,7 @@ def _nothing_drawn() -> Iterator[None]:
         return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
 
     before = states()
-    with _Draws():  # type: ignore[no-untyped-call]
+    with _Draws():
         yield
     for name, old, new in zip(("Python's random module", "NumPy"), before, states(), strict=True):
         if old != new:

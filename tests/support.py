@@ -16,7 +16,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
 from pipebench.evaluation import evaluation_of
-from pipebench.graph import Layer, LayerGraph, forget_states, run_node, trace
+from pipebench.graph import LayerGraph, attribute, forget_states, run_node, trace
 from pipebench.network import Network
 from pipebench.plan import Plan, make_plan
 from pipebench.profile.model import LayerProfile, Profile
@@ -102,7 +102,8 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
             num_bytes = sum(t.nbytes for t in leaves)
             with_gradient = sum(t.nbytes for t in leaves if t.requires_grad)
             parameters = {n: p.nbytes for n, p in graph.root.named_parameters() if n in layer.parameters}
-            buffers = {n: b.nbytes for n, b in _buffers_of(graph.root, layer) if b.is_floating_point()}
+            kept = {name: attribute(graph.root, name) for name in layer.buffers}
+            buffers = {n: b.nbytes if b.is_floating_point() else 0 for n, b in kept.items()}
             rows.append(
                 LayerProfile(
                     layer.name, layer.kind, 1.0, 2.0, num_bytes, with_gradient,
@@ -113,13 +114,6 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
         layers[size] = tuple(rows)
     zeros = dict.fromkeys(layers, 0.0)
     return Profile("test", "unit", "file", "unit costs", layers, 1e-9, 0.0, zeros, {})
-
-
-def _buffers_of(root: nn.Module, layer: Layer) -> list[tuple[str, torch.Tensor]]:
-    if layer.node.op != "call_module":
-        return []
-    path = str(layer.node.target)
-    return list(root.get_submodule(path).named_buffers(prefix=path))
 
 
 def flat_cluster(num_workers: int) -> Cluster:
@@ -146,13 +140,15 @@ def make_setup(
     seed: int = 0,
     sampler: Sampler | None = None,
     held_out: Sampler | None = None,
+    graph: LayerGraph | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Setup:
     """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
-    graph = trace(model)
+    graph = graph or trace(model)
     dataset = dataset or Blobs()
     if not isinstance(plan, Plan):
         plan = make_plan(graph, *plan)
-    profile = unit_profile(graph, dataset, range(1, minibatch_size + 1))
+    profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
     loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
@@ -166,7 +162,7 @@ def make_setup(
         plan=plan,
         pipeline=pipeline,
         costs=stage_costs(profile, plan, recompute=recompute),
-        evaluation=evaluation_of(graph, plan, pipeline, profile),
+        evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,
         sampler=sampler or Sampler(dataset.num_train, minibatch_size, seed),

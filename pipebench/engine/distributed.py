@@ -87,7 +87,7 @@ class DistributedEngine:
         self._together = Together(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
         if world.rank > 0 or setup.dataset.generates_with is None:
             # The stage holds copies of what it needs: the rest of the model would only take memory.
-            for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluation.root):
+            for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
                 whole.to("meta")
         self._handlers: dict[Op, Callable[[int, Instruction], float]] = {
             Op.LOAD_INPUT: self._load,

@@ -368,7 +368,8 @@ def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
         if name in held:
             path, _, key = name.rpartition(".")
             part = evaluation.module.get_submodule(path)
-            (part._parameters if key in part._parameters else part._buffers)[key] = held[name]  # type: ignore[index]
+            table: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
+            table[key] = held[name]
     return evaluation
 
 

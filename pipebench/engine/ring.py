@@ -32,3 +32,16 @@ def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tens
             member = (c - 1 + step) % size
             count(member, (member + 1) % size, out.nbytes)
     return total
+
+
+def of_one_type(bucket: Sequence[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Split a bucket into one per type of its parameters, in order: numbers of one type travel together.
+
+    Args:
+        bucket: positions of parameters.
+        like: all parameters.
+    """
+    by_type: dict[torch.dtype, list[int]] = {}
+    for index in bucket:
+        by_type.setdefault(like[index].dtype, []).append(index)
+    return list(by_type.values())

@@ -10,9 +10,10 @@ import torch
 from torch import fx, nn
 
 from pipebench.evaluation import plan_evaluation
-from pipebench.graph import Layer, LayerGraph, carries_state, is_inplace, set_item, with_item
+from pipebench.graph import Layer, LayerGraph, carries_state, is_inplace, overwritten_buffer
 from pipebench.plan import Plan
 from pipebench.sampling import mix, name_hash, seed_default_generator
+from pipebench.tracing import set_item, with_item
 
 _SEEDER = "pipebench_seeder"  # a name that no model has
 
@@ -89,10 +90,9 @@ class Stage:
 
 def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     """Cut one stage out of the graph. Its modules, parameters and buffers are copies under the model's own names."""
-    assert graph.evaluation is not None
     cut = _Cut(index, index == len(plan.stages) - 1, Seeder(), {})
     evaluated = plan_evaluation(graph, plan)
-    evaluation = cut.out_of(graph.evaluation, evaluated.layers[index], evaluated.crossings)
+    evaluation = cut.out_of(graph.evaluated, evaluated.layers[index], evaluated.crossings)
     own = plan.stages[index]
     return replace(cut.out_of(graph, range(own.start, own.stop), plan.crossings), evaluation=evaluation)
 
@@ -171,7 +171,12 @@ def _program(
         if layer.draws_as:
             new.call_module(_SEEDER, (layer.draws_as,))
         env[layer.node] = new.node_copy(layer.node, take)
-    result: list[Any] = [take(graph.layers[value].node) for value in returns]
+    result: list[Any] = []
+    for layer in (graph.layers[value] for value in returns):
+        leaves = take(layer.node)
+        if overwritten_buffer(graph.root, layer.node):  # it will be changed again while this is on its way
+            leaves = new.call_method("clone", (leaves,))
+        result.append(leaves)
     if is_last:
         (output,) = graph.graph.find_nodes(op="output")
         result.append(fx.node.map_arg(output.args[0], take))

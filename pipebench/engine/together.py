@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipebench.engine.reducer import Reducer
-from pipebench.engine.ring import ring_all_reduce
+from pipebench.engine.ring import of_one_type, ring_all_reduce
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.launch_join import leave, peers
@@ -113,14 +113,16 @@ class Together:
         if len(self._ring) == 1 or not buffers:
             return
         start_s = self._clock()
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        travels = flat if self._world.direct else flat.cpu()
-        with peers():
-            dist.all_reduce(travels, group=self._group)
-        means = torch.split(travels.to(flat.device) / len(self._ring), [buffer.numel() for buffer in buffers])
-        for buffer, mean in zip(buffers, means, strict=True):
-            buffer.copy_(mean.view(buffer.shape))
-        self._count(BUFFERS, "buffers", flat.nbytes, start_s)
+        for indices in of_one_type(range(len(buffers)), buffers):
+            own = [buffers[index] for index in indices]
+            flat = torch.cat([buffer.reshape(-1) for buffer in own])
+            travels = flat if self._world.direct else flat.cpu()
+            with peers():
+                dist.all_reduce(travels, group=self._group)
+            means = torch.split(travels.to(flat.device) / len(self._ring), [buffer.numel() for buffer in own])
+            for buffer, mean in zip(own, means, strict=True):
+                buffer.copy_(mean.view(buffer.shape))
+            self._count(BUFFERS, "buffers", flat.nbytes, start_s)
 
     def close(self) -> None:
         """Give up the groups."""
@@ -138,11 +140,14 @@ class Together:
             return
         self._ring, self._group = ring, group
         weights = self._worker.replica.weights
+        like = weights.newest.parameters
         buckets = [
-            [weights.names.index(name) for name in bucket.parameters] for bucket in setup.costs.stages[stage].buckets
+            indices
+            for bucket in setup.costs.stages[stage].buckets
+            for indices in of_one_type([weights.names.index(name) for name in bucket.parameters], like)
         ]
         host_copy = setup.device.type == "cuda" and not world.direct
-        self._reducer = Reducer(buckets, weights.newest.parameters, group, host_copy=host_copy, clock=self._clock)
+        self._reducer = Reducer(buckets, like, group, host_copy=host_copy, clock=self._clock)
 
     def _count(self, kind: str, label: str, num_bytes: int, start_s: float) -> None:
         """Count what this worker sends in a ring all-reduce, and note the whole for the timeline."""

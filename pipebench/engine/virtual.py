@@ -18,7 +18,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.costs import Costs
 from pipebench.engine.feed import Feed
 from pipebench.engine.replica import Replica
-from pipebench.engine.ring import ring_all_reduce
+from pipebench.engine.ring import of_one_type, ring_all_reduce
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
@@ -319,8 +319,9 @@ class VirtualEngine:
         """All-reduce a round's gradients bucket by bucket; a member without a gradient brings zeros."""
         names, like = worker.replica.weights.names, worker.replica.weights.newest.parameters
         result: list[torch.Tensor | None] = [None] * len(names)
-        for bucket in self.setup.costs.stages[worker.stage_index].buckets:
-            indices = [names.index(name) for name in bucket.parameters]
+        buckets = self.setup.costs.stages[worker.stage_index].buckets
+        named = ([names.index(name) for name in bucket.parameters] for bucket in buckets)
+        for indices in (part for bucket in named for part in of_one_type(bucket, like)):
             flats = [
                 torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members

@@ -3,11 +3,9 @@
 Nothing is allocated and no arithmetic is done: the pass runs on torch's meta device.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from pipebench.graph import LayerGraph
 from pipebench.optimizer import state_bytes_per_byte
@@ -15,6 +13,7 @@ from pipebench.profile.devices import DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.model import Profile
 from pipebench.profile.roofline import priced
+from pipebench.profile.shapes import without_data
 from pipebench.profile.walk import walk
 from pipebench.recipe.schema import OptimizerRecipe
 from zoo.registry import Dataset
@@ -43,7 +42,7 @@ def analytic_profile(
     Raises:
         ProfileError: a layer can't be run without data; names it.
     """
-    root = _without_data(graph.root)
+    root = without_data(graph.root).train()
     num_layers = len(graph.layers) + 1
     layers = {}
     for done, size in enumerate(sizes, start=1):
@@ -67,16 +66,6 @@ def analytic_profile(
         whole_step_s={},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
-
-
-def _without_data(root: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors have shapes only; shared ones stay shared."""
-    memo: dict[int, object] = {}
-    for parameter in root.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in root.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(root, memo).train()
 
 
 def _bytes_per_parameter_byte(optimizer: OptimizerRecipe) -> int:

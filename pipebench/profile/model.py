@@ -25,7 +25,8 @@ class LayerProfile:
         reads: indices of the layers whose output it reads, ascending.
         inputs: names of the model inputs it reads.
         parameter_sizes: qualified name to bytes of every parameter it trains; a name that two layers have is tied.
-        buffer_sizes: likewise its floating-point buffers (BatchNorm's running statistics).
+        buffer_sizes: likewise its floating-point buffers (BatchNorm's running statistics), and 0 for others that it
+            shares with another layer.
         saved_bytes: bytes that its forward keeps for its backward, beyond parameters and what layers before it keep.
         output_parts: bytes of the tensors of an output that is several, else empty.
         is_input: whether it only stands for a model input, as in the PipeDream artifact's files; it is no work.
@@ -49,6 +50,11 @@ class LayerProfile:
     def parameters(self) -> tuple[str, ...]:
         """Qualified names of the parameters it trains."""
         return tuple(self.parameter_sizes)
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Qualified names of the buffers it keeps."""
+        return tuple(self.buffer_sizes)
 
     @property
     def parameter_bytes(self) -> int:

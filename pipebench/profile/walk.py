@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
-from pipebench.graph import Layer, LayerGraph, bind_node, forget_states, is_inplace, run_node
+from pipebench.graph import Layer, LayerGraph, attribute, bind_node, forget_states, is_inplace, run_node
 from pipebench.profile.model import LayerProfile
 from zoo.registry import Dataset
 
@@ -175,12 +175,11 @@ def _forwards(
 
 
 def _buffers(layer: Layer, root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the floating-point buffers of the layer's module by qualified name."""
-    if layer.node.op != "call_module":
-        return {}
-    path = str(layer.node.target)
-    named = root.get_submodule(path).named_buffers(prefix=path)
-    return {name: buffer for name, buffer in named if buffer.is_floating_point()}
+    """Return a layer's floating-point buffers by qualified name, and nothing for others that it shares."""
+    named = {name: attribute(root, name) for name in layer.buffers}
+    if layer.node.op == "call_module":
+        return {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
+    return {name: buffer if buffer.is_floating_point() else buffer.new_empty(0) for name, buffer in named.items()}
 
 
 def _call_of(

@@ -120,7 +120,7 @@ def make_setup(
         plan=plan,
         pipeline=pipeline,
         costs=replace(stage_costs(profile, plan, recompute=False), host=host),
-        evaluation=evaluation_of(graph, plan, pipeline, profile),
+        evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster,
         dataset=dataset,
         sampler=subject.sampler(),

@@ -1,0 +1,54 @@
+"""Models without data: tensors that have shapes and types only, on torch's meta device."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from pipebench.errors import ProfileError
+from pipebench.graph import LayerGraph, forget_states, run_node
+from zoo.registry import Dataset
+
+
+def without_data(root: nn.Module) -> nn.Module:
+    """Return a copy of a module whose tensors have shapes only; shared ones stay shared."""
+    memo: dict[int, object] = {}
+    for parameter in root.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in root.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(root, memo)
+
+
+def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[int, int]:
+    """Return the bytes of every layer's output, integers included.
+
+    Args:
+        graph: a model, as it trains or as it evaluates.
+        dataset: gives the inputs' shapes; its data needn't be there.
+        num_samples: of the minibatch.
+
+    Raises:
+        ProfileError: a layer can't be run without data; names it.
+    """
+    root = without_data(graph.root)
+    forget_states(root)
+    example = dataset.example(num_samples)
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    env: dict[fx.Node, Any] = {node: example[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
+    found = {}
+    with torch.no_grad():
+        for layer in graph.layers:
+            try:
+                env[layer.node] = run_node(root, layer.node, env)
+            except Exception as error:  # any module of the user's may raise anything
+                reason = str(error).strip().split("\n")[0]
+                raise ProfileError(
+                    f"layer {layer.name} ({layer.kind}) can't be run without data, to know the size of what it puts "
+                    f"out: {type(error).__name__}: {reason}"
+                ) from error
+            leaves = tree_leaves(env[layer.node])
+            found[layer.index] = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return found

@@ -1,0 +1,95 @@
+"""Logged scores beside plain torch: what tests of evaluation share. It calls nothing of the engine's evaluation."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipebench.engine.setup import Setup
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.timeline import EVALUATION
+from tests.support import Blobs, make_engine, make_setup
+
+# Every order of work, weight policy and kind of plan, as columns of the table of modes.
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "single": {"weights": "one", "depth": 1, "stages": 1},
+    "dp": {"weights": "one", "depth": 1, "stages": 1, "replicas": 2},
+    "model": {"weights": "one", "depth": 1},
+    "gpipe": {"order": "all-forwards", "weights": "one", "microbatches": 2, "recompute": True},
+    "pipedream-flush": {"weights": "one", "microbatches": 2},
+    "pipedream": {},
+    "pipedream-vertical-sync": {"weights": "stash-vertical-sync"},
+    "pipedream-replicated": {"replicas": 2},
+}
+
+
+class Images(Blobs):
+    """Random images; a model may return several outputs, the first of which counts."""
+
+    def __init__(self, size: int = 32, num_train: int = 8, num_eval: int = 6) -> None:
+        super().__init__(num_train, num_eval, shape=(3, size, size))
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return summed cross-entropy of all outputs there are."""
+        outputs = [output] if isinstance(output, torch.Tensor) else [each for each in output if each is not None]
+        return sum(  # type: ignore[return-value]
+            functional.cross_entropy(each, targets["label"], reduction="sum") for each in outputs
+        )
+
+    def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the number of right answers."""
+        return super().score(output if isinstance(output, torch.Tensor) else output[0], targets)
+
+
+def mode_setup(model: nn.Module, mode: str, starts: Sequence[int], **options: Any) -> Setup:
+    """Return a setup of a model in one of `MODES`, cut before the layers `starts` where the mode is cut at all."""
+    columns = dict(MODES[mode])
+    own = [] if columns.pop("stages", None) == 1 else list(starts)
+    replicas = [columns.pop("replicas", 1), *([1] * len(own))]
+    # BatchNorm refuses to train on one sample, so minibatches of 4 and their halves are all that is profiled.
+    return make_setup(model, (own, replicas), **({"sizes": (2, 4)} | columns | options))
+
+
+def trained(setup: Setup, num_minibatches: int = 3) -> VirtualEngine:
+    """Return an engine that has trained a little."""
+    engine = make_engine(setup)
+    engine.train(0, num_minibatches)
+    return engine
+
+
+def plain_scores(engine: VirtualEngine, model: nn.Module) -> dict[str, float]:
+    """Return what plain torch gives for the trained weights, `model` being the untraced one."""
+    model = copy.deepcopy(model)
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for replica in engine.replicas:
+            for name, tensor in replica.tensors().items():
+                if not name.startswith("_tensor_constant"):  # a tensor made in forward is nothing of the model's
+                    own[name.removeprefix("model.") if name not in own else name].copy_(tensor)
+    model.eval()
+    setup, total, right, count = engine.setup, 0.0, 0, 0
+    with torch.no_grad():
+        for k in range(setup.held_out.minibatches_per_epoch):
+            fields = setup.dataset.fetch("eval", setup.held_out.indices(k), ["x", "label"])
+            output = model(fields["x"])
+            total += float(setup.dataset.loss(output, fields))
+            right += int(setup.dataset.score(output, fields)["top1"])
+            count += len(fields["label"])
+    return {"eval_loss": total / count, "top1": right / count}
+
+
+def assert_scores_are_the_weights(engine: VirtualEngine, model: nn.Module) -> None:
+    """Evaluate, and compare with plain torch; what crosses has the foreseen size."""
+    found = engine.evaluate()
+    expected = plain_scores(engine, model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert abs(found[name] - value) <= 1e-9 * max(1.0, abs(value)), (name, found[name], value)
+    counted, foreseen = (
+        {key: n for key, n in table.items() if key[0] == EVALUATION}
+        for table in (engine.num_bytes, engine.network.num_bytes)
+    )
+    assert counted == foreseen
