@@ -80,6 +80,7 @@ def pair_options(limit: timedelta, num_pairs: int) -> Any:
         num_pairs: such communicators of the worker that has most of them.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = max(1, min(_MOST_BLOCKS, _BLOCKS_OF_PAIRS // num_pairs))
+    fair = max(1, min(_MOST_BLOCKS, _BLOCKS_OF_PAIRS // num_pairs))
+    options.config.max_ctas = 1 << (fair.bit_length() - 1)  # NCCL would round up to a power of two
     options._timeout = limit  # torch warns where it differs from the group's
     return options

@@ -61,7 +61,7 @@ def test_a_pair_s_communicator_is_small_and_comes_first() -> None:
 
 
 @needs_nccl
-@pytest.mark.parametrize(("num_pairs", "blocks"), [(1, 8), (2, 8), (12, 4), (30, 1), (60, 1)])
+@pytest.mark.parametrize(("num_pairs", "blocks"), [(1, 8), (2, 8), (7, 4), (12, 4), (30, 1), (60, 1)])
 def test_the_pairs_of_a_worker_leave_room_for_each_other(num_pairs: int, blocks: int) -> None:
     """1-6-1 has twelve on its first worker: six peers, activations and gradients."""
     assert pair_options(timedelta(seconds=7), num_pairs).config.max_ctas == blocks

@@ -48,7 +48,9 @@ def rehearse(setup: Setup, world: World, index: int) -> None:
     Raises:
         PeerLostError: a worker is gone.
     """
-    pipeline = setup.pipeline
+    pipeline, on_gpu = setup.pipeline, setup.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(setup.device)
     alone = replace(setup, pipeline=replace(pipeline, replicas=(1,) * pipeline.num_stages))
     with _kept_random_state(setup.device):
         worker = Worker(alone, pipeline.places[index][0])
@@ -56,7 +58,7 @@ def rehearse(setup: Setup, world: World, index: int) -> None:
         _train(alone, worker, neighbours)
         _evaluate(alone, worker, neighbours)
         neighbours.flush()
-    if setup.device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize(setup.device)
 
 

@@ -152,4 +152,6 @@ def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
             dist.send(word, ranks[1], group=group)
         else:
             dist.recv(word, ranks[0], group=group)
+        if world.device.type == "cuda":  # nothing is to be on its way when the next group is made
+            torch.cuda.synchronize(world.device)
     return group
