@@ -58,7 +58,7 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(10)
+            process.join(_AFTER_A_FAILURE_S if self._lost or error else ANSWER_LIMIT_S)
             process.kill()
             process.join()
         if error is None and not self._lost:

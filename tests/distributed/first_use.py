@@ -19,7 +19,7 @@ from pipebench.world import World
 from tests.distributed.cases import Case, Outcome, in_processes, small_setup
 from tests.distributed.zoo_cases import ZooCase
 
-_PATIENCE = timedelta(seconds=15)  # only a test that fails waits for so long
+_PATIENCE = timedelta(seconds=60)  # only a test that fails waits for so long
 
 
 class _Connecting:
