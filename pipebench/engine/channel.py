@@ -49,7 +49,8 @@ class Link:
         direct: an NCCL group of the two, for the tensors; None if they travel inside the messages.
         device: where values are, and where they are wanted.
         clock: the run's clock, seconds.
-        idle: a stream of the GPU on which nothing ever runs, where `direct` is NCCL's; else None.
+        idle: a stream of the GPU on which nothing ever runs, where `direct` is NCCL's; else None. It exists on a GPU
+            only; the tests make one up.
     """
 
     peer: int

@@ -14,7 +14,8 @@ _AHEAD = 2  # forwards and backwards that a GPU has been given and not begun to 
 class Pace:
     """Keeps the host at most two forwards or backwards ahead of the device; on a CPU it never is.
 
-    No circle can come of it: what is waited for is an earlier piece of work of the same list, and all before it.
+    No circle can come of it: what is waited for is an earlier piece of work of the same list, and all before it. On
+    a CPU it does nothing; the tests make a GPU up.
 
     Args:
         device: where the worker computes.

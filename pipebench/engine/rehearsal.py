@@ -5,6 +5,8 @@ let such a thing wait until everything that runs on the device has ended; with a
 peer which waits for us, it never would. So all of it happens once while nothing is on its way between GPUs: values go
 from stage to stage by Gloo, a copy of every stage computes, and the run finds everything as it would have without.
 
+Only GPUs have a use for it; it computes anywhere, and the tests look for its traces on a CPU.
+
 Everything is a copy (weights, optimizer, running statistics, carried states) or is put back (random generators).
 """
 
