@@ -23,6 +23,7 @@ from pipebench.engine.feed import Feed
 from pipebench.engine.replica import Values
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
+from pipebench.engine.stage import Stage
 from pipebench.engine.worker import Worker, training_feed
 from pipebench.world import World
 
@@ -50,26 +51,31 @@ def rehearse(setup: Setup, world: World, index: int) -> None:
     Raises:
         PeerLostError: a worker is gone.
     """
-    pipeline, on_gpu = setup.pipeline, setup.device.type == "cuda"
+    on_gpu = setup.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(setup.device)
-    alone = replace(setup, pipeline=replace(pipeline, replicas=(1,) * pipeline.num_stages))
+    alone = _alone(setup)
     with _kept_random_state(setup.device):
-        worker = Worker(alone, pipeline.places[index][0])
-        neighbours = _Neighbours(setup, worker, index)
-        _train(alone, worker, neighbours)
-        _evaluate(alone, worker, neighbours)
-        neighbours.flush()
+        worker = Worker(alone, setup.pipeline.places[index][0])
+        stage = worker.replica.stage
+        _train(alone, worker, _Neighbours(setup, stage, index))
+        _evaluate(alone, worker, _Neighbours(setup, stage, index))
     if on_gpu:
         torch.cuda.synchronize(setup.device)
+
+
+def _alone(setup: Setup) -> Setup:
+    """Return a setup with one replica of every stage: workers are numbered like stages in it."""
+    pipeline = setup.pipeline
+    return replace(setup, pipeline=replace(pipeline, replicas=(1,) * pipeline.num_stages))
 
 
 class _Neighbours:
-    """The workers from which a worker's stage reads values, and those that read its own."""
+    """The workers from which a stage reads values, and those that read its own, as far as this worker is concerned."""
 
-    def __init__(self, setup: Setup, worker: Worker, index: int) -> None:
+    def __init__(self, setup: Setup, stage: Stage, index: int) -> None:
         self._device = setup.device
-        ranks, pipeline, stage = ranks_of(setup), setup.pipeline, worker.replica.stage
+        ranks, pipeline = ranks_of(setup), setup.pipeline
         own = pipeline.places[index][1]
         replicas = pipeline.replicas[stage.index]
 
@@ -122,6 +128,7 @@ def _train(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
             worker.take_gradient(_UNIT, _zeros(values))
         worker.backward(_UNIT)
         worker.update(0)
+        neighbours.flush()
     finally:
         feed.close()
 
@@ -135,6 +142,7 @@ def _evaluate(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
         neighbours.send(worker)
         if worker.replica.stage.is_last:
             Scores(setup.dataset).add(output, feed.targets(_UNIT), feed.weight(_UNIT))
+        neighbours.flush()
     finally:
         feed.close()
 
