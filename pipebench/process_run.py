@@ -156,6 +156,7 @@ def work(loaded: LoadedRecipe, asked: Asked) -> None:
     """
     engine = loaded.recipe.engine
     world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=max(1800.0, 2 * engine.stall_limit_s))
+    _remark(world)
     folder = _folder(world, loaded, asked)
     shared_folder_check(world, folder.path)
     facts = folder.read()
@@ -170,6 +171,12 @@ def work(loaded: LoadedRecipe, asked: Asked) -> None:
         else:
             process.train(Silent(), lambda point: None)
     world.close()
+
+
+def _remark(world: World) -> None:
+    """Tell once, on rank 0, what is to be known of how the processes reach each other."""
+    if world.remark and world.rank == 0 and not _is_restart(world):
+        print(f"pipebench: {world.remark}", file=sys.stderr, flush=True)
 
 
 class _Process:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
 
+from pipebench import nccl
 from pipebench.errors import UserError
 from pipebench.launch_join import PeerLostError, Place, connect, lost, meet, peers, read_place
 
@@ -40,6 +41,7 @@ class World:
         device: where this worker computes.
         direct: tensors on devices travel by NCCL; otherwise everything goes through Gloo and the CPU's memory.
         store: small keys shared by all workers of this attempt; the launcher's too, where it is pipebench's own.
+        remark: what a user should know of how the workers reach each other; "" for nothing.
     """
 
     place: Place
@@ -49,6 +51,7 @@ class World:
     operation_limit_s: float
     # Holds the server on rank 0 where no launcher serves the store.
     connection: TCPStore
+    remark: str = ""
     _closed: bool = False
 
     @property
@@ -91,7 +94,7 @@ class World:
         """
         self.exchange(None)
 
-    def new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+    def new_group(self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0) -> Any:
         """Make a group; ranks that aren't in it call too and get torch's placeholder.
 
         The default group stays with `exchange`, so that its collectives never mix with the run's own.
@@ -99,13 +102,17 @@ class World:
         Args:
             backend: "gloo" or "nccl".
             ranks: None for all.
+            num_pairs: for a group by which one worker sends values to another: how many such groups the worker that
+                has most of them is in; 0 for any other group.
 
         Raises:
             PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
         """
         limit = timedelta(seconds=self.operation_limit_s)
+        options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
+        members = None if ranks is None else list(ranks)
         with peers():
-            return dist.new_group(None if ranks is None else list(ranks), timeout=limit, backend=backend)
+            return dist.new_group(members, timeout=limit, backend=backend, pg_options=options)
 
     def mark_started(self) -> None:
         """Tell the launcher that training has begun here; not collective.
@@ -161,11 +168,14 @@ def join(
         PeerLostError: rank 0 gave up, and says why itself.
     """
     place = place or read_place(os.environ)
+    if device != "cpu":
+        nccl.set_environment(os.environ)
     chosen, facts = _device(device, place)
     connection = connect(place, limit_s)
     token, everyone = meet(connection, place, facts, limit_s)
-    direct = chosen.type == "cuda" and dist.is_nccl_available() and own_device_each(everyone)
-    world = World(place, chosen, direct, PrefixStore(token, connection), operation_limit_s, connection)
+    direct = chosen.type == "cuda" and nccl.takes(everyone)
+    remark = "" if direct or chosen.type == "cpu" else nccl.sharing_remark(everyone)
+    world = World(place, chosen, direct, PrefixStore(token, connection), operation_limit_s, connection, remark)
     _joined.append(world)
     check_devices(device, everyone)
     if place.one_host:
@@ -185,12 +195,6 @@ def join(
 def current() -> World | None:
     """Return the world that this process joined last, or None."""
     return _joined[-1] if _joined else None
-
-
-def own_device_each(everyone: Sequence[dict[str, Any]]) -> bool:
-    """Say whether no two workers share a GPU, by the GPUs' own ids. NCCL refuses two workers on one."""
-    gpus = [facts["gpu"] for facts in everyone]
-    return None not in gpus and len(set(gpus)) == len(gpus)
 
 
 def check_world_size(size: int, needed: int, plan: str) -> None:
@@ -235,12 +239,13 @@ def shared_folder_check(world: World, folder: Path) -> None:
 
 def _device(device: str, place: Place) -> tuple[torch.device, dict[str, Any]]:
     """Return the device for this worker, and what the others should know about it."""
-    facts = {"host": socket.gethostname(), "gpu": None}
+    facts = {"host": socket.gethostname(), "gpu": None, "shares": False}
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu"), facts
     chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(chosen)
-    return chosen, {**facts, "gpu": str(torch.cuda.get_device_properties(chosen).uuid)}
+    gpu = str(torch.cuda.get_device_properties(chosen).uuid)
+    return chosen, {**facts, "gpu": gpu, "shares": nccl.shares(os.environ)}
 
 
 def check_devices(device: str, everyone: Sequence[dict[str, Any]]) -> None:

@@ -6,10 +6,10 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -28,9 +28,10 @@ class Processes:
     Args:
         size: how many.
         device: where their workers compute.
+        environment: variables of theirs.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
         context = multiprocessing.get_context("spawn")
@@ -39,7 +40,8 @@ class Processes:
         self._lost: set[int] = set()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, device, theirs), daemon=True)
+            args = (rank, size, port, device, dict(environment), theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -56,7 +58,7 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(10)
+            process.join(_AFTER_A_FAILURE_S if self._lost or error else ANSWER_LIMIT_S)
             process.kill()
             process.join()
         if error is None and not self._lost:
@@ -98,8 +100,8 @@ class Processes:
         return answer
 
 
-def _serve(rank: int, size: int, port: int, device: str, pipe: Connection) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _serve(rank: int, size: int, port: int, device: str, environment: dict[str, str], pipe: Connection) -> None:
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
     torch.set_num_threads(1)
     from pipebench.world import join
 

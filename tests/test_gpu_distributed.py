@@ -1,17 +1,29 @@
-"""Processes on GPUs: several that share one, by Gloo through the host's memory; NCCL where there are enough."""
+"""Processes on GPUs: several that share one, by Gloo through the host's memory or by NCCL; NCCL where there are enough.
+
+Everything here needs a GPU. One is enough for NCCL, too, where its release lets ranks share it.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from pipebench.device import torch_settings
+from pipebench.engine import channel
+from pipebench.engine.channel import LANES, Link, Receiver, Sender
+from pipebench.engine.pace import Pace
+from pipebench.engine.transport import _pair
+from pipebench.nccl import shares
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.world import World
 from tests.distributed.cases import Case, Outcome, distributed
 from tests.distributed.test_equality import THREE, TWO, check
+from tests.distributed.test_first_use import WAITING
 from tests.processes import Processes
 
+# Ranks on one GPU; NCCL's reductions in the switch don't take them.
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -29,9 +41,56 @@ def on_gpu(world: World, case: Case) -> Outcome:
         return distributed(world, case)
 
 
-def facts(world: World) -> tuple[str, bool]:
-    """Return where a process computes and whether tensors travel by NCCL."""
-    return str(world.device), world.direct
+def directly(world: World, case: Case) -> Outcome:
+    """Run a case with the settings of a run, by NCCL."""
+    assert world.direct
+    return on_gpu(world, case)
+
+
+def facts(world: World) -> tuple[str, bool, str]:
+    """Return where a process computes, whether tensors travel by NCCL, and what is said of it."""
+    return str(world.device), world.direct, world.remark
+
+
+def received_beside_work(world: World) -> bool:
+    """Send a tensor to a GPU that is busy for seconds; return whether it was there before the GPU was done."""
+    lanes = [world.new_group("gloo") for _ in range(LANES)]
+    idle = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
+    link = Link(1 - world.rank, lanes, 2, _pair(world, (0, 1), 1), world.device, lambda: 0.0, idle)
+    torch.cuda.synchronize()
+    world.barrier()
+    if world.rank == 0:
+        sender = Sender(link, 0)
+        sender.send(0, {4: torch.arange(1 << 20, device=world.device)}, 0.0)
+        sender.flush()
+        torch.cuda.synchronize()
+        return True
+    works: list[Any] = []
+    found = _Noting(works)
+    channel.dist, before = found, channel.dist  # type: ignore[assignment, attr-defined]
+    receiver = Receiver(link, 0)
+    torch.cuda._sleep(5_000_000_000)  # type: ignore[no-untyped-call] # cycles
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    receiver.expect(1)
+    values = receiver.receive(0).values
+    channel.dist = before  # type: ignore[attr-defined]
+    while not works[-1].is_completed() and not done.query():  # type: ignore[no-untyped-call]
+        pass
+    was_first = not done.query()  # type: ignore[no-untyped-call]
+    assert torch.equal(values[4].cpu(), torch.arange(1 << 20))
+    return was_first
+
+
+class _Noting:
+    """Stands before `torch.distributed`; keeps what was asked for."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def irecv(self, *args: Any, **kwargs: Any) -> Any:
+        self._works.append(torch.distributed.irecv(*args, **kwargs))
+        return self._works[-1]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +111,40 @@ def four() -> Iterator[Processes]:
         yield processes
 
 
+def by_nccl(size: int) -> Iterator[Processes]:
+    """Yield processes that use NCCL, on one GPU if there are no more."""
+    if torch.cuda.device_count() < size and not shares(SHARING):
+        pytest.skip(f"needs {size} CUDA devices, or NCCL 2.30 to share one")
+    with Processes(size, "cuda", SHARING) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def two_by_nccl() -> Iterator[Processes]:
+    yield from by_nccl(2)
+
+
+@pytest.fixture(scope="module")
+def three_by_nccl() -> Iterator[Processes]:
+    yield from by_nccl(3)
+
+
+@pytest.fixture(scope="module")
+def four_by_nccl() -> Iterator[Processes]:
+    yield from by_nccl(4)
+
+
 def test_workers_have_gpus_of_their_own_or_share_them_by_gloo(two: Processes) -> None:
     enough = torch.cuda.device_count() >= 2
     found = two.run("tests.test_gpu_distributed:facts")
-    assert [direct for _, direct in found] == [enough, enough]
-    assert len({device for device, _ in found}) == (2 if enough else 1)
+    assert [direct for _, direct, _ in found] == [enough, enough]
+    assert len({device for device, _, _ in found}) == (2 if enough else 1)
+    assert all(bool(remark) is not enough for _, _, remark in found)
+
+
+def test_workers_share_a_gpu_by_nccl_where_it_is_told_to(two_by_nccl: Processes) -> None:
+    found = two_by_nccl.run("tests.test_gpu_distributed:facts")
+    assert [(direct, remark) for _, direct, remark in found] == [(True, "")] * 2
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -72,3 +160,39 @@ def test_three_ranks_agree_with_the_virtual_engine(three: Processes, name: str) 
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_agree_with_the_virtual_engine(four: Processes, name: str) -> None:
     check(FOUR[name], four.run("tests.test_gpu_distributed:on_gpu", FOUR[name]), 1e-4)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_by_nccl(two_by_nccl: Processes, name: str) -> None:
+    check(TWO[name], two_by_nccl.run("tests.test_gpu_distributed:directly", TWO[name]), 1e-4)
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks_by_nccl(three_by_nccl: Processes, name: str) -> None:
+    check(THREE[name], three_by_nccl.run("tests.test_gpu_distributed:directly", THREE[name]), 1e-4)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_by_nccl(four_by_nccl: Processes, name: str) -> None:
+    check(FOUR[name], four_by_nccl.run("tests.test_gpu_distributed:directly", FOUR[name]), 1e-4)
+
+
+@pytest.mark.parametrize("num_workers", WAITING)
+def test_a_first_all_reduce_that_waits_hangs_nobody(request: pytest.FixtureRequest, num_workers: int) -> None:
+    processes: Processes = request.getfixturevalue({3: "three_by_nccl", 4: "four_by_nccl"}[num_workers])
+    check(WAITING[num_workers], processes.run("tests.test_gpu_distributed:directly", WAITING[num_workers]), 1e-4)
+
+
+def test_tensors_come_in_while_the_gpu_computes(two_by_nccl: Processes) -> None:
+    assert two_by_nccl.run("tests.test_gpu_distributed:received_beside_work") == [True, True]
+
+
+def test_the_host_stays_two_steps_ahead_of_a_gpu() -> None:
+    pace, ends = Pace(torch.device("cuda", torch.cuda.current_device())), list[torch.cuda.Event]()
+    for _ in range(6):
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        ends.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        ends[-1].record()
+        pace.step()
+        assert all(end.query() for end in ends[:-2])  # type: ignore[no-untyped-call]
+    assert not ends[-1].query()  # type: ignore[no-untyped-call]

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipebench import launch_join, world
+from pipebench import launch_join, nccl, process_run, world
 from pipebench.errors import UserError
 from pipebench.launch_join import PeerLostError, Place, connect, meet, peers, prefix, read_place, serve
-from pipebench.world import check_devices, check_world_size, lost, own_device_each
+from pipebench.world import check_devices, check_world_size, lost
 
 LIMIT_S = 10.0
 
@@ -115,9 +115,29 @@ def test_devices_must_be_of_one_kind() -> None:
         check_devices("cuda", [cpu, cpu])
     with pytest.raises(UserError, match=r"^engine.device: got auto, and 1 of 2 .* \(rank 1 on a\); allowed"):
         check_devices("auto", [gpu, cpu])
-    assert own_device_each([gpu, other])
-    assert not own_device_each([gpu, other, gpu])
-    assert not own_device_each([gpu, cpu])
+
+
+@pytest.mark.parametrize(("rank", "attempt", "told"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_what_is_told_is_told_once(
+    capsys: pytest.CaptureFixture[str], rank: int, attempt: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    where: Any = place(rank, 2, attempt=attempt)
+    nothing: Any = None
+    process_run._remark(world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is"))
+    assert capsys.readouterr().err == ("pipebench: so it is\n" if told else "")
+
+
+def test_a_pair_s_options_reach_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: found.append((how["backend"], how["pg_options"])))
+    monkeypatch.setattr(nccl, "pair_options", lambda limit, num_pairs: f"one of {num_pairs}")
+    nothing: Any = None
+    joined = world.World(place(), torch.device("cpu"), True, nothing, 1.0, nothing)
+    joined.new_group("gloo", [0, 1], num_pairs=3)
+    joined.new_group("nccl", [0, 1])
+    joined.new_group("nccl", [0, 1], num_pairs=3)
+    assert found == [("gloo", None), ("nccl", None), ("nccl", "one of 3")]
 
 
 def test_a_store_listens_on_its_address_only() -> None:

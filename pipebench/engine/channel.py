@@ -12,6 +12,7 @@ are copies: a buffer is never an autograd leaf (P17).
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,8 @@ class Link:
         direct: an NCCL group of the two, for the tensors; None if they travel inside the messages.
         device: where values are, and where they are wanted.
         clock: the run's clock, seconds.
+        idle: a stream of the GPU on which nothing ever runs, where `direct` is NCCL's; else None. It exists on a GPU
+            only; the tests make one up.
     """
 
     peer: int
@@ -56,6 +59,7 @@ class Link:
     direct: Any
     device: torch.device
     clock: Callable[[], float]
+    idle: Any = None
 
     @property
     def spill_tag(self) -> int:
@@ -64,7 +68,8 @@ class Link:
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Return a new buffer of bytes on the CPU; pinned where a GPU copies to or from it."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        is_copied = self.device.type == "cuda" and self.direct is None
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_copied)
 
 
 class _Capacity:
@@ -300,11 +305,20 @@ class Receiver:
         return buffer
 
     def _directly(self, layout: Layout) -> list[torch.Tensor]:
-        """Receive the tensors by NCCL; the wait is the device's, not the host's (P16)."""
-        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=self._link.device) for leaf in layout.tensors]
-        with peers():
-            for tensor in tensors:
-                dist.recv(tensor, self._link.peer, group=self._link.direct)
+        """Receive the tensors by NCCL; the wait is the device's, not the host's (P16).
+
+        NCCL begins to receive when the stream that is current has done what it was given before. Here that is one which
+        never has anything to do, so bytes come in while the GPU computes. What it computes from now on waits for them;
+        the memory, which belongs to the idle stream, is used again only after that, too.
+        """
+        link = self._link
+        with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):
+            tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
+            works = [dist.irecv(tensor, link.peer, group=link.direct) for tensor in tensors]
+        for tensor, work in zip(tensors, works, strict=True):
+            self._wait(work)
+            if link.idle is not None:
+                tensor.record_stream(torch.cuda.current_stream(link.device))
         return tensors
 
     def _post(self) -> None:

@@ -17,6 +17,8 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.control import Control
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import admitted_program
+from pipebench.engine.pace import Pace
+from pipebench.engine.rehearsal import gains_by_rehearsal, rehearse
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.together import Together
@@ -85,6 +87,9 @@ class DistributedEngine:
         self._watch: Watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
         self._transport = Transport(setup, world, self.worker.index, self.clock)
         self._together = Together(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
+        self._pace = Pace(setup.device)
+        if gains_by_rehearsal(setup.device):
+            rehearse(setup, world, self.worker.index)
         if world.rank > 0 or setup.dataset.generates_with is None:
             # The stage holds copies of what it needs: the rest of the model would only take memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
@@ -302,6 +307,7 @@ class DistributedEngine:
 
     def _forward(self, unit: int, _: Instruction) -> float:
         loss = self.worker.forward(unit)
+        self._pace.step()
         if loss is not None:
             try:
                 self._on_loss(*loss, self.clock())
@@ -331,6 +337,7 @@ class DistributedEngine:
             self._together.backward(unit)
         else:
             self.worker.backward(unit)
+        self._pace.step()
         # This worker's turn among its stage's replicas: together they are as far as it is.
         samples = self._feed.size(unit) * self.setup.pipeline.replicas[self.worker.stage_index]
         self._on_unit(samples, self._latest_loss, self.clock())
@@ -368,6 +375,7 @@ class DistributedEngine:
 
     def _score(self, unit: int, scores: Scores) -> float:
         output = self.worker.evaluate(unit)
+        self._pace.step()
         if self.worker.replica.stage.is_last:
             scores.add(output, self._feed.targets(unit), self._feed.weight(unit))
         return 0.0

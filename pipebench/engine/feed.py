@@ -75,18 +75,28 @@ class Feed:
             self._ahead[worker] = self._fetch_ahead(worker, fields)
         found, fetched = next(self._ahead[worker])
         assert found == unit, f"worker {worker} asked for unit {unit}, next is {found}"
-        return [fetched[field].to(self._setup.device, non_blocking=True) for field in fields]
+        return [self._onto_device(fetched[field]) for field in fields]
 
     def targets(self, unit: int) -> dict[str, torch.Tensor]:
         """Return what the loss needs besides the model's output."""
         dataset = self._setup.dataset
         fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
-        return {name: value.to(self._setup.device) for name, value in fetched.items()}
+        return {name: self._onto_device(value) for name, value in fetched.items()}
 
     def close(self) -> None:
         """End the processes that fetch ahead: left to garbage collection, each would be waited for for seconds."""
         for ahead in self._ahead.values():
             ahead.close()
+
+    def _onto_device(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value on the device; a GPU copies it when its turn comes, and the host doesn't wait for that.
+
+        Only from pinned memory: a copy from any other ends after everything that the GPU was given before it.
+        """
+        device = self._setup.device
+        if device.type == "cuda" and not value.is_pinned():
+            value = value.pin_memory()
+        return value.to(device, non_blocking=True)
 
     def _fetch_ahead(self, worker: int, fields: Sequence[str]) -> "_Ahead":
         """Yield a worker's units in order with their fields."""

@@ -58,6 +58,21 @@ class Reducer:
         self._clock = clock
         self._next = 0  # the first bucket that hasn't set out
 
+    def connect(self) -> None:
+        """Reduce zeros of every bucket's size; all replicas call it before any of them runs a backward.
+
+        A group's first all-reduce (by NCCL, the first of every size that takes another way) makes connections, and its
+        caller waits for the others there, asynchronous or not. In a backward that would hang some plans, of which
+        `1-3-1` is the smallest at full depth: what a later replica needs to get there stands behind that wait.
+
+        Raises:
+            PeerLostError: another replica is gone.
+        """
+        for bucket in self._buckets:
+            bucket.travels.zero_()
+            with peers():
+                dist.all_reduce(bucket.travels, group=self._group)
+
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Take a parameter's gradient of the round, whole as far as this replica is concerned."""
         bucket = self._bucket_of[index]

@@ -54,6 +54,7 @@ class Together:
         for stage, replicas in enumerate(setup.pipeline.replicas):
             if replicas > 1:
                 self._make_group(stage, replicas)
+        self._connect()
 
     def backward(self, unit: int) -> None:
         """Run the backward that completes a round's gradients; they are reduced while it runs."""
@@ -116,10 +117,7 @@ class Together:
         for indices in of_one_type(range(len(buffers)), buffers):
             own = [buffers[index] for index in indices]
             flat = torch.cat([buffer.reshape(-1) for buffer in own])
-            travels = flat if self._world.direct else flat.cpu()
-            with peers():
-                dist.all_reduce(travels, group=self._group)
-            means = torch.split(travels.to(flat.device) / len(self._ring), [buffer.numel() for buffer in own])
+            means = torch.split(self._sum(flat) / len(self._ring), [buffer.numel() for buffer in own])
             for buffer, mean in zip(own, means, strict=True):
                 buffer.copy_(mean.view(buffer.shape))
             self._count(BUFFERS, "buffers", flat.nbytes, start_s)
@@ -127,6 +125,21 @@ class Together:
     def close(self) -> None:
         """Give up the groups."""
         leave(self._groups)
+
+    def _connect(self) -> None:
+        """Use the stage's group in every way once, before anybody has anything else to wait for."""
+        if self._reducer is not None:
+            self._reducer.connect()
+            buffers = self._worker.buffers()
+            for indices in of_one_type(range(len(buffers)), buffers):
+                self._sum(torch.cat([torch.zeros_like(buffers[index]).reshape(-1) for index in indices]))
+
+    def _sum(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what every replica of the stage gives, on the device."""
+        travels = flat if self._world.direct else flat.cpu()
+        with peers():
+            dist.all_reduce(travels, group=self._group)
+        return travels.to(flat.device)
 
     def _make_group(self, stage: int, replicas: int) -> None:
         """Make the group of a stage's replicas; workers of other stages help to make it."""

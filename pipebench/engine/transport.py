@@ -15,7 +15,10 @@ Three things remain to be shown.
   its own number, so the receiver of the oldest unfinished unit always has what it needs: it goes on, and the sender
   after it.
 
-With NCCL the first use of two workers' communicator waits for both: all channels are opened in one order by all.
+With NCCL the first use of a communicator makes its members' hosts wait for each other, also where the call is said to
+return at once. So each is used before the first instruction: two workers' when their channel is opened, all channels by
+all workers in one order; a stage's by `Together`. What runs on a GPU, too, waits for nothing but what an earlier
+instruction of the same lists has started: NCCL's kernels are few and small enough to run at the same time (`world`).
 """
 
 from collections import Counter
@@ -56,16 +59,21 @@ class Transport:
         self._receivers: dict[tuple[str, int], Receiver] = {}
         rank_of = ranks_of(setup)
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
+        on_gpu = setup.device.type == "cuda" and world.direct
+        idle = torch.cuda.Stream(setup.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._groups: list[Any] = [group for groups in lanes.values() for group in groups]
-        for kind, sender, receiver in channels_of(setup):
+        channels = list(channels_of(setup))
+        most = max(Counter(end for _, *ends in channels for end in ends).values(), default=0)
+        for kind, sender, receiver in channels:
             ranks = (rank_of[sender], rank_of[receiver])
-            direct = _pair(world, ranks) if world.direct else None
+            direct = _pair(world, ranks, most) if world.direct else None
             self._groups += [] if direct is None else [direct]
             if worker not in (sender, receiver):
                 continue
             peer = ranks[1] if worker == sender else ranks[0]
-            link = Link(peer, lanes[kind], _TAGS[kind], direct, setup.device, clock)
-            first_bytes = _expected_bytes(setup, kind, sender, receiver)
+            link = Link(peer, lanes[kind], _TAGS[kind], direct, setup.device, clock, idle)
+            # Beside tensors that travel by themselves there is a header, and nothing else.
+            first_bytes = 0 if world.direct else _expected_bytes(setup, kind, sender, receiver)
             if worker == sender:
                 self._senders[kind, receiver] = Sender(link, first_bytes)
             else:
@@ -138,13 +146,15 @@ def _expected_bytes(setup: Setup, kind: str, sender: int, receiver: int) -> int:
     return max(num_bytes for by_size in foreseen for num_bytes in by_size.values())
 
 
-def _pair(world: World, ranks: tuple[int, int]) -> Any:
+def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
     """Return an NCCL group of two of its own, used once already: the first use waits for both (P5)."""
-    group = world.new_group("nccl", ranks)
+    group = world.new_group("nccl", ranks, num_pairs=num_pairs)
     if world.rank in ranks:
         word = torch.zeros(1, device=world.device)
         if world.rank == ranks[0]:
             dist.send(word, ranks[1], group=group)
         else:
             dist.recv(word, ranks[0], group=group)
+        if world.device.type == "cuda":  # nothing is to be on its way when the next group is made
+            torch.cuda.synchronize(world.device)
     return group

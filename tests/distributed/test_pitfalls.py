@@ -4,24 +4,23 @@
   copies
 - P3 (one Work of several kept): a message keeps all its works; no batched sends are used
 - P4 (a send nobody waits for): every segment ends with `flush`; `Processes` asserts that all processes end cleanly
-- P5, P7 (NCCL's first use, odd batches): a pair's communicator is used once when it is made, by all in one order; no
-  batches
+- P5, P7 (NCCL's first use, odd batches): every communicator is used once when it is made, by all in one order:
+  `test_groups_that_connect_at_their_first_all_reduce_*`; no batches
 - P6, P10 (two stages, one stream): a tag per direction and kind: `test_two_processes_*` of `test_equality` exchange
   both ways
 - P8 (above 64 MB): `test_values_above_64_megabytes_travel_both_ways`
 - P9 (skip edges): a channel per pair of workers: `test_values_go_straight_to_every_stage_that_reads_them`
-- P11 (several communicators in flight): `transport`'s docstring argues it;
-  `test_random_plans_neither_hang_nor_differ` (Gloo)
+- P11 (several communicators in flight): `transport`'s docstring argues it; few blocks and a rehearsal:
+  `test_the_pairs_of_a_worker_leave_room_*`, `test_a_rehearsal_*`; `test_random_plans_neither_hang_nor_differ` (Gloo)
 - P12, P13 (issuing threads, batched hangs): the training thread alone issues; no batches
 - P14 (buffers reused early): `test_both_ends_agree_on_sizes_in_any_order_of_events` fills what has left with rubbish
 - P15 (buffers kept too long): `test_a_segment_holds_no_more_buffers_*`, `test_buffers_are_used_again_*`
-- P16 (`wait` blocks the stream): NCCL's tensors are only read by the device, in stream order; lengths and numbers
-  come by Gloo
+- P16 (`wait` blocks the stream): NCCL's tensors are only read by the device, in stream order:
+  `test_tensors_come_in_while_the_gpu_computes`; lengths and numbers come by Gloo
 - P17 (a buffer as a leaf): `test_a_received_value_is_a_fresh_leaf_each_time`
 - P18 (receives too early): two are posted, in program order, on a channel of one direction:
   `test_receives_stand_ready_*`
-- P19 (two ranks, one GPU): `world.own_device_each`: NCCL only where every rank has a GPU of its own
-  (`tests/test_world.py`)
+- P19 (two ranks, one GPU): `nccl.takes`: only where it is new enough and told to (`tests/test_nccl.py`)
 - P20 (leaving the groups): `World.close`, once; `Processes` asserts that all processes end cleanly
 - P21 (fewer microbatches than stages): minibatches with fewer samples than microbatches: `gpipe, recompute`, random
   plans
@@ -54,7 +53,7 @@ def test_every_trap_is_met() -> None:
 
 def test_the_tests_it_names_are_there() -> None:
     text = _HERE.read_text().split('"""')[1]
-    names = set(re.findall(r"test_\w+\*?", text)) - {"test_equality", "test_zoo", "test_world", "test_staleness"}
+    names = set(re.findall(r"test_\w+\*?", text)) - {"test_equality", "test_zoo", "test_nccl", "test_staleness"}
     sources = [path.read_text() for path in _HERE.parents[1].rglob("test_*.py") if path != _HERE]
     missing = [name for name in names if not any(f"def {name.rstrip('*')}" in source for source in sources)]
     assert not missing

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipebench.engine import channel as channel_module
 from pipebench.engine.channel import AHEAD, Link, Receiver, Sender
-from pipebench.engine.message import HEADER_BYTES, read_header
+from pipebench.engine.message import HEADER_BYTES, layout_of, read_header
 from pipebench.world import PeerLostError
 
 _PATIENCE_S = 10.0  # only a test that fails waits for so long
@@ -296,3 +297,54 @@ def test_a_lost_receiver_is_told_to_the_sender(wire: Wire) -> None:
     wire.cut()
     with pytest.raises(PeerLostError, match="Connection closed by peer"):
         ends.sender.flush()
+
+
+class Device:
+    """A made-up GPU: streams, each done with its work at some second, and NCCL, whose receives take two."""
+
+    def __init__(self) -> None:
+        self.ends_s = {"computing": 10.0, "idle": 0.0}
+        self.current = "computing"
+        self.used_on: list[str] = []  # by every tensor
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        before, self.current = self.current, name
+        yield
+        self.current = before
+
+    def irecv(self, data: torch.Tensor, peer: int, group: Any) -> "Device._Work":
+        """Begin when the stream that is current has done what it was given."""
+        return self._Work(self, self.ends_s[self.current] + 2.0)
+
+    class _Work:
+        def __init__(self, device: "Device", end_s: float) -> None:
+            self._device, self._end_s = device, end_s
+
+        def wait(self) -> None:
+            """Let the stream that is current wait, not the host."""
+            ends_s, current = self._device.ends_s, self._device.current
+            ends_s[current] = max(ends_s[current], self._end_s)
+
+
+def test_tensors_come_in_while_the_gpu_computes(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: they were asked for on the computing stream, behind everything that the GPU had been given."""
+    gpu = Device()
+    link = Link(0, [None], _TAG, "pair", torch.device("cpu"), lambda: 0.0, idle="idle")
+    monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: gpu.used_on.append(stream))
+    layout, _ = layout_of({4: (torch.zeros(3), torch.zeros(2, 2))})
+    monkeypatch.setattr(channel_module, "dist", gpu)
+    received = Receiver(link, 0)._directly(layout)
+    assert [tuple(tensor.shape) for tensor in received] == [(3,), (2, 2)]
+    assert gpu.ends_s == {"computing": 10.0, "idle": 0.0}  # there since 2 s; what computes next waits for nothing
+    assert gpu.used_on == ["computing", "computing"]  # the allocator has to know: the memory is the idle stream's
+
+
+def test_headers_alone_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory))
+    for direct in (None, "pair"):
+        Link(0, [None], _TAG, direct, torch.device("cuda"), lambda: 0.0).buffer(8)
+    assert asked == [True, False]

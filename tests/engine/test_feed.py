@@ -1,6 +1,7 @@
 """What stages read: fetched ahead in other processes or not, the same bits in the same order; and the whole model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,3 +136,41 @@ def test_processes_are_shared_out_among_the_workers_that_load() -> None:
     for processes, plan, each in ((8, ([], [4]), 2), (2, ([], [4]), 1), (3, ([4], [1, 1]), 3), (0, ([], [2]), 0)):
         data.loader_processes = processes
         assert Feed(make_setup(Mlp(), plan, dataset=data), "train", 0, 1)._processes == each
+
+
+class Fetched:
+    """A tensor in the host's memory, and what became of it."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
+
+    def is_pinned(self) -> bool:
+        return self._pinned
+
+    def pin_memory(self) -> "Fetched":
+        assert not self._pinned
+        return Fetched(pinned=True)
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> str:
+        assert non_blocking
+        return f"on {device.type}, {'pinned' if self._pinned else 'copied at once'}"
+
+
+class Unmoved(Blobs):
+    """Data that a loader has pinned, or hasn't."""
+
+    pinned = False
+
+    def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> Any:
+        return {field: Fetched(self.pinned) for field in fields}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(pinned: bool) -> None:
+    """0.1.0: targets were copied from ordinary memory, for which the host waited until the GPU had done everything."""
+    data = Unmoved()
+    setup = make_setup(Mlp(), ([4], [1, 1]))
+    data.pinned = pinned
+    feed = Feed(replace(setup, dataset=data, device=torch.device("cuda")), "train", 0, 2)
+    moved: list[Any] = [*feed.inputs(0, 0, ["x"]), feed.targets(0)["label"]]
+    assert moved == ["on cuda, pinned"] * 2

@@ -1,0 +1,122 @@
+"""What the processes do in tests of first uses and of tensors that travel by themselves; called by name.
+
+There is no GPU here. Gloo stands in for NCCL: it connects when a group is made, so that an all-reduce waits for the
+others the first time is added; and it sends tensors of the host's memory as NCCL does those of a GPU's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.engine import channel, distributed, reducer, rehearsal, together
+from pipebench.engine.setup import Setup
+from pipebench.world import World
+from tests.distributed.cases import Case, Outcome, in_processes, small_setup
+from tests.distributed.zoo_cases import ZooCase
+
+_PATIENCE = timedelta(seconds=60)  # only a test that fails waits for so long
+
+
+class _Connecting:
+    """Stands before `torch.distributed`: the first all-reduce of a group and size waits until all members have called.
+
+    So NCCL does, asynchronous or not: it makes connections then.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world, self._name = world, name
+        self._known: set[tuple[tuple[int, ...], int]] = set()
+
+    def all_reduce(self, data: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if (ranks, data.numel()) not in self._known:
+            self._known.add((ranks, data.numel()))
+            key = f"{self._name}/{ranks}/{data.numel()}"
+            self._world.store.set(f"{key}/{self._world.rank}", "here")
+            self._world.store.wait([f"{key}/{rank}" for rank in ranks], _PATIENCE)
+        return dist.all_reduce(data, group=group, async_op=async_op)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+def first_calls_wait(world: World, case: Case, name: str) -> Outcome:
+    """Run a case whose groups connect at their first all-reduce."""
+    connecting = _Connecting(world, name)
+    with _replaced(reducer, "dist", connecting), _replaced(together, "dist", connecting):
+        return in_processes(world, small_setup(case), case.segments)
+
+
+def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
+    """Run cases after a rehearsal, as on GPUs; the random state is asserted to be what it was."""
+    found = []
+    times = [0]
+
+    def watched(setup: Setup, world: World, index: int) -> None:
+        torch.default_generator.manual_seed(world.rank)
+        before = torch.get_rng_state()
+        rehearsal.rehearse(setup, world, index)
+        assert torch.equal(torch.get_rng_state(), before)
+        times[0] += 1
+
+    with _replaced(distributed, "gains_by_rehearsal", lambda device: True), _replaced(distributed, "rehearse", watched):
+        for case in cases:
+            setup = case.setup() if isinstance(case, ZooCase) else small_setup(case)
+            found.append(in_processes(world, setup, case.segments))
+    assert times[0] == len(cases)
+    return found
+
+
+def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
+    """Return what an engine has counted, measured and holds when its clock starts, with and without a rehearsal."""
+    found: list[Any] = []
+    for gains in (False, True):
+        with _replaced(distributed, "gains_by_rehearsal", lambda device, gains=gains: gains):
+            engine = distributed.DistributedEngine(small_setup(case), world)
+        engine.start_clock()
+        replica = engine.worker.replica
+        facts = engine.facts()
+        del facts["meter"]
+        tensors = {name: tensor.detach().clone() for name, tensor in replica.tensors().items()}
+        held = (replica.live_bytes(), replica.weights.newest.number, replica.weights.optimizer_state(), replica.states)
+        found.append((facts, engine.meter.busy_s, engine.meter.stall_s, held, tensors))
+        engine.close()
+    return found
+
+
+class GlooForNccl(World):
+    """A world whose tensors travel by themselves."""
+
+    def new_group(self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0) -> Any:
+        """As its class, by Gloo."""
+        return super().new_group("gloo", ranks)
+
+
+def directly(world: World, case: Case) -> tuple[Outcome, int]:
+    """Run a case whose tensors travel by themselves; return also the largest buffer of a message."""
+    there = {**{each.name: getattr(world, each.name) for each in fields(world)}, "direct": True}
+    sizes: list[int] = []
+    buffer = channel.Link.buffer
+
+    def noting(link: channel.Link, num_bytes: int) -> torch.Tensor:
+        sizes.append(num_bytes)
+        return buffer(link, num_bytes)
+
+    with _replaced(channel.Link, "buffer", noting):
+        outcome = in_processes(GlooForNccl(**there), small_setup(case), case.segments)
+    return outcome, max(sizes, default=0)
+
+
+@contextmanager
+def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)

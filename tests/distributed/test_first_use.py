@@ -1,0 +1,152 @@
+"""What happens only once doesn't hang a run or show in it; tensors may travel beside their messages.
+
+NCCL's communicators connect at their first use, and CUDA loads code at the first launch: see `first_use.py` for what
+stands in for them here.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pipebench.engine.channel import _ROOM_FOR_TEXT
+from pipebench.engine.message import HEADER_BYTES
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.pipeline import Pipeline, chain, noam, programs
+from tests.distributed import zoo_cases
+from tests.distributed.cases import Case, compare, virtually
+from tests.distributed.test_equality import THREE, TWO
+from tests.distributed.zoo_cases import ZooCase
+from tests.processes import Processes
+
+# In fewer processes than at their full depth (1-3-1 takes five), these hang in the same way.
+WAITING = {3: Case("conv", (4,), (1, 2), {"depth": 1}), 4: Case("conv", (4, 7), (1, 2, 1), {"depth": 3})}
+
+
+def compositions(total: int) -> Iterator[tuple[int, ...]]:
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in compositions(total - first):
+            yield (first, *rest)
+
+
+def gets_stuck(pipeline: Pipeline, num_minibatches: int, *, connected: bool) -> bool:
+    """Execute all lists, the first all-reduce of a stage waiting for all its replicas unless it is connected.
+
+    Knows of the engine only what blocks: receives, waits for an all-reduce, and that first one.
+    """
+    lists = [list(program) for program in programs(pipeline, num_minibatches)]
+    done = [0] * len(lists)
+    sent: set[tuple[Op, int, int, int]] = set()
+    callers: dict[tuple[int, int], set[int]] = {}  # of a stage's round
+
+    def can(worker: int) -> bool:
+        op, number, peer, reduce = lists[worker][done[worker]]
+        if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            return (op, number, peer, worker) in sent
+        stage = pipeline.places[worker][0]
+        if op is Op.WAIT_ALL_REDUCE or (op is Op.BACKWARD and reduce >= 0):
+            index = number if op is Op.WAIT_ALL_REDUCE else reduce
+            members = callers.setdefault((stage, index), set())
+            members.add(worker)
+            waits = op is Op.WAIT_ALL_REDUCE or (index == 0 and not connected)
+            return not waits or len(members) == pipeline.replicas[stage]
+        return True
+
+    def go_on(worker: int) -> bool:
+        before = done[worker]
+        while done[worker] < len(lists[worker]) and can(worker):
+            op, number, peer, _ = lists[worker][done[worker]]
+            if op is Op.SEND_ACTIVATION:
+                sent.add((Op.RECEIVE_ACTIVATION, number, worker, peer))
+            if op is Op.SEND_GRADIENT:
+                sent.add((Op.RECEIVE_GRADIENT, number, worker, peer))
+            done[worker] += 1
+        return done[worker] > before
+
+    while sum(go_on(worker) for worker in range(len(lists))):
+        pass
+    return any(position < len(each) for position, each in zip(done, lists, strict=True))
+
+
+def stuck(num_workers: int, *, connected: bool) -> list[tuple[int, ...]]:
+    plans = [plan for plan in compositions(num_workers) if len(plan) < num_workers]
+    found = []
+    for plan in plans:
+        pipeline = Pipeline(plan, chain(len(plan)), "1f1b", flushes=False, depth=noam(plan))
+        if gets_stuck(pipeline, 40, connected=connected):
+            found.append(plan)
+    return found
+
+
+def test_a_first_all_reduce_that_waits_would_hang_plans() -> None:
+    """So groups have to be connected before: the reason for what the other tests here look at."""
+    assert stuck(5, connected=False) == [(1, 3, 1)]
+    of_eight = stuck(8, connected=False)
+    assert len(of_eight) == 21
+    assert {(1, 6, 1), (2, 5, 1), (1, 3, 4), (3, 1, 3, 1)} <= set(of_eight)
+    assert stuck(8, connected=True) == []
+
+
+@pytest.mark.parametrize("num_workers", WAITING)
+def test_the_cases_here_would_hang(num_workers: int) -> None:
+    case = WAITING[num_workers]
+    pipeline = Pipeline(case.replicas, chain(len(case.replicas)), "1f1b", flushes=False, depth=case.columns["depth"])
+    assert gets_stuck(pipeline, 7, connected=False)
+    assert not gets_stuck(pipeline, 7, connected=True)
+
+
+@pytest.mark.parametrize("num_workers", WAITING)
+def test_groups_that_connect_at_their_first_all_reduce_hang_nobody(
+    request: pytest.FixtureRequest, num_workers: int
+) -> None:
+    """0.1.0: a stage's group was first used in a backward, before the gradient that the others waited for was sent."""
+    processes: Processes = request.getfixturevalue({3: "three", 4: "four"}[num_workers])
+    case = WAITING[num_workers]
+    found = processes.run("tests.distributed.first_use:first_calls_wait", case, f"first-{num_workers}")
+    compare(found, virtually(case), 0.0)
+
+
+def test_a_rehearsal_changes_no_bit_of_two_processes(two: Processes) -> None:
+    """Weights, statistics, losses, scores, bytes and versions are those of the virtual engine, which has none."""
+    zoo = [ZooCase("vgg16", "dp", 2), ZooCase("awd_lm", "pipedream-flush", 2), ZooCase("gnmt8", "pipedream", 2)]
+    cases: list[Case | ZooCase] = [*TWO.values(), *zoo]
+    found = two.run("tests.distributed.first_use:rehearsed", cases)
+    for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
+        expected = zoo_cases.virtually(case) if isinstance(case, ZooCase) else virtually(case)
+        compare(outcomes, expected, 0.0)
+
+
+def test_a_rehearsal_changes_no_bit_of_three_processes(three: Processes) -> None:
+    """Replicated stages on either side, skip connections, a stage without parameters."""
+    found = three.run("tests.distributed.first_use:rehearsed", list(THREE.values()))
+    for case, outcomes in zip(THREE.values(), zip(*found, strict=True), strict=True):
+        compare(outcomes, virtually(case), 0.0)
+
+
+@pytest.mark.parametrize("name", ["2-1", "1-2"])
+def test_a_rehearsal_leaves_no_trace_when_the_clock_starts(three: Processes, name: str) -> None:
+    for without, with_one in three.run("tests.distributed.first_use:facts_after_a_rehearsal", THREE[name]):
+        *plain, tensors = without
+        *others, theirs = with_one
+        assert plain == others
+        assert plain[0]["num_bytes"] == []
+        assert plain[1:3] == [0.0, 0.0]
+        assert plain[3][2:] == ({}, {})
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_tensors_may_travel_beside_their_messages(two: Processes, name: str) -> None:
+    """0.1.0: their messages had room for them all the same: 822 MB of pinned memory for VGG-16 at 64 samples."""
+    found = two.run("tests.distributed.first_use:directly", TWO[name])
+    compare([outcome for outcome, _ in found], virtually(TWO[name]), 0.0)
+    assert max(size for _, size in found) <= HEADER_BYTES + _ROOM_FOR_TEXT
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_tensors_of_three_processes_may_travel_beside_their_messages(three: Processes, name: str) -> None:
+    found = three.run("tests.distributed.first_use:directly", THREE[name])
+    compare([outcome for outcome, _ in found], virtually(THREE[name]), 0.0)
+    assert 0 < max(size for _, size in found) <= HEADER_BYTES + _ROOM_FOR_TEXT
