@@ -137,6 +137,14 @@ class Planner:
         """
         return self.predicted(self._seated(self._given_stages(replicas, starts)))
 
+    def starts_of(self, replicas: Sequence[int]) -> list[int]:
+        """Return the first layers of the stages after the first of a plan with these replicas, cut best.
+
+        Raises:
+            PlanError: more stages than places to cut.
+        """
+        return arrange(self.work.states, self._given_stages(replicas, None))[1]
+
     def devices_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
         """Return the device of every worker of a given plan: those that suit it best, see `given`."""
         try:
