@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import Block, CostModel, StageTerms, Work
+from pipebench.planner.cost_models import Block, CostModel, Inner, StageTerms, Work
 from pipebench.planner.flat import BLOCK_ELEMENTS, Stage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats
@@ -129,10 +129,11 @@ class _Tables:
         return np.where(outside, np.inf, terms.seconds(float(m)))
 
     def _terms(self, level: int, block: Block, workers_behind: int, *, first: bool) -> StageTerms:
-        compute_s = None
+        levels, inner = self.problem.levels, None
         if level > 0:
-            compute_s = self._table(level - 1, workers_behind)[block.starts, block.stop_from :]
-        return self.problem.model.terms(block, self.problem.levels[level], first=first, compute_s=compute_s)
+            seconds = self._table(level - 1, workers_behind)[block.starts, block.stop_from :]
+            inner = Inner(seconds, levels[level - 1].count)
+        return self.problem.model.terms(block, levels[level], first=first, inner=inner)
 
     def _without_limit(self, level: int, *, first: bool) -> list[Floats]:
         """Return [state, state] for every number of components from 1: the seconds of all stages, memory no matter.
