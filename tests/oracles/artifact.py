@@ -107,14 +107,14 @@ class Optimizer:
         visit(frozenset((source,)))
         return [named[state] for state in order]
 
-    def best(self, levels: Sequence[Machines], *, fewer: bool, nested: bool = True) -> Found:
+    def best(self, levels: Sequence[Machines], *, fewer: bool, literal: bool = False) -> Found:
         """Return the optimizer's answer.
 
         Args:
             levels: innermost first.
             fewer: whether machines may be left over, as with `--use_fewer_machines`.
-            nested: whether a component's stages are to lie inside each other, as those of a plan do; the optimizer
-                asks that of the outermost level only.
+            literal: to the letter: the optimizer doesn't ask of the stages inside a component that they lie inside each
+                other, as those of a plan do; and what holds the layers of a single state leaves no machine over.
         """
         members = [self.members(state) for state in self.states]
         last = len(members) - 1
@@ -131,7 +131,7 @@ class Optimizer:
             return rows
 
         seconds, parameter_bytes, machines_below = between(own_s), between(weights), 1
-        if nested:
+        if not literal:
             seconds = [
                 [value if i == 0 or members[i - 1] < members[j] else math.inf for j, value in enumerate(row)]
                 for i, row in enumerate(seconds)
@@ -145,7 +145,7 @@ class Optimizer:
                         summed_s = 4 * (m - 1) * parameter_bytes[i][j] / (bandwidth * m) / machines_below
                         answers[i, j, m] = (seconds[i][j] + summed_s) / m, (m,)
                 for m in range(2, count + 1):
-                    for j in range(i + 1, last + 1):
+                    for j in range(i + 1 if literal else i, last + 1):
                         found = answers[i, j, m]
                         if fewer:
                             found = min(found, answers[i, j, m - 1], key=lambda each: each[0])
