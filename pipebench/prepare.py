@@ -23,8 +23,9 @@ from pipebench.modes import AUTO, resolve
 from pipebench.optimizer import make_optimizer
 from pipebench.plan import Plan, explicit_plan, make_plan
 from pipebench.plan_text import parse_plan, streams_problem
+from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import find_cost_model
-from pipebench.planner.planner import Planner, compare
+from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile

@@ -159,6 +159,8 @@ class Block:
 
     def sums(self, values: Floats) -> Floats:
         """Return what the stages add to sums over states; nonsense where a stop is before its start."""
+        if values.ndim == 2:  # groups of states: see `States.grouped`
+            return np.maximum(values[:1, self.stop_from :] - values[1, self.starts, None], 0.0)
         return values[None, self.stop_from :] - values[self.starts, None]
 
     def cuts(self, values: Floats) -> tuple[Floats, Floats]:

@@ -22,7 +22,8 @@ MAX_STATES = 2000  # a graph with more antichains is cut along its order of exec
 class States:
     """All states of a model, smallest first; the first is empty and the last holds every layer.
 
-    Sums run over the layers of a state, so that a stage's is the difference of two of them.
+    Sums run over the layers of a state, so that a stage's is the difference of two of them. Where a place to cut stands
+    for several states (see `grouped`) they have two rows, for stages that end there and for those that begin there.
 
     Attributes:
         rows: the layers; the last is the loss, which belongs to the last stage.
@@ -74,8 +75,25 @@ class States:
 
     def select(self, kept: Sequence[int]) -> "States":
         """Return some of the states."""
-        arrays = [np.asarray(getattr(self, name))[list(kept)] for name in _ARRAYS]
+        arrays = [np.asarray(getattr(self, name))[..., list(kept)] for name in _ARRAYS]
         return States(self.rows, tuple(self.members[i] for i in kept), *arrays)
+
+    def grouped(self, firsts: Sequence[int]) -> "States":
+        """Return groups of neighbouring states as if each was one, by the positions of their first ones.
+
+        States go by their compute time here, which puts every state behind those that it contains. Sums have two rows:
+        the least for stages that end in a group, the most for those that begin there. What cuts carry is the least.
+        """
+        compute_s = self.forward_s + self.backward_s
+        order = np.lexsort((np.arange(len(self)), np.round(compute_s / (compute_s[-1] or 1.0), 9)))
+        arrays = {}
+        for name in _ARRAYS:
+            values = getattr(self, name)[order]
+            least = np.minimum.reduceat(values, firsts)
+            is_sum = name in _SUMMED or name == "parameter_bytes"
+            arrays[name] = np.stack([least, np.maximum.reduceat(values, firsts)]) if is_sum else least
+        chain = tuple((1 << index) - 1 for index in range(len(firsts)))
+        return States(self.rows, chain, **arrays)
 
     def layers(self, start: int, stop: int) -> list[int]:
         """Return the layers of the stage between two states, in order of execution; the loss is not one."""
