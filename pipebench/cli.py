@@ -286,14 +286,16 @@ def profile_(
 @click.option("--cost-model", metavar="NAME", help="How times add up, from `pipebench ls cost-models`.")
 @click.option("--mode", metavar="NAME|auto", help="The mode to plan, from `pipebench ls modes`; auto: the fastest.")
 @click.option("--minibatch-size", metavar="N", help="Samples per minibatch of a profile file.")
+@click.option("--shapes", is_flag=True, help="Also plan equal stages (2BW) and 2 chunks per worker (interleaved).")
 @click.option("--picture", metavar="OUT.png", help="Write a picture of the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
 def plan(words: tuple[str, ...], **given: Any) -> None:
     """Find the best plan: which layers make a stage, how many workers run it, what it comes to, and why.
 
-    The planner is exact for its cost model; the simulator then predicts throughput. With a RECIPE everything comes
-    from it unless an option says otherwise, and the plan is one that `pipebench run` can follow. Without one, a
-    profile file and links are enough. The best plan of every other mode is shown beside it.
+    The planner is exact for its cost model, or says how far off it may be; the simulator then predicts throughput.
+    With a RECIPE everything comes from it unless an option says otherwise, and the plan is one that `pipebench run`
+    can follow. Without one, a profile file and links are enough. The best plan of every other mode is shown beside
+    it.
 
     \b
     Examples:

@@ -52,6 +52,7 @@ class Answer:
         says_samples: whether the size of a minibatch is known; otherwise rates are of minibatches.
         spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
         given: the plan that the recipe names; None if it leaves it to the planner, or says where to cut.
+        total_s: seconds from the recipe or the file to the answer.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Answer:
     says_samples: bool
     spare_s: float | None = None
     given: Planned | None = None
+    total_s: float = 0.0
 
     @property
     def size(self) -> int:
@@ -152,7 +154,10 @@ def plan_json(answer: Answer) -> str:
         "minibatch_size": request.minibatch_size if answer.says_samples else None,
         "profile": {key: getattr(request.profile, key) for key in ("model", "device", "source", "note")},
         "runnable": request.runnable,
+        "num_states": comparison.num_states,
+        "bottleneck_at_most": comparison.at_most,
         "solve_s": comparison.solve_s,
+        "took_s": {**comparison.took_s, "in all": answer.total_s},
     }
     return json.dumps(_finite(report), indent=1, allow_nan=False)
 
@@ -211,6 +216,14 @@ def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
     else:
         yield "minibatch", "of a size that the file doesn't say; --minibatch-size N gives samples per second"
     yield "found by", best.found_by + ("" if request.runnable else "; cuts anywhere, as in the papers")
+    if answer.comparison.at_most > 1.0:
+        yield (
+            "",
+            (
+                f"{answer.comparison.num_states:,} places to cut are too many to try all: searches look at some, then "
+                f"at all near the best, and their bottlenecks are at most {answer.comparison.at_most:.4g}x the smallest"
+            ),
+        )
     if len(request.cluster.levels) > 1 and not searches_levels(request.cluster):
         yield "", f"hierarchical plans are searched up to {MOST_COMPONENTS} components per level, so not here"
 
@@ -299,7 +312,10 @@ def _rest(answer: Answer) -> Iterator[tuple[str, str]]:
     for plan in comparison.shapes:
         text = f"{shortened(plan.config, _PLAN_WIDTH)}{_stages_text(plan)}"
         yield plan.found_by, f"{text}, bottleneck {seconds(plan.bottleneck_s)}, memory not weighed"
-    yield "solved in", seconds(comparison.solve_s)
+    rest_s = max(0.0, answer.total_s - sum(comparison.took_s.values()))
+    parts = {**comparison.took_s, "model, profile and the rest": rest_s}
+    text = ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
+    yield "took", f"{seconds(answer.total_s)}: {text}"
 
 
 def _parts(plan: Planned, bottleneck: Bottleneck) -> str:

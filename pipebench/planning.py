@@ -5,6 +5,7 @@ Without a recipe a plan may cut between any layers, as the papers' planners do; 
 
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +24,14 @@ from pipebench.plan import explicit_plan
 from pipebench.plan_picture import draw_plan, is_our_picture
 from pipebench.plan_report import Answer, plan_json, print_plan
 from pipebench.plan_text import parse_plan
+from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
-from pipebench.planner.planner import Planner, compare
+from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Planned, Request
 from pipebench.prepare import plan_request, profiled
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profiling import plain_name
+from pipebench.progress import searching
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import ParallelismRecipe
@@ -55,6 +58,7 @@ class Asked:
         cost_model: its name.
         mode: whose plan is wanted, or `auto`.
         minibatch_size: samples per minibatch of a profile file.
+        shapes: also plan shapes of stages that no mode here has.
         picture: where the picture goes.
         as_json: print JSON and nothing else.
     """
@@ -68,6 +72,7 @@ class Asked:
     cost_model: str | None = None
     mode: str | None = None
     minibatch_size: str | None = None
+    shapes: bool = False
     picture: str | None = None
     as_json: bool = False
 
@@ -142,7 +147,9 @@ def plan(loaded: LoadedRecipe | None, asked: Asked) -> None:
     Raises:
         UserError: the profile or cluster can't be had, or nothing fits in memory.
     """
+    began_s = time.perf_counter()
     answer = _of_recipe(loaded, asked) if loaded is not None else _of_file(asked)
+    answer = replace(answer, total_s=time.perf_counter() - began_s)
     if asked.as_json:
         standard_output().file.write(plan_json(answer) + "\n")
     else:
@@ -197,7 +204,7 @@ def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
     row = resolve(parallelism) if own_mode == mode else None
     flushes = own_mode is None or resolve(parallelism).flushes
     request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
-    answer = _answer(loaded.recipe.name, request, mode, loaded.source, says_samples=True)
+    answer = _answer(loaded.recipe.name, request, mode, loaded.source, asked, says_samples=True)
     try:
         return replace(answer, given=_given(parallelism, made.graph, request, mode)) if own_mode == mode else answer
     except PlanError as error:
@@ -241,12 +248,14 @@ def _of_file(asked: Asked) -> Answer:
         cluster = load_cluster(asked.cluster, _whole("--servers", asked.servers, MOST_WORKERS) or 1)
     model = COST_MODELS[asked.cost_model or DEFAULT]
     request = Request(profile, cluster, model, size, runnable=False)
-    return _answer(plain_name(Path(asked.profile)), request, asked.mode or "pipedream", "", says_samples=says_samples)
+    name = plain_name(Path(asked.profile))
+    return _answer(name, request, asked.mode or "pipedream", "", asked, says_samples=says_samples)
 
 
-def _answer(name: str, request: Request, mode: str, source: str, *, says_samples: bool) -> Answer:
+def _answer(name: str, request: Request, mode: str, source: str, asked: Asked, *, says_samples: bool) -> Answer:
     try:
-        comparison = compare(request, None if mode == AUTO else mode)
+        with searching(name, _progress(asked)) as tell:
+            comparison = compare(request, None if mode == AUTO else mode, shapes=asked.shapes, tell=tell)
         best = comparison.best
         spare_s = None
         row = request.row or MODES[best.mode]

@@ -25,9 +25,9 @@ from pipebench.modes import AUTO, resolve
 from pipebench.optimizer import make_optimizer
 from pipebench.plan import Plan, explicit_plan, make_plan
 from pipebench.plan_text import parse_plan, streams_problem
+from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import find_cost_model
-from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.planner import Planner, compare
+from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
@@ -357,8 +357,7 @@ def choose_plan(
     if parallelism.cuts is not None:
         plan = explicit_plan(graph, parallelism.cuts, replicas)
     else:
-        stages = plan_fixed(planner.work, planner.request.model, cluster, replicas)
-        plan = make_plan(graph, [stage.start for stage in stages[1:]], replicas)
+        plan = make_plan(graph, planner.starts_of(replicas), replicas)
     return plan, planner.devices_of(replicas, [stage.start for stage in plan.stages[1:]]), depth
 
 

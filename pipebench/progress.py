@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +17,7 @@ from pipebench.result import Point
 
 _REDRAW_EVERY_S = 0.1
 _BAR_CELLS = 20
+_SHORT_S = 2.0  # what takes less needs no progress
 
 
 class Silent:
@@ -121,14 +123,7 @@ class RunProgress:
 
     def _line(self, samples: int, clock_s: float, loss: float, occupancy: float) -> Text:
         share = min(1.0, samples / self._total_samples) if self._total_samples > 0 else 0.0
-        done = round(share * _BAR_CELLS)
-        text = Text.assemble(
-            (self._name, "bold"),
-            "  ",
-            ("━" * done, "green"),
-            ("━" * (_BAR_CELLS - done), "dim"),
-            f"  {self._position(samples)}",
-        )
+        text = Text.assemble((self._name, "bold"), "  ", _bar(share), f"  {self._position(samples)}")
         text.append(f"  loss {measure('loss', loss)}")
         if self._scores:
             text.append(f"  {self._scores}", style="cyan")
@@ -162,3 +157,36 @@ def preparing(name: str, console: Console | None = None) -> Iterator[Callable[[i
         return
     with console.status(Text(f"{name}: preparing")) as status:
         yield lambda done, total: status.update(Text(f"{name}: profiling layer {done} of {total}"))
+
+
+@contextmanager
+def searching(name: str, console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """Show how a search gets on once it has taken 2 s; yields what takes (parts done, parts in all, what is searched).
+
+    Args:
+        name: what is planned.
+        console: where to write; standard output by default. Nothing is written where that isn't a terminal.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        yield lambda _done, _total, _search: None
+        return
+    status = console.status(Text(f"{name}: planning"))
+    timer = Timer(_SHORT_S, status.start)
+    timer.start()
+
+    def tell(done: int, total: int, search: str) -> None:
+        line = Text.assemble((name, "bold"), "  ", _bar(done / total), f"  mode {done + 1} of {total}: {search}")
+        status.update(line)
+
+    try:
+        yield tell
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+def _bar(share: float) -> Text:
+    done = round(share * _BAR_CELLS)
+    return Text.assemble(("━" * done, "green"), ("━" * (_BAR_CELLS - done), "dim"))

@@ -153,3 +153,25 @@ class RandomNet(nn.Module):
         unread = set(range(1, len(values))) - {read for reads in self.reads for read in reads}
         output: torch.Tensor = self.head(sum(values[index] for index in sorted(unread | {len(values) - 1})))
         return output
+
+
+class TiedImages(nn.Module):
+    """Two early layers share one weight, and so must share a stage; the work is behind them; [n, 1, 32, 32] to 10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(1024, 64)
+        self.one, self.middle, self.two = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)
+        self.two.weight = self.one.weight
+        self.wide, self.narrow, self.head = nn.Linear(64, 4096), nn.Linear(4096, 2048), nn.Linear(2048, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 1, 32, 32] to [n, 10]."""
+        hidden = self.two(self.middle(self.one(self.read(torch.flatten(x, 1)))))
+        output: torch.Tensor = self.head(self.narrow(self.wide(hidden)))
+        return output
+
+
+def tied_images() -> TiedImages:
+    """Return a `TiedImages`."""
+    return TiedImages()

@@ -1,8 +1,14 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from pipebench.planner.planner import Planner
+from pipebench.prepare import plan_request, prepare
+from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.load import load
 from pipebench.schedule.drawing import draw_cells
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
@@ -60,3 +66,28 @@ def test_a_whole_run_shorter_than_a_round(plan: tuple[list[int], list[int]]) -> 
     engine = make_engine(make_setup(SkipNet(), plan))
     engine.train(0, 1)
     assert {replica.weights.newest.number for replica in engine.replicas} == {1}
+
+
+TIED_RECIPE = """\
+name: tied
+model: {target: "tests.models:tied_images"}
+dataset: {name: mnist5k}
+train: {minibatch_size: 32, optimizer: {lr: 0.1}, max_epochs: 1}
+cluster: {name: cluster-a}
+parallelism: {mode: pipedream}
+engine: {kind: simulated}
+"""
+
+
+@pytest.mark.parametrize(("plan", "num_stages"), [("1-1", 2), ("1-2-1", 3), ("3-1", 2), ("straight", 4)])
+def test_a_fixed_plan_of_a_tied_model_is_cut_where_the_planner_cuts_it(
+    plan: str, num_stages: int, tmp_path: Path
+) -> None:
+    """0.1.0: positions in the list of places to cut were taken for layers; places inside a tie are left out of it."""
+    (tmp_path / "tied.yaml").write_text(TIED_RECIPE)
+    recipe = load(str(tmp_path / "tied.yaml"), [f"parallelism.plan={plan}"]).recipe
+    given = prepare(recipe, load_cluster("cluster-a", 1))
+    stages = given.setup.plan.stages
+    assert len(stages) == num_stages
+    planner = Planner(plan_request(recipe, given.cluster, given.profile, given.setup.dataset), "pipedream")
+    assert tuple(stage.start for stage in stages[1:]) == planner.given(given.setup.plan.replicas).starts

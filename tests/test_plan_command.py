@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from pipebench.cli import cli
 from pipebench.errors import UserError
 from pipebench.plan_picture import is_our_picture
+from pipebench.planner import thinning
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planning import MOST_WORKERS, parse_levels
 
@@ -32,6 +33,7 @@ GRAPH = "".join(
 KEYS = {
     *("config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused", "shapes"),
     *("cost_model", "cluster", "minibatch_size", "minibatch_s", "samples_per_s", "dp_minibatch_s", "dp_samples_per_s"),
+    *("took_s", "num_states", "bottleneck_at_most"),
     *("speedup_over_dp", "bytes_per_sample", "dp_bytes_per_sample", "port_s", "memory_limit_bytes", "found_by"),
 }
 STAGE_KEYS = {
@@ -125,7 +127,7 @@ def test_text_says_why(graph: str) -> None:
     assert "stage 0's computing" in text
     for word in ("cost model", "times", "bottleneck", "throughput", "data parallel", "bytes per sample", "samples/s"):
         assert word in text
-    for mode in ("dp", "gpipe", "pipedream-flush", "model", "single", "2BW", "interleaved"):
+    for mode in ("dp", "gpipe", "pipedream-flush", "model", "single"):
         assert mode in text
 
 
@@ -288,3 +290,38 @@ def test_levels_of_any_text_are_levels_or_one_sentence() -> None:
 def test_cost_models_are_listed() -> None:
     result = CliRunner().invoke(cli, ["ls", "cost-models"])
     assert [line.split()[0] for line in result.output.splitlines()] == [*COST_MODELS]
+
+
+def test_shapes_that_are_no_modes_are_planned_only_when_asked_for(graph: str) -> None:
+    asked = ("--profile", graph, "--levels", "4@1e9")
+    assert answer(*asked)["shapes"] == []
+    assert "2BW" not in invoke(*asked).output
+    found = answer(*asked, "--shapes")
+    assert found["shapes"][0]["shape"] == "equal stages of one width (2BW)"
+    assert "shapes" in found["took_s"]
+    assert "equal stages of one width (2BW)" in invoke(*asked, "--shapes").output
+
+
+def test_the_time_it_took_is_all_of_it_and_what_it_went_to(graph: str) -> None:
+    took_s = answer("--profile", graph, "--levels", "4@1e9")["took_s"]
+    parts = {name: value for name, value in took_s.items() if name != "in all"}
+    assert parts.keys() == {"search", "simulation", "other modes"}
+    assert sum(parts.values()) <= took_s["in all"]
+    assert "took" in invoke("--profile", graph, "--levels", "4@1e9").output
+
+
+def test_a_thinned_search_says_how_far_from_the_best_it_can_be(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--profile", "long.graph.txt", "--levels", "4@1e9")
+    draw = random.Random(0).uniform
+    lines = [_NODE.format(f"node{i}", "Linear", draw(1, 9), draw(1, 9), int(draw(1, 9e6)), 4e4) for i in range(60)]
+    edges = "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(59))
+    Path("long.graph.txt").write_text("".join(lines) + edges)
+    found = answer(*asked)
+    assert (found["num_states"], found["bottleneck_at_most"]) == (61, 1.0)
+    assert "at most" not in invoke(*asked).output
+    numbers = {"MOST_EXACT": 50, "_MOST_EXACT_BRANCHES": 50, "_COARSE": 20, "_BACKDROP": 20, "_FINE": 20}
+    for name, value in {**numbers, "NUM_GROUPS": 25}.items():
+        monkeypatch.setattr(thinning, name, value)
+    thinned = answer(*asked)
+    assert thinned["bottleneck_at_most"] > 1.0
+    assert "61 places to cut are too many to try all" in " ".join(invoke(*asked).output.split())

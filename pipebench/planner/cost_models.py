@@ -7,7 +7,9 @@ Three, by name:
   minibatch however many replicas share it.)
 - `artifact`, the optimizer published with it, activation compression ratio 1: (compute + 4 (m-1) |w| / (m B)) / m, and
   for every stage but the first also 2 a_in / (B m) and, unless it is the last, 2 a_out / (B m). A cut carries the
-  outputs of the state's last layers only; model inputs cost nothing.
+  outputs of its augmented antichain: the state's last layers, and all before one of those with a reader that is not. So
+  a value with readers in two branches counts although nobody beyond reads it. Model inputs cost nothing. On several
+  levels the first stage's gradient sum is divided by the components of the level below, no other stage's is.
 - `overlap`, the default, what this package's simulator does in the large: a replica's round (one minibatch for each of
   the m replicas) takes forward, backward, update, and a minibatch's way to the stage and back, since NOAM has no
   minibatch to spare that could be computed meanwhile; gradients are summed in a ring while the backward goes on, the
@@ -129,6 +131,19 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Inner:
+    """Components of the level below that each hold a stage.
+
+    Attributes:
+        seconds: per minibatch of one of them, [start, stop].
+        count: of the components of the level below them that each has.
+    """
+
+    seconds: Floats
+    count: int
+
+
+@dataclass(frozen=True)
 class Block:
     """The stages from some states to all states from `stop_from` on; its arrays are [start, stop].
 
@@ -144,6 +159,8 @@ class Block:
 
     def sums(self, values: Floats) -> Floats:
         """Return what the stages add to sums over states; nonsense where a stop is before its start."""
+        if values.ndim == 2:  # groups of states: see `States.grouped`
+            return np.maximum(values[:1, self.stop_from :] - values[1, self.starts, None], 0.0)
         return values[None, self.stop_from :] - values[self.starts, None]
 
     def cuts(self, values: Floats) -> tuple[Floats, Floats]:
@@ -170,15 +187,14 @@ class CostModel(ABC):
     has_ports: bool = False
 
     @abstractmethod
-    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
+    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         """Return what bounds the stages of a block.
 
         Args:
             block: the stages.
             level: the links between a stage's replicas, and between stages.
             first: whether the stages are the first of their pipeline, as those from state 0 always are.
-            compute_s: seconds per minibatch of a component of the level below that holds the stage, [start, stop];
-                None at the innermost level.
+            inner: the components of the level below that hold the stages; None at the innermost level.
         """
 
     @abstractmethod
@@ -234,10 +250,9 @@ class _Sosp19(CostModel):
     summary = "PipeDream (SOSP'19) section 3.1 as printed: 1/m max(compute, 2 (m-1) |w| / B), 2 a / B per cut"
     antichains = True
 
-    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
+    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         states, rate = block.work.states, level.bandwidth_bytes_per_s
-        if compute_s is None:
-            compute_s = block.sums(states.forward_s + states.backward_s)
+        compute_s = inner.seconds if inner else block.sums(states.forward_s + states.backward_s)
         sync = block.sums(states.parameter_bytes * (2 / rate))
         before = 0.0 if first else block.cuts(states.sent_bytes * (2 / rate))[0]
         return StageTerms((Term(compute_s), Term(np.zeros((1, 1)), tail=sync)), before)
@@ -262,13 +277,12 @@ class _Artifact(CostModel):
     summary = "the published optimizer: (compute + 4 (m-1) |w| / (m B)) / m, 2 a_in / (B m), 2 a_out / (B m)"
     antichains = True
 
-    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
+    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         states, rate = block.work.states, level.bandwidth_bytes_per_s
-        if compute_s is None:
-            compute_s = block.sums(states.forward_s + states.backward_s)
+        compute_s = inner.seconds if inner else block.sums(states.forward_s + states.backward_s)
         sync = block.sums(states.parameter_bytes * (4 / rate))
         if first:
-            return StageTerms((Term(compute_s, sync),))
+            return StageTerms((Term(compute_s, sync / inner.count if inner else sync),))
         carried = np.maximum(*block.cuts(states.antichain_bytes * (2 / rate)))
         return StageTerms((Term(carried), Term(compute_s, sync)))
 
@@ -294,9 +308,9 @@ class _Overlap(CostModel):
     antichains = False
     has_ports = True
 
-    def terms(self, block: Block, level: Level, *, first: bool, compute_s: Floats | None = None) -> StageTerms:
-        if compute_s is not None:  # a component of the level below: its own rounds hide the sum as far as they last
-            return StageTerms((Term(compute_s), self._ports(block, level, 0.0)))
+    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
+        if inner is not None:  # its own rounds hide the sum as far as they last
+            return StageTerms((Term(inner.seconds), self._ports(block, level, 0.0)))
         states, own = block.work.states, self.round(block, level)
         there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / level.goodput_bytes_per_s
         there_and_back += np.where(there_and_back > 0, 2 * level.latency_s, 0.0)

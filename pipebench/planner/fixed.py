@@ -1,6 +1,8 @@
 """Cuts for given replicas: the user says how many workers every stage has, the planner where the model is cut."""
 
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,13 +11,14 @@ from pipebench.errors import PlanError
 from pipebench.planner.cost_models import Block, CostModel, Work
 from pipebench.planner.flat import Stage
 from pipebench.planner.placement import along, stage_level
+from pipebench.planner.thinning import MOST_EXACT, is_thinned, refined
 
 
 def plan_fixed(work: Work, model: CostModel, cluster: Cluster, replicas: Sequence[int]) -> tuple[Stage, ...]:
     """Return the cuts with the smallest bottleneck for given replicas, workers placed along the devices.
 
-    Exact for the cost model at the level of links that each stage's workers span, by dynamic programming over stages
-    and cuts. Memory is not weighed: whoever names the replicas decides.
+    For the cost model at the level of links that each stage's workers span, by dynamic programming over stages and
+    cuts; exact up to `thinning.MOST_EXACT` states. Memory is not weighed: whoever names the replicas decides.
 
     Raises:
         PlanError: more stages than places to cut.
@@ -23,6 +26,23 @@ def plan_fixed(work: Work, model: CostModel, cluster: Cluster, replicas: Sequenc
     states, last = work.states, len(work.states) - 1
     if len(replicas) > last:
         raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
+
+    def solve(kept: Sequence[int]) -> tuple[float, tuple[Stage, ...]] | None:
+        bottleneck_s, stages = _plan_exactly(replace(work, states=states.select(kept)), model, cluster, replicas)
+        return bottleneck_s, tuple(Stage(kept[a], kept[b], m) for a, b, m in stages)
+
+    if is_thinned(states) and len(replicas) < MOST_EXACT // 2:
+        found = refined(states, solve, operator.itemgetter(0), lambda plan: [stage.start for stage in plan[1][1:]])
+        assert found is not None
+        return found[1]
+    return _plan_exactly(work, model, cluster, replicas)[1]
+
+
+def _plan_exactly(
+    work: Work, model: CostModel, cluster: Cluster, replicas: Sequence[int]
+) -> tuple[float, tuple[Stage, ...]]:
+    """Return the smallest bottleneck and its cuts."""
+    states, last = work.states, len(work.states) - 1
     devices = along(replicas)
     outside = ~states.inside
     best = np.full(last + 1, np.inf)
@@ -46,4 +66,4 @@ def plan_fixed(work: Work, model: CostModel, cluster: Cluster, replicas: Sequenc
         start = int(before[index][stop])
         stages.append(Stage(start, stop, replicas[index]))
         stop = start
-    return tuple(reversed(stages))
+    return float(best[last]), tuple(reversed(stages))

@@ -1,4 +1,6 @@
-"""The flat planner: exact, on one level of links, at a cost that does not grow with the number of workers.
+"""The flat planner: on one level of links, at a cost that does not grow with the number of workers.
+
+Exact up to `thinning.MOST_EXACT` states; beyond, it searches fewer of them, and `flat_bound_s` bounds what that costs.
 
 A bound T on the bottleneck decides everything: the fewest replicas of every stage have a closed form, and the fewest
 workers from every cut to the end of the model are a shortest path over cuts. T itself is found by bisection, between a
@@ -18,7 +20,8 @@ import numpy as np
 from pipebench.cluster import Level
 from pipebench.planner.cost_models import Block, CostModel, Work
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import Floats
+from pipebench.planner.states import Floats, States
+from pipebench.planner.thinning import MOST_EXACT, cheapest, is_thinned, loosened, refined
 
 _ANY_S = 1e30  # seconds: no bottleneck is larger
 _PRECISION, _NEAR = 1e-12, 1e-5  # relative; below it a float's own rounding decides
@@ -53,6 +56,10 @@ class FlatProblem:
     memory: MemoryRule | None = None
     width: int | None = None
 
+    def over(self, states: States) -> "FlatProblem":
+        """Return the same problem over other states."""
+        return replace(self, work=replace(self.work, states=states))
+
 
 def bottleneck_s(problem: FlatProblem, stages: Sequence[Stage]) -> float:
     """Return the seconds per minibatch of a plan's slowest stage."""
@@ -79,8 +86,27 @@ def fits(problem: FlatProblem, stages: Sequence[Stage]) -> bool:
 
 def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
     """Return the plan with the smallest bottleneck, the fewest workers among those, or None if none fits in memory."""
+    states = problem.work.states
+    if not is_thinned(states):
+        return _plan_exactly(problem)
+
+    def solve(kept: Sequence[int]) -> tuple[Stage, ...] | None:
+        found = _plan_exactly(problem.over(states.select(kept)))
+        return found and tuple(Stage(kept[a], kept[b], m) for a, b, m in found)
+
+    return refined(states, solve, lambda plan: bottleneck_s(problem, plan), lambda plan: [s.start for s in plan[1:]])
+
+
+def flat_bound_s(problem: FlatProblem) -> float:
+    """Return seconds per minibatch that no plan's bottleneck is below, memory not weighed."""
+    loose = replace(problem.over(loosened(problem.work.states)), memory=None)
+    plan = _plan_exactly(loose)
+    return bottleneck_s(loose, plan) if plan else 0.0
+
+
+def _plan_exactly(problem: FlatProblem) -> tuple[Stage, ...] | None:
     if problem.memory is not None:  # memory is often no matter, and the search is several times faster without it
-        boundless = plan_flat(replace(problem, memory=None))
+        boundless = _plan_exactly(replace(problem, memory=None))
         if boundless is None or fits(problem, boundless):
             return boundless
     search = _Search(problem)
@@ -116,7 +142,10 @@ def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
 
 
 def any_fits(problem: FlatProblem) -> bool:
-    """Return whether any plan fits, however slow."""
+    """Return whether any plan fits, however slow; of a thinned search, one of those it looks at first."""
+    states = problem.work.states
+    if is_thinned(states):
+        problem = problem.over(states.select(cheapest(states, MOST_EXACT)))
     return _Search(problem).fewest(_ANY_S) is not None
 
 
@@ -164,8 +193,7 @@ class _Search:
         if step < 2:
             return []
         kept = sorted({0, self.num_states - 1, *range(0, self.num_states, step)})
-        work = Work(states.select(kept), *_rest(self.problem.work))
-        coarse = plan_flat(FlatProblem(**{**self.problem.__dict__, "work": work}))
+        coarse = _plan_exactly(self.problem.over(states.select(kept)))
         return [] if coarse is None else [tuple(Stage(kept[a], kept[b], m) for a, b, m in coarse)]
 
     def _least(self, block: Block, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
@@ -188,7 +216,3 @@ class _Search:
         at_least = self.problem.memory.least(block, workers[start + 1 :])
         least = self._least(block, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
         return np.where(np.isfinite(at_least), least, np.inf)
-
-
-def _rest(work: Work) -> tuple[float, float, float]:
-    return work.update_s_per_byte, work.update_floor_s, work.load_s

@@ -1,5 +1,7 @@
 """The hierarchical planner: level by level, as in the paper, exact for its recurrence.
 
+Up to `thinning.MOST_EXACT` states, that is; beyond, it searches fewer of them, as the flat planner does.
+
 Paper: PipeDream (SOSP'19) section 3.1. At level k a stage runs on m components of the level below, each of which runs
 the best plan of the level below for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k from A^(k-1). The table of
 one level is a product of matrices in which a sum is a minimum and a product a maximum; entries that no plan as good as
@@ -10,6 +12,7 @@ counts idle ones too.
 """
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import Block, CostModel, StageTerms, Work
+from pipebench.planner.cost_models import Block, CostModel, Inner, StageTerms, Work
 from pipebench.planner.flat import BLOCK_ELEMENTS, Stage
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import Floats
+from pipebench.planner.states import Floats, States
+from pipebench.planner.thinning import is_thinned, loosened, refined
 
 _THREADS, _WORTH_THREADS = 2, 500
 _THINNING, _FEW_STATES = 4, 96  # a bound comes from every fourth state, and so on down to few
@@ -34,6 +38,10 @@ class HierarchicalProblem:
     model: CostModel
     levels: tuple[Level, ...]
     memory: MemoryRule | None = None
+
+    def over(self, states: States) -> "HierarchicalProblem":
+        """Return the same problem over other states."""
+        return replace(self, work=replace(self.work, states=states))
 
 
 class PlacedStage(NamedTuple):
@@ -57,14 +65,36 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
         problem: what to plan.
         at_most_s: a slower plan is of no use: it need not be the best, or found.
     """
+    states = problem.work.states
+    if not is_thinned(states):
+        return _plan_exactly(problem, at_most_s)
+
+    def solve(kept: Sequence[int]) -> HierarchicalPlan | None:
+        found = _plan_exactly(problem.over(states.select(kept)), at_most_s)
+        if found is None:
+            return None
+        stages = ((Stage(kept[a], kept[b], m), workers) for (a, b, m), workers in found.stages)
+        return found._replace(stages=tuple(PlacedStage(*each) for each in stages))
+
+    return refined(
+        states, solve, lambda plan: plan.bottleneck_s, lambda plan: [placed.stage.start for placed in plan.stages[1:]]
+    )
+
+
+def hierarchical_bound_s(problem: HierarchicalProblem) -> float:
+    """Return seconds per minibatch that no plan's bottleneck is below, memory not weighed."""
+    plan = _plan_exactly(replace(problem.over(loosened(problem.work.states)), memory=None), np.inf)
+    return plan.bottleneck_s if plan else 0.0
+
+
+def _plan_exactly(problem: HierarchicalProblem, at_most_s: float) -> HierarchicalPlan | None:
     if problem.memory is not None:  # as in the flat search: memory is often no matter
-        boundless = plan_hierarchical(replace(problem, memory=None), at_most_s)
+        boundless = _plan_exactly(replace(problem, memory=None), at_most_s)
         if boundless is None or boundless.bottleneck_s > at_most_s or _fits(problem, boundless):
             return boundless
     states = problem.work.states
     if len(states) > _FEW_STATES:
-        thinned = replace(problem, work=replace(problem.work, states=states.thinned(_THINNING)))
-        coarse = plan_hierarchical(thinned, at_most_s)
+        coarse = _plan_exactly(problem.over(states.thinned(_THINNING)), at_most_s)
         at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
 
@@ -129,10 +159,11 @@ class _Tables:
         return np.where(outside, np.inf, terms.seconds(float(m)))
 
     def _terms(self, level: int, block: Block, workers_behind: int, *, first: bool) -> StageTerms:
-        compute_s = None
+        levels, inner = self.problem.levels, None
         if level > 0:
-            compute_s = self._table(level - 1, workers_behind)[block.starts, block.stop_from :]
-        return self.problem.model.terms(block, self.problem.levels[level], first=first, compute_s=compute_s)
+            seconds = self._table(level - 1, workers_behind)[block.starts, block.stop_from :]
+            inner = Inner(seconds, levels[level - 1].count)
+        return self.problem.model.terms(block, levels[level], first=first, inner=inner)
 
     def _without_limit(self, level: int, *, first: bool) -> list[Floats]:
         """Return [state, state] for every number of components from 1: the seconds of all stages, memory no matter.

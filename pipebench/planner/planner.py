@@ -1,18 +1,18 @@
-"""The planner: the best plan of a mode on a cluster, the best mode, and why.
+"""The planner: the best plan of a mode on a cluster, and why.
 
-Candidates are exact for the cost model: the flat plan at every level's links, placed along the devices; the paper's
-hierarchical plan; the best straight plan; pure data parallelism; under `overlap` also a few given shapes, cut best.
-Under `sosp19` and `artifact` the smallest bottleneck is chosen, as published. Under `overlap`, and between modes, what
-the simulator predicts decides: a bottleneck says nothing about flushes, and little about minibatches that wait for a
-transfer with no other in flight to take their turn.
+Candidates are exact for the cost model, up to very many places to cut (see `thinning`): the flat plan at every level's
+links, placed along the devices; the paper's hierarchical plan; the best straight plan; pure data parallelism; under
+`overlap` also a few given shapes, cut best. Under `sosp19` and `artifact` the smallest bottleneck is chosen, as
+published. Under `overlap`, and between modes, what the simulator predicts decides: a bottleneck says nothing about
+flushes, and little about minibatches that wait for a transfer with no other in flight to take their turn.
 """
 
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
@@ -21,17 +21,17 @@ from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC
 from pipebench.plan_text import streams_problem
 from pipebench.planner.cost_models import Work
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, Stage, any_fits, fits, plan_flat
-from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
+from pipebench.planner.flat import FlatProblem, Stage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
+from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.payload import payload
 from pipebench.planner.placement import along, cut_levels, placed_s, spanned
-from pipebench.planner.plans import Comparison, Planned, PlannedStage, Request
+from pipebench.planner.plans import Planned, PlannedStage, Request
 from pipebench.planner.predict import Course, arrange, arranged, course_of, predict
 from pipebench.planner.seating import seatings
-from pipebench.planner.shapes import plan_chunks, plan_equal_width
-from pipebench.planner.states import antichains, prefixes
+from pipebench.planner.states import States, antichains, prefixes
+from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile
 from pipebench.schedule.pipeline import noam
 
@@ -44,65 +44,37 @@ _MOST_SEATING_UNITS = 4000  # simulated to find where workers stand, microbatche
 _CLEARLY_FASTER = 0.99  # what a seating has to win against the one along the devices; below is prediction error
 
 
-def compare(request: Request, mode: str | None = "pipedream") -> Comparison:
-    """Plan every mode.
-
-    Args:
-        request: what to plan.
-        mode: whose plan is asked for; None for that of the mode predicted to be fastest.
-
-    Raises:
-        PlanError: no plan of the mode (or of any mode) fits in memory; says by how much, and what would make it fit.
-    """
-    planned: dict[str, Planned] = {}
-    refused: dict[str, str] = {}
-    solve_s = 0.0
-    for name in MODES:
-        planner = Planner(request if name == mode or request.row is None else replace(request, row=None), name)
-        try:
-            planned[name] = planner.best()
-        except PlanError as error:
-            refused[name] = str(error)
-        solve_s += planner.solve_s if mode in (None, name) else 0.0
-    if mode in refused or not planned:
-        raise PlanError(refused[mode or "pipedream"])
-    fastest = sorted(planned.values(), key=lambda each: (each.minibatch_s, list(MODES).index(each.mode)))
-    best = planned[mode] if mode else fastest[0]
-    boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None), streams=None)
-    dp = planned.get("dp") or Planner(boundless, "dp").best()
-    return Comparison(best, tuple(each for each in fastest if each is not best), dp, _shapes(request), refused, solve_s)
-
-
 def searches_levels(cluster: Cluster) -> bool:
     """Return whether hierarchical plans are among the candidates; flat ones placed along the devices always are."""
     return all(level.count <= MOST_COMPONENTS for level in cluster.levels)
 
 
-def _shapes(request: Request) -> tuple[Planned, ...]:
-    """Return plans of given shapes at the innermost level's links, memory not weighed."""
-    planner = Planner(replace(request, row=None, depth=None), "pipedream")
-    level, count = request.cluster.levels[0], request.cluster.num_workers
-    problem = FlatProblem(planner.work, request.model, level, count)
-    found = []
-    equal = plan_equal_width(problem)
-    if equal is not None:
-        found.append(planner.placed("equal stages of one width (2BW)", equal))
-    chunks = plan_chunks(problem, 2)
-    if chunks is not None:
-        found.append(
-            planner.placed("2 chunks per worker (interleaved)", chunks, [(i % count,) for i in range(len(chunks))])
-        )
-    return tuple(found)
-
-
 class Planner:
     """Plans one mode."""
 
-    def __init__(self, request: Request, mode: str) -> None:
+    def __init__(
+        self,
+        request: Request,
+        mode: str,
+        *,
+        known: dict[int, States] | None = None,
+        tell: Callable[[str], None] = lambda _search: None,
+    ) -> None:
+        """Take a request.
+
+        Args:
+            request: what to plan.
+            mode: the mode.
+            known: states by the size that travels, made for other modes; those made here are added.
+            tell: is told of every search that begins.
+        """
         self.request = request
         self.name = mode
         self.mode = request.row or MODES[mode]
-        self.solve_s = 0.0
+        self.search_s = self.predict_s = 0.0
+        self._known = {} if known is None else known
+        self._tell = tell
+        self._thinned: list[tuple[float, Callable[[], float]]] = []  # bottlenecks found, and what bounds them
 
     def best(self) -> Planned:
         """Return the best plan.
@@ -115,15 +87,27 @@ class Planner:
         found = [plan for plan in fitting if streams_problem(plan.replicas, self.request.streams) is None]
         if not found and self.mode.weights in (STASH, VERTICAL_SYNC) and self.request.depth is None:
             found = list(self._shallower())
-        self.solve_s = time.perf_counter() - started
+        self.search_s = time.perf_counter() - started
         if not found and fitting:
             problem = streams_problem(fitting[0].replicas, self.request.streams)
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
         if not found:
             raise PlanError(_why_nothing_fits(self))
-        if self.mode.flushes or self.request.model.has_ports:
-            return min(map(self.predicted, found), key=lambda plan: plan.minibatch_s)
-        return self.predicted(min(found, key=lambda plan: plan.bottleneck_s))
+        if not self.mode.flushes and not self.request.model.has_ports:
+            found = [min(found, key=lambda plan: plan.bottleneck_s)]
+        self._tell("simulating")
+        best = min(map(self.predicted, found), key=lambda plan: plan.minibatch_s)
+        self.predict_s = time.perf_counter() - started - self.search_s
+        return best
+
+    def at_most(self) -> float:
+        """Return how many times the smallest bottleneck one that `best` searched for can be; 1 if all are exact."""
+        worst = 1.0
+        for found_s, bound in self._thinned:
+            self._tell("bounding what a thinned search missed")
+            bound_s = bound() if found_s > 0 else math.inf
+            worst = max(worst, found_s / bound_s if bound_s > 0 else math.inf)
+        return worst
 
     def given(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> Planned:
         """Return a plan that somebody else made, memory not weighed.
@@ -137,6 +121,14 @@ class Planner:
         """
         return self.predicted(self._seated(self._given_stages(replicas, starts)))
 
+    def starts_of(self, replicas: Sequence[int]) -> list[int]:
+        """Return the first layers of the stages after the first of a plan with these replicas, cut best.
+
+        Raises:
+            PlanError: more stages than places to cut.
+        """
+        return arrange(self.work.states, self._given_stages(replicas, None))[1]
+
     def devices_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
         """Return the device of every worker of a given plan: those that suit it best, see `given`."""
         try:
@@ -148,7 +140,7 @@ class Planner:
         if starts is None:
             return plan_fixed(self.work, self.request.model, self.request.cluster, replicas)
         states = self.work.states
-        found = {len(states.layers(0, state)): state for state in range(len(states))}
+        found = {members.bit_count(): state for state, members in enumerate(states.members)}
         if not {*starts} <= {*found}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
         bounds = [0, *(found[start] for start in starts), len(states) - 1]
@@ -195,7 +187,9 @@ class Planner:
         profile = self.request.profile
         rows = profile.layers[self.unit_size]
         by_antichains = self.request.model.antichains and not self.request.runnable
-        states = antichains(rows) if by_antichains else prefixes(rows)
+        if self.unit_size not in self._known:
+            self._known[self.unit_size] = antichains(rows) if by_antichains else prefixes(rows)
+        states = self._known[self.unit_size]
         if self.mode.recompute:
             states = replace(states, backward_s=states.backward_s + states.forward_s)
         load_s = profile.load_s.get(self.unit_size, 0.0)
@@ -267,17 +261,23 @@ class Planner:
         for level in cluster.levels:
             where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
             for width in widths:
-                stages = plan_flat(FlatProblem(work, model, level, count, rule, width))
+                shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
+                name = f"flat{shape}{where}"
+                stages = self._flat(name, FlatProblem(work, model, level, count, rule, width))
                 if stages is not None:
-                    shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
-                    plan = self.placed(f"flat{shape}{where}", stages)
+                    plan = self.placed(name, stages)
                     best_s = min(best_s, plan.bottleneck_s)
                     yield plan
         if len(cluster.levels) > 1 and any_width and searches_levels(cluster):
             # Where loops judge a plan, the recurrence's own bottleneck bounds nothing.
             at_most_s = math.inf if model.has_ports else best_s
-            nested = plan_hierarchical(HierarchicalProblem(work, model, cluster.levels, rule), at_most_s)
+            problem = HierarchicalProblem(work, model, cluster.levels, rule)
+            self._tell("hierarchical")
+            nested = plan_hierarchical(problem, at_most_s)
             if nested is not None:
+                if is_thinned(work.states):
+                    found_s = min(nested.bottleneck_s, at_most_s)
+                    self._thinned.append((found_s, partial(hierarchical_bound_s, problem)))
                 stages = tuple(each.stage for each in nested.stages)
                 devices = tuple(each.workers for each in nested.stages)
                 bottleneck_s = None if model.has_ports else nested.bottleneck_s
@@ -311,10 +311,20 @@ class Planner:
             if not _any_straight(self, lowered):
                 continue
             for level in cluster.levels:
-                stages = plan_flat(FlatProblem(self.work, self.request.model, level, cluster.num_workers, lowered, 1))
+                name = "flat, straight, at a depth that fits"
+                problem = FlatProblem(self.work, self.request.model, level, cluster.num_workers, lowered, 1)
+                stages = self._flat(name, problem)
                 if stages is not None:  # what fits at one level's links fits at every other's
-                    yield self.placed("flat, straight, at a depth that fits", stages, depth=depth)
+                    yield self.placed(name, stages, depth=depth)
             return
+
+    def _flat(self, name: str, problem: FlatProblem) -> tuple[Stage, ...] | None:
+        """Search; remember what bounds a search that isn't exact."""
+        self._tell(name)
+        stages = plan_flat(problem)
+        if stages is not None and is_thinned(problem.work.states):
+            self._thinned.append((bottleneck_s(problem, stages), partial(flat_bound_s, problem)))
+        return stages
 
     def placed(
         self,

@@ -125,9 +125,12 @@ class Comparison:
         others: the best of every other mode, fastest first.
         dp: pure data parallelism on all workers, even if it doesn't fit in memory or its replicas don't divide streams.
         shapes: the best bottlenecks of plans of a given shape, for schedules that aren't modes here: equal stages of
-            one width (PipeDream-2BW), and several chunks per worker (interleaved).
+            one width (PipeDream-2BW), and several chunks per worker (interleaved); only where asked for.
         refused: modes without a plan, and why.
-        solve_s: seconds that choosing the best took; simulating the others isn't in it.
+        took_s: seconds by what they went to: `search` and `simulation` of the plan asked for (of all modes where the
+            fastest is asked for), `other modes`, `shapes`.
+        num_states: places to cut, both ends of the model included.
+        at_most: how many times the smallest bottleneck that of a search for `best` can be; 1 if all were exact.
     """
 
     best: Planned
@@ -135,4 +138,11 @@ class Comparison:
     dp: Planned
     shapes: tuple[Planned, ...]
     refused: dict[str, str]
-    solve_s: float
+    took_s: dict[str, float]
+    num_states: int
+    at_most: float = 1.0
+
+    @property
+    def solve_s(self) -> float:
+        """Seconds that choosing the best took, simulations included, other modes not."""
+        return self.took_s["search"] + self.took_s["simulation"]

@@ -43,6 +43,8 @@ def arrange(states: States, stages: Sequence[Stage]) -> tuple[tuple[int, ...], l
 
 def arranged(profile: Profile, order: Sequence[int]) -> Profile:
     """Return a profile whose layers stand in another order, the loss last."""
+    if all(len(rows) - 1 == len(order) for rows in profile.layers.values()) and list(order) == sorted(order):
+        return profile
     place = {old: new for new, old in enumerate(order)}
 
     def row(old: LayerProfile) -> LayerProfile:

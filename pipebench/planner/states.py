@@ -22,7 +22,8 @@ MAX_STATES = 2000  # a graph with more antichains is cut along its order of exec
 class States:
     """All states of a model, smallest first; the first is empty and the last holds every layer.
 
-    Sums run over the layers of a state, so that a stage's is the difference of two of them.
+    Sums run over the layers of a state, so that a stage's is the difference of two of them. Where a place to cut stands
+    for several states (see `grouped`) they have two rows, for stages that end there and for those that begin there.
 
     Attributes:
         rows: the layers; the last is the loss, which belongs to the last stage.
@@ -34,7 +35,7 @@ class States:
         num_loading: layers that read fields of the data set.
         sent_bytes: bytes that cross the cut forward: every value with a reader beyond it.
         returned_bytes: bytes that come back: the gradients of those values.
-        antichain_bytes: bytes of the outputs of the state's last layers only, as the artifact counts.
+        antichain_bytes: bytes that the artifact counts for a cut: the outputs of the state's augmented antichain.
         next_bytes: parameter bytes of the first layer with parameters beyond the cut, in order of execution.
     """
 
@@ -74,8 +75,25 @@ class States:
 
     def select(self, kept: Sequence[int]) -> "States":
         """Return some of the states."""
-        arrays = [np.asarray(getattr(self, name))[list(kept)] for name in _ARRAYS]
+        arrays = [np.asarray(getattr(self, name))[..., list(kept)] for name in _ARRAYS]
         return States(self.rows, tuple(self.members[i] for i in kept), *arrays)
+
+    def grouped(self, firsts: Sequence[int]) -> "States":
+        """Return groups of neighbouring states as if each was one, by the positions of their first ones.
+
+        States go by their compute time here, which puts every state behind those that it contains. Sums have two rows:
+        the least for stages that end in a group, the most for those that begin there. What cuts carry is the least.
+        """
+        compute_s = self.forward_s + self.backward_s
+        order = np.lexsort((np.arange(len(self)), np.round(compute_s / (compute_s[-1] or 1.0), 9)))
+        arrays = {}
+        for name in _ARRAYS:
+            values = getattr(self, name)[order]
+            least = np.minimum.reduceat(values, firsts)
+            is_sum = name in _SUMMED or name == "parameter_bytes"
+            arrays[name] = np.stack([least, np.maximum.reduceat(values, firsts)]) if is_sum else least
+        chain = tuple((1 << index) - 1 for index in range(len(firsts)))
+        return States(self.rows, chain, **arrays)
 
     def layers(self, start: int, stop: int) -> list[int]:
         """Return the layers of the stage between two states, in order of execution; the loss is not one."""
@@ -94,6 +112,8 @@ _ARRAYS = (
     "antichain_bytes",
     "next_bytes",
 )
+_SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
+_BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB, however many states there are
 
 
 def prefixes(rows: Sequence[LayerProfile]) -> States:
@@ -166,7 +186,6 @@ class _Graph:
         for index, row in enumerate(rows):
             for read in row.reads:
                 readers[read].append(index)
-        self.readers = readers
         self.working = [
             index
             for index, row in enumerate(rows[:-1])
@@ -175,6 +194,8 @@ class _Graph:
         if not self.working:
             raise PlanError("the profile has no layer to plan")
         self.everything = sum(1 << index for index in self.working)
+        readable = self.everything | 1 << len(rows) - 1  # the loss reads, too
+        self.readers = [[reader for reader in each if readable >> reader & 1] for each in readers]
 
     @cached_property
     def closures(self) -> list[int]:
@@ -198,36 +219,83 @@ class _Graph:
         kept = [state for state in members if all(state & group in (0, group) for group in tied)]
         if kept[-1] != self.everything or len(kept) < 2:
             raise PlanError("the profile has no layer to plan")
-        bits = _bits(kept, len(self.rows))
-        crosses = np.zeros_like(bits)
-        has_reader = np.zeros_like(bits)
-        for index in self.working:
-            for reader in self.readers[index]:
-                if self.everything >> reader & 1 or reader == len(self.rows) - 1:
-                    crosses[:, index] |= bits[:, index] & ~bits[:, reader]
-                    has_reader[:, index] |= bits[:, reader]
-        crosses[-1] = False
-        own = self._own_parameter_bytes()
+        step = max(1, _BLOCK_ELEMENTS // len(self.rows))
+        blocks = [self._sums(_bits(kept[i : i + step], len(self.rows))) for i in range(0, len(kept), step)]
+        arrays = {name: np.concatenate([block[name] for block in blocks]) for name in _ARRAYS}
+        loss = self.rows[-1]  # belongs to the last state
+        for name in ("forward_s", "backward_s", "saved_bytes"):
+            arrays[name][-1] += getattr(loss, name)
+        for name in ("sent_bytes", "returned_bytes"):
+            arrays[name][-1] = 0.0
+        return States(self.rows, tuple(kept), **arrays)
+
+    def _sums(self, bits: NDArray[np.bool_]) -> dict[str, Floats]:
+        """Return the arrays of some states, [state, layer] bool, by name, as if none was the last."""
+        own = self._own_parameter_bytes
+        summed = bits.astype(float) @ np.stack([self._columns[name] for name in _SUMMED] + [own], 1)
+        sources, targets, first_edge = self._edges
+        crosses, is_read = np.zeros((2, *bits.shape), dtype=bool)
+        if len(sources):
+            read = bits[:, targets]
+            crosses[:, sources[first_edge]] = np.logical_or.reduceat(bits[:, sources] & ~read, first_edge, axis=1)
+            is_read[:, sources[first_edge]] = np.logical_or.reduceat(read, first_edge, axis=1)
         beyond = ~bits & (own > 0)
-        next_bytes = np.where(beyond.any(1), own[beyond.argmax(1)], 0.0)
-        loss, last = self.rows[-1], np.arange(len(kept)) == len(kept) - 1
-        return States(
-            self.rows,
-            tuple(kept),
-            forward_s=bits @ self._column(lambda row: row.forward_s) + last * loss.forward_s,
-            backward_s=bits @ self._column(lambda row: row.backward_s) + last * loss.backward_s,
-            parameter_bytes=bits @ own,
-            saved_bytes=bits @ self._column(lambda row: row.saved_bytes) + last * loss.saved_bytes,
-            num_loading=bits @ self._column(lambda row: bool(row.inputs)),
-            sent_bytes=crosses @ self._column(lambda row: row.output_bytes),
-            returned_bytes=crosses @ self._column(lambda row: row.gradient_bytes),
-            antichain_bytes=(bits & ~has_reader) @ self._column(lambda row: row.output_bytes),
-            next_bytes=next_bytes,
-        )
+        return {
+            **dict(zip((*_SUMMED, "parameter_bytes"), summed.T, strict=True)),
+            "sent_bytes": crosses @ self._columns["output_bytes"],
+            "returned_bytes": crosses @ self._columns["gradient_bytes"],
+            "antichain_bytes": self._antichain_bytes(bits & ~is_read),
+            "next_bytes": np.where(beyond.any(1), own[beyond.argmax(1)], 0.0),
+        }
 
-    def _column(self, value: Callable[[LayerProfile], float]) -> Floats:
-        return np.array([value(row) for row in self.rows], dtype=float)
+    def _antichain_bytes(self, ends: NDArray[np.bool_]) -> Floats:
+        """Return the bytes of the augmented antichains of states with these last layers, [state, layer] bool.
 
+        The artifact adds to a state's last layers every layer before one of them, a, with a reader that is neither a
+        nor before a: whatever crosses the cut, and also what has readers in two branches, both of them in the state.
+        """
+        output_bytes = self._columns["output_bytes"]
+        found = ends @ output_bytes
+        layers, added = self._added
+        if len(layers):
+            found += [added[state].any(0) @ output_bytes[layers] for state in ends]
+        return found
+
+    @cached_property
+    def _added(self) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        """Layers that the artifact adds to antichains; and, [layer, added] bool, which of them for which last layer."""
+        after = [0] * len(self.rows)  # every layer and all that depend on it
+        adding = {}
+        for index in reversed(self.working):
+            shared = -1
+            for reader in self.readers[index]:
+                after[index] |= after[reader]
+                shared &= after[reader]  # the loss depends on all and nothing on it: what it reads is always needed
+            if after[index] & ~shared:
+                adding[index] = after[index] & ~shared
+            after[index] |= 1 << index
+        return np.array(list(adding), dtype=np.intp), _bits(list(adding.values()), len(self.rows)).T.copy()
+
+    @cached_property
+    def _edges(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Layers that are read and their readers, the loss included, edge by edge; and every layer's first edge."""
+        edges = [(index, reader) for index in self.working for reader in self.readers[index]]
+        sources, targets = np.array(edges, dtype=np.intp).reshape(-1, 2).T
+        return sources, targets, np.flatnonzero(np.diff(sources, prepend=-1))
+
+    @cached_property
+    def _columns(self) -> dict[str, Floats]:
+        values: dict[str, Callable[[LayerProfile], float]] = {
+            "forward_s": lambda row: row.forward_s,
+            "backward_s": lambda row: row.backward_s,
+            "saved_bytes": lambda row: row.saved_bytes,
+            "num_loading": lambda row: bool(row.inputs),
+            "output_bytes": lambda row: row.output_bytes,
+            "gradient_bytes": lambda row: row.gradient_bytes,
+        }
+        return {name: np.array([value(row) for row in self.rows], dtype=float) for name, value in values.items()}
+
+    @cached_property
     def _own_parameter_bytes(self) -> Floats:
         """Return each layer's parameter bytes; a tied parameter counts at its first user."""
         seen: set[str] = set()

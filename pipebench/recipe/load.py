@@ -14,11 +14,13 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.errors import Fault, RecipeError
+from pipebench.modes import AUTO, MODES, ONE
+from pipebench.plan_text import parse_plan
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.leaves import TOGETHER, Key, Leaf, Leaves, defaults, dotted, expected_type, is_expression
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.validate import Draft, check
+from pipebench.recipe.validate import UNUSABLE, Draft, check
 from pipebench.recipe.yaml_file import read_mapping
 
 
@@ -120,6 +122,8 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
     check(draft)
     if leaves.faults:
         raise RecipeError(dict.fromkeys(leaves.faults))
+    if ("parallelism", "microbatches") not in leaves.found:
+        resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
     config = _config(given, resolved, leaves.found)
     return LoadedRecipe(
         recipe=_build(Recipe, resolved),
@@ -130,6 +134,24 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
         origins={dotted(key): leaf.file for key, leaf in leaves.found.items()},
         pending=tuple(pending),
     )
+
+
+def _default_microbatches(draft: Draft) -> int:
+    """Return the microbatches of a recipe that doesn't say: one per stage, so that all stages have work at once.
+
+    Or fewer: as many as divide a minibatch. A plan that is left to the planner counts as straight, as it is in modes
+    that flush. One where `accumulate` fills the pipeline with whole minibatches, or where nothing is cut.
+    """
+    keys = ("mode", "plan", "weights", "accumulate")
+    mode, plan, weights, accumulate = (draft.get(f"parallelism.{key}") for key in keys)
+    cluster, minibatch_size = draft.get("@cluster"), draft.get("train.minibatch_size")
+    if UNUSABLE in (mode, plan, weights, accumulate, cluster, minibatch_size) or mode == AUTO:
+        return 1
+    row = MODES[mode]
+    if not row.microbatches or (weights or row.weights) != ONE or accumulate > 1:
+        return 1
+    stages = cluster.num_workers if plan == AUTO else len(parse_plan(plan, row, cluster.num_workers))
+    return next(count for count in range(stages, 0, -1) if minibatch_size % count == 0)
 
 
 def _nested(found: Mapping[Key, Leaf]) -> dict[str, Any]:

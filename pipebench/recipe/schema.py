@@ -116,7 +116,8 @@ class ParallelismRecipe:
         cuts: first layer of every stage but the first; null cuts where the cost model says.
         cost_model: what the planner minimises: `overlap`, `sosp19` or `artifact`.
         depth: minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit.
-        microbatches: microbatches per minibatch (flushing modes).
+        microbatches: microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer
+            that divide a minibatch, and 1 with `accumulate`.
         accumulate: whole minibatches per input-stage round and update (flushing modes).
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
         order: `all-forwards` or `1f1b`; null: the mode's own.

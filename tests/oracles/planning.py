@@ -27,6 +27,13 @@ class Link(NamedTuple):
     latency_s: float
 
 
+class Inner(NamedTuple):
+    """A component of the level below: its seconds per minibatch, and how many components it is made of."""
+
+    seconds: float
+    size: int
+
+
 class Memory(NamedTuple):
     """What fits, and how a mode fills it; `in_flight` None is 1F1B's 1 + ceil(R / m)."""
 
@@ -100,11 +107,22 @@ def crossing(rows: Rows, state: State) -> list[int]:
     return [index for index in state if any(index in rows[reader].reads for reader in outside)]
 
 
-def ends(rows: Rows, state: State) -> list[int]:
-    """Return the layers of a state that no other layer of it reads; none where nothing is cut."""
+def augmented(rows: Rows, state: State) -> list[int]:
+    """Return what the artifact sends where a state ends; nothing where nothing is cut.
+
+    The layers that nobody inside reads, and all that one of them depends on with a reader it doesn't depend on.
+    """
     if state in (EMPTY, frozenset(working(rows))):
         return []
-    return [index for index in state if not any(index in rows[reader].reads for reader in state)]
+    last = {index for index in state if not any(index in rows[reader].reads for reader in state)}
+    readers = [*working(rows), len(rows) - 1]
+    added = {
+        index
+        for end in last
+        for index in _closure(rows, end) - {end}
+        if any(index in rows[reader].reads and reader not in _closure(rows, end) for reader in readers)
+    }
+    return sorted(last | added)
 
 
 # What a stage costs.
@@ -145,7 +163,7 @@ class Given:
         """Return what crosses a cut backward."""
         return sum(self.rows[index].gradient_bytes for index in crossing(self.rows, state))
 
-    def stage_s(self, before: State, after: State, m: int, link: Link, *, first: bool, inner_s: float | None) -> float:
+    def stage_s(self, before: State, after: State, m: int, link: Link, *, first: bool, inner: Inner | None) -> float:
         """Return a stage's seconds per minibatch.
 
         Args:
@@ -154,8 +172,9 @@ class Given:
             m: replicas, or components that each hold the stage.
             link: joins the replicas, and the stages.
             first: whether it is the first stage of its (inner) pipeline.
-            inner_s: seconds per minibatch of a component that holds the stage; None if that is one worker.
+            inner: a component that holds the stage; None if that is one worker.
         """
+        inner_s = inner.seconds if inner else None
         layers = self.layers(before, after)
         compute_s = sum(row.forward_s + row.backward_s for row in layers) if inner_s is None else inner_s
         w = self.weight_bytes(before, after)
@@ -163,10 +182,12 @@ class Given:
             own_s = max(compute_s, 2 * (m - 1) * w / link.bandwidth) / m
             return own_s if first else max(own_s, 2 * self.sent_bytes(before) / link.bandwidth)
         if self.model == "artifact":
-            own_s = (compute_s + 4 * (m - 1) * w / (m * link.bandwidth)) / m
+            summed_s = 4 * (m - 1) * w / (m * link.bandwidth)
             if first:
-                return own_s
-            carried = [sum(self.rows[index].output_bytes for index in ends(self.rows, cut)) for cut in (before, after)]
+                return (compute_s + summed_s / (inner.size if inner else 1)) / m
+            own_s = (compute_s + summed_s) / m
+            cuts = (before, after)
+            carried = [sum(self.rows[index].output_bytes for index in augmented(self.rows, cut)) for cut in cuts]
             return max(own_s, *(2 * num_bytes / (link.bandwidth * m) for num_bytes in carried))
         assert self.model == "overlap"
         return self._overlap_s(before, after, m, link, inner_s)
@@ -238,7 +259,7 @@ class Search:
     def _plans(self, link: Link, before: State, after: State, width: int | None) -> Iterator[tuple[float, int]]:
         @cache
         def stage_s(start: State, stop: State, m: int) -> float:
-            return self.given.stage_s(start, stop, m, link, first=start == before, inner_s=None)
+            return self.given.stage_s(start, stop, m, link, first=start == before, inner=None)
 
         @cache
         def fits(start: State, stop: State, m: int, behind: int) -> bool:
@@ -281,9 +302,9 @@ class Search:
             if level == 0:
                 if not self.given.fits(start, stop, m, waiting, self.memory):
                     return math.inf
-                return self.given.stage_s(start, stop, m, links[0], first=first, inner_s=None)
-            inner_s = pipeline_s(level - 1, start, stop, waiting / m)
-            return self.given.stage_s(start, stop, m, links[level], first=first, inner_s=inner_s)
+                return self.given.stage_s(start, stop, m, links[0], first=first, inner=None)
+            inner = Inner(pipeline_s(level - 1, start, stop, waiting / m), links[level - 1].size)
+            return self.given.stage_s(start, stop, m, links[level], first=first, inner=inner)
 
         return pipeline_s(len(links) - 1, EMPTY, self.given.whole, Fraction(0))
 
@@ -324,14 +345,15 @@ def placed_s(search: Search, links: Sequence[Link], stages: Sequence[Placed], wa
         left = (behind * size + waiting) / m
         behind += m
         if inner_links:
-            inner_s: float | None = placed_s(search, inner_links, _within(group, m, size), left)
+            inner_s = placed_s(search, inner_links, _within(group, m, size), left)
+            inner: Inner | None = Inner(inner_s, inner_links[-1].size)
         else:
-            inner_s = None
+            inner = None
             assert len(group) == 1
             assert len(group[0].workers) == m
             if not search.given.fits(before, after, m, left * m, search.memory):
                 return math.inf
-        own_s = search.given.stage_s(before, after, m, link, first=first, inner_s=inner_s)
+        own_s = search.given.stage_s(before, after, m, link, first=first, inner=inner)
         bottleneck_s = max(bottleneck_s, own_s)
     return bottleneck_s
 

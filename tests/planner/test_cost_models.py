@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pipebench.cluster import Level
 from pipebench.errors import PlanError
-from pipebench.planner.cost_models import Block, StageTerms, Term, find_cost_model
+from pipebench.planner.cost_models import Block, Inner, StageTerms, Term, find_cost_model
+from tests.oracles import planning
 from tests.planner.problems import MODELS, cases, levels, link
 
 MOST = 200
@@ -102,16 +103,16 @@ def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) ->
     level = data.draw(levels(4))
     block = Block(case.work, np.arange(len(case.states) - 1))
     for first in (False, True):
-        for inner in (None, 0.125):
-            compute_s = None if inner is None else np.full((1, 1), inner)
-            terms = case.model.terms(block, level, first=first, compute_s=compute_s)
+        for expected_inner in (None, planning.Inner(0.125, 3)):
+            inner = None if expected_inner is None else Inner(np.full((1, 1), 0.125), 3)
+            terms = case.model.terms(block, level, first=first, inner=inner)
             for m in (1, 2, 5):
                 seconds = np.broadcast_to(terms.seconds(float(m)), (len(case.states) - 1, len(case.states)))
                 for start, stop in zip(*np.nonzero(case.states.inside), strict=True):
                     if start == 0 and not first:  # always the first of its pipeline
                         continue
                     expected = case.search.given.stage_s(
-                        case.members(start), case.members(stop), m, link(level), first=first, inner_s=inner
+                        case.members(start), case.members(stop), m, link(level), first=first, inner=expected_inner
                     )
                     assert seconds[start, stop] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 

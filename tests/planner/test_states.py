@@ -41,7 +41,7 @@ def test_states_and_their_sums_are_the_oracles(rows: tuple[LayerProfile, ...]) -
             assert states.sent_bytes[index] == given_rows.sent_bytes(state)
             assert states.returned_bytes[index] == given_rows.returned_bytes(state)
             if state not in (planning.EMPTY, given_rows.whole):
-                carried = sum(rows[each].output_bytes for each in planning.ends(rows, state))
+                carried = sum(rows[each].output_bytes for each in planning.augmented(rows, state))
                 assert states.antichain_bytes[index] == carried
             for other, larger in enumerate(members):
                 assert states.inside[index, other] == (state < larger)

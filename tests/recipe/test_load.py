@@ -245,3 +245,35 @@ def test_loaded_recipes_compare(write: Write) -> None:
     first, second = load(path), load(path)
     assert isinstance(first, LoadedRecipe)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("overrides", "microbatches"),
+    [
+        ([], 4),  # on the planner, which makes flushing pipelines straight
+        (["parallelism.plan=straight"], 4),
+        (["parallelism.plan=2-1-1"], 2),  # 3 don't divide 32 samples
+        (["parallelism.plan=2-1-1", "train.minibatch_size=33"], 3),
+        (["parallelism.plan=2-2"], 2),
+        (["parallelism.plan=4"], 1),
+        (["cluster.servers=4"], 16),
+        (["train.minibatch_size=31"], 1),
+        (["parallelism.microbatches=1"], 1),
+        (["parallelism.microbatches=8"], 8),
+        (["parallelism.accumulate=4"], 1),
+        (["parallelism.weights=stash", "parallelism.order=1f1b"], 1),
+        (["parallelism.mode=pipedream-flush"], 4),
+        (["parallelism.mode=pipedream"], 1),
+        (["parallelism.mode=model"], 1),
+        (["parallelism.mode=auto"], 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_minibatch_is_cut_in_as_many_as_there_are_stages_unless_the_recipe_says(
+    write: Write, overrides: list[str], microbatches: int
+) -> None:
+    path = write(VALID.replace("{mode: pipedream, plan: 2-1-1}", "{mode: gpipe}"))
+    loaded = load(str(path), overrides)
+    assert loaded.recipe.parallelism.microbatches == microbatches
+    assert loaded.config.parallelism.microbatches == microbatches
+    assert loaded.flat["parallelism.microbatches"] == str(microbatches)

@@ -1,0 +1,98 @@
+"""Modes side by side: the best plan of each, and how long finding it took."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from pipebench.errors import PlanError
+from pipebench.modes import MODES
+from pipebench.planner.flat import FlatProblem
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Comparison, Planned, Request
+from pipebench.planner.shapes import plan_chunks, plan_equal_width
+from pipebench.planner.states import States
+
+Tell = Callable[[int, int, str], None]
+
+
+def _silent(_done: int, _total: int, _search: str) -> None:
+    """Tell nobody."""
+
+
+def compare(
+    request: Request, mode: str | None = "pipedream", *, shapes: bool = False, tell: Tell = _silent
+) -> Comparison:
+    """Plan every mode.
+
+    Args:
+        request: what to plan.
+        mode: whose plan is asked for; None for that of the mode predicted to be fastest.
+        shapes: whether plans of given shapes are asked for, too.
+        tell: is told of every search that begins: modes done, modes in all, what is searched.
+
+    Raises:
+        PlanError: no plan of the mode (or of any mode) fits in memory; says by how much, and what would make it fit.
+    """
+    began_s = time.perf_counter()
+    planners: dict[str, Planner] = {}
+    planned: dict[str, Planned] = {}
+    refused: dict[str, str] = {}
+    known: dict[int, States] = {}
+    for done, name in enumerate(MODES):
+        own = request if name == mode or request.row is None else replace(request, row=None)
+        planners[name] = Planner(own, name, known=known, tell=partial(_tell, tell, done, name))
+        try:
+            planned[name] = planners[name].best()
+        except PlanError as error:
+            refused[name] = str(error)
+    if mode in refused or not planned:
+        raise PlanError(refused[mode or "pipedream"])
+    fastest = sorted(planned.values(), key=lambda each: (each.minibatch_s, list(MODES).index(each.mode)))
+    best = planned[mode] if mode else fastest[0]
+    boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None), streams=None)
+    dp = planned.get("dp") or Planner(boundless, "dp").best()
+    asked = list(planners.values()) if mode is None else [planners[best.mode]]
+    took_s = {
+        "search": sum(planner.search_s for planner in asked),
+        "simulation": sum(planner.predict_s for planner in asked),
+    }
+    took_s["other modes"] = time.perf_counter() - began_s - sum(took_s.values())
+    bounding_s = time.perf_counter()
+    at_most = planners[best.mode].at_most()
+    took_s["search"] += time.perf_counter() - bounding_s
+    shaping_s = time.perf_counter()
+    of_shapes = _shapes(request) if shapes else ()
+    if shapes:
+        took_s["shapes"] = time.perf_counter() - shaping_s
+    return Comparison(
+        best=best,
+        others=tuple(each for each in fastest if each is not best),
+        dp=dp,
+        shapes=of_shapes,
+        refused=refused,
+        took_s=took_s,
+        num_states=len(planners[best.mode].work.states),
+        at_most=at_most,
+    )
+
+
+def _tell(tell: Tell, done: int, mode: str, search: str) -> None:
+    tell(done, len(MODES), f"{mode}, {search}")
+
+
+def _shapes(request: Request) -> tuple[Planned, ...]:
+    """Return plans of given shapes at the innermost level's links, memory not weighed."""
+    planner = Planner(replace(request, row=None, depth=None), "pipedream")
+    level, count = request.cluster.levels[0], request.cluster.num_workers
+    problem = FlatProblem(planner.work, request.model, level, count)
+    found = []
+    equal = plan_equal_width(problem)
+    if equal is not None:
+        found.append(planner.placed("equal stages of one width (2BW)", equal))
+    chunks = plan_chunks(problem, 2)
+    if chunks is not None:
+        found.append(
+            planner.placed("2 chunks per worker (interleaved)", chunks, [(i % count,) for i in range(len(chunks))])
+        )
+    return tuple(found)

@@ -1,0 +1,189 @@
+"""The optimizer published with PipeDream, said again step by step; shares no code with the planner.
+
+States are lists of last layers that grow into one another; a state costs its predecessors; what it sends are the
+outputs of its augmented antichain. Splits are found by dynamic programming over states and machines, level by level,
+with activations sent as they are (compression ratio 1). Infinity stands for what it has no value for.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from pipebench.profile.model import LayerProfile
+
+Antichain = tuple[int, ...]
+
+
+class Machines(NamedTuple):
+    """A level, innermost first: how many (`size`) share links of so many bytes per second."""
+
+    size: int
+    bandwidth: float
+
+
+class Found(NamedTuple):
+    """The optimizer's answer: seconds per minibatch, and machines per stage of the outermost level."""
+
+    seconds: float
+    machines: tuple[int, ...]
+
+
+class Optimizer:
+    """The states of a model and the plans between them."""
+
+    def __init__(self, rows: Sequence[LayerProfile]) -> None:
+        read = {index for row in rows for index in row.reads}
+        self.rows = rows
+        self.nodes = [
+            index
+            for index, row in enumerate(rows[:-1])
+            if not row.is_input and (index in read or not row.kind.startswith("__getitem__"))
+        ]
+        self.edges = {node: [other for other in self.nodes if node in rows[other].reads] for node in self.nodes}
+        self.before = {node: self._before(node) for node in self.nodes}
+        self.after = {node: {other for other in self.nodes if node in self.before[other]} for node in self.nodes}
+
+    def _before(self, node: int) -> set[int]:
+        found: set[int] = set()
+        queue = [read for read in self.rows[node].reads if read in self.nodes]
+        while queue:
+            other = queue.pop()
+            found.add(other)
+            queue += [read for read in self.rows[other].reads if read in self.nodes and read not in found]
+        return found
+
+    def members(self, antichain: Antichain) -> frozenset[int]:
+        """Return the layers of a state."""
+        return frozenset(antichain).union(*(self.before[node] for node in antichain))
+
+    def augmented(self, antichain: Antichain) -> Antichain:
+        """Return an antichain and every predecessor of a member with a reader that's no predecessor of that member."""
+        added = {
+            predecessor
+            for node in antichain
+            for predecessor in self.before[node]
+            for reader in self.edges[predecessor]
+            if reader not in self.before[node] and reader != node
+        }
+        return (*sorted(added), *antichain)
+
+    def following(self, antichain: Antichain) -> list[Antichain]:
+        """Return the antichains in which a layer has given way to one of its readers."""
+        found = []
+        augmented = self.augmented(antichain)
+        for node in augmented:
+            for reader in self.edges[node]:
+                if reader in antichain or self.after[reader] & {*augmented}:
+                    continue
+                replaced = dict.fromkeys(reader if each == node else each for each in augmented)
+                found.append(tuple(each for each in replaced if not self.after[each] & {*replaced}))
+        return found
+
+    @cached_property
+    def states(self) -> list[Antichain]:
+        """The states in the order of their positions: every one behind those it grew from."""
+        source = next(node for node in self.nodes if not self.before[node])
+        grown: dict[frozenset[int], list[frozenset[int]]] = {}
+        named: dict[frozenset[int], Antichain] = {frozenset((source,)): (source,)}
+        queue: list[Antichain] = [(source,)]
+        while queue:
+            antichain = queue.pop(0)
+            if frozenset(antichain) in grown:
+                continue
+            following = self.following(antichain)
+            grown[frozenset(antichain)] = [frozenset(each) for each in following]
+            for each in following:
+                named.setdefault(frozenset(each), each)
+            queue += following
+        order: list[frozenset[int]] = []
+
+        def visit(state: frozenset[int]) -> None:
+            if state not in order:
+                for each in grown[state]:
+                    visit(each)
+                order.insert(0, state)
+
+        visit(frozenset((source,)))
+        return [named[state] for state in order]
+
+    def best(self, levels: Sequence[Machines], *, fewer: bool, literal: bool = False) -> Found:
+        """Return the optimizer's answer.
+
+        Args:
+            levels: innermost first.
+            fewer: whether machines may be left over, as with `--use_fewer_machines`.
+            literal: to the letter: the optimizer doesn't ask of the stages inside a component that they lie inside each
+                other, as those of a plan do; and what holds the layers of a single state leaves no machine over.
+        """
+        members = [self.members(state) for state in self.states]
+        last = len(members) - 1
+        sent = [sum(self.rows[node].output_bytes for node in self.augmented(state)) for state in self.states]
+        own_s = [sum(self.rows[node].forward_s + self.rows[node].backward_s for node in state) for state in members]
+        weights = [sum(self.rows[node].parameter_bytes for node in state) for state in members]
+        parts = [[k for k in range(last + 1) if members[k] < state] for state in members]
+
+        def between(values: Sequence[float]) -> list[list[float]]:
+            """Return [i, j]: what the layers of state j come to without those of the state before position i."""
+            rows = [list(values)]
+            for i in range(1, last + 2):
+                rows.append([values[j] - values[i - 1] if j > i - 1 else math.inf for j in range(last + 1)])
+            return rows
+
+        seconds, parameter_bytes, machines_below = between(own_s), between(weights), 1
+        if not literal:
+            seconds = [
+                [value if i == 0 or members[i - 1] < members[j] else math.inf for j, value in enumerate(row)]
+                for i, row in enumerate(seconds)
+            ]
+        answers: dict[tuple[int, int, int], tuple[float, tuple[int, ...]]] = {}
+        for depth, (count, bandwidth) in enumerate(levels):
+            answers = {}
+            for i in range(1 if depth == len(levels) - 1 else last + 1):
+                for j in range(i, last + 1):
+                    for m in range(1, count + 1):
+                        summed_s = 4 * (m - 1) * parameter_bytes[i][j] / (bandwidth * m) / machines_below
+                        answers[i, j, m] = (seconds[i][j] + summed_s) / m, (m,)
+                for m in range(2, count + 1):
+                    for j in range(i + 1 if literal else i, last + 1):
+                        found = answers[i, j, m]
+                        if fewer:
+                            found = min(found, answers[i, j, m - 1], key=lambda each: each[0])
+                        for k in parts[j]:
+                            if k < i or (i > 0 and k in parts[i - 1]):
+                                continue
+                            for own in range(1, m):
+                                stage_s = seconds[k + 1][j]
+                                stage_s = (
+                                    stage_s + 4 * (own - 1) * parameter_bytes[k + 1][j] / (bandwidth * own)
+                                ) / own
+                                ways_s = [2 * sent[cut] / (bandwidth * own) for cut in (k, j) if cut < last]
+                                earlier_s, earlier = answers[i, k, m - own]
+                                value = max(earlier_s, stage_s, *ways_s)
+                                if value < found[0]:
+                                    found = value, (*earlier, own)
+                        answers[i, j, m] = found
+            if depth < len(levels) - 1:
+                seconds = [
+                    [answers[i, j, count][0] if i <= j else math.inf for j in range(last + 1)] for i in range(last + 1)
+                ]
+            machines_below = count
+        return Found(*answers[0, last, levels[-1].size])
+
+    def plan_s(self, stages: Sequence[tuple[frozenset[int], int]], machines: Machines) -> float:
+        """Return the seconds per minibatch of a flat plan: the layers of every stage, and its machines."""
+        sent = {self.members(state): state for state in self.states}
+        done: frozenset[int] = frozenset()
+        worst, bandwidth = 0.0, machines.bandwidth
+        for layers, m in stages:
+            rows = [self.rows[node] for node in layers]
+            weights = sum(row.parameter_bytes for row in rows)
+            own_s = (sum(row.forward_s + row.backward_s for row in rows) + 4 * (m - 1) * weights / (bandwidth * m)) / m
+            worst = max(worst, own_s)
+            cuts = [cut for cut in (done, done | layers) if done and cut != frozenset(self.nodes)]
+            for cut in cuts:
+                num_bytes = sum(self.rows[node].output_bytes for node in self.augmented(sent[cut]))
+                worst = max(worst, 2 * num_bytes / (bandwidth * m))
+            done |= layers
+        assert done == frozenset(self.nodes)
+        return worst
