@@ -34,6 +34,7 @@ from pipebench.tracking.rescue import Rescue
 from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, default_uri, shown_uri
 from pipebench.tracking.summary import summarise_curves
 from pipebench.tracking.system import SystemMetrics
+from pipebench.tracking.view import run_address
 
 __all__ = ["RunLog", "Status", "Tracking"]
 
@@ -263,7 +264,7 @@ class RunLog:
             return f"{_shown(kept)}/ (MLflow did not take it)" if kept else "not recorded: MLflow and the disk failed"
         store = self._tracking.store
         if store.uri.startswith("http"):
-            return f"{shown_uri(store.uri).rstrip('/')}/#/experiments/{store.experiment_id}/runs/{self.run_id}"
+            return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
         return f"pipebench ui   (experiment {store.suite}, run {self.name})"
 
     def send(self, store: Store) -> None:

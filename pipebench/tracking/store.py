@@ -92,8 +92,7 @@ def require_writable() -> None:
         UserError: neither can be written.
     """
     uri = default_uri()
-    path = _local_path(uri)
-    if _is_writable(RESULTS_FOLDER) or path is None or _is_writable(path):
+    if _takes_files(Path(RESULTS_FOLDER)) or _takes_runs(uri):
         return
     raise UserError(
         f"runs would not be recorded: nothing can be written to {shown_uri(uri)}, nor to "
@@ -101,25 +100,25 @@ def require_writable() -> None:
     )
 
 
-def _local_path(uri: str) -> Path | None:
-    """Return where a store is on this machine, None for one that isn't."""
+def _takes_runs(uri: str) -> bool:
+    """Return whether a store can be written, as far as this machine can know."""
+    database = sqlite_path(uri)
+    if database is not None:
+        return _takes_files(database.parent) and (not database.exists() or os.access(database, os.W_OK))
     if "://" in uri and not uri.startswith("file:"):
-        return sqlite_path(uri)
-    return Path(uri.removeprefix("file:").removeprefix("//"))
+        return True
+    return _takes_files(Path(uri.removeprefix("file:").removeprefix("//")))
 
 
-def _is_writable(path: str | Path) -> bool:
-    """Return whether a file can be made in a folder, or in the nearest one above it that exists; of a file, beside it.
+def _takes_files(folder: Path) -> bool:
+    """Return whether a file can be made in a folder; in one that isn't there yet, in the nearest above it that is.
 
     It is tried: permissions say nothing of a disk that is mounted read-only, nor to the superuser.
     """
-    path = Path(path).absolute()
+    folder = folder.absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
     try:
-        if path.is_file():
-            path.open("r+b").close()
-            path = path.parent
-        folder = next(each for each in (path, *path.parents) if each.exists())
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             return True
     except OSError:
         return False

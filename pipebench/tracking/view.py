@@ -23,6 +23,7 @@ _COLUMNS = (
     ("metrics", "bubble_fraction", 130),
 )
 _ALWAYS_FIRST = ("attributes.`Run Name`", "runDateAndNestInfo", "duration")  # the page's own names of its columns
+_TRAINS = "workflowType=machine_learning"  # MLflow's pages are for traces unless the address or the browser says so
 _MADE_MS = 1_767_225_600_000  # any moment: the page sorts views by it
 
 
@@ -53,4 +54,9 @@ def runs_address(server: str, experiment_id: str) -> str:
         server: where MLflow is, without a slash at the end.
         experiment_id: MLflow's id.
     """
-    return f"{server}/#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}&workflowType=machine_learning"
+    return f"{server}/#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}&{_TRAINS}"
+
+
+def run_address(server: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page; for the arguments see `runs_address`."""
+    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINS}"
