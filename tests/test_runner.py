@@ -93,17 +93,10 @@ def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -
     assert told["plan"] == told["modes_compared"][0]["plan"]
 
 
-def test_recipes_of_several_clusters_are_compared_cluster_by_cluster_seed_by_seed(folder: Path) -> None:
-    result = run("vgg16/4x4-a-dp", "vgg16/4x4-a-pipedream", "vgg16/2x8-b-dp", "engine.kind=simulated", "--seeds", "0,1")
+def test_seeds_of_several_recipes_are_a_row_per_recipe() -> None:
+    """0.1.0 printed a row per seed, all under the recipe's name."""
+    result = run("quickstart/dp", "quickstart/pipedream", "engine.kind=simulated", "--seeds", "0,1")
     assert result.exit_code == 0, result.output
-    comparison = result.output[result.output.rindex("cluster.name=cluster-a cluster.servers=4") :]
-    first, second = comparison.split("cluster.name=cluster-b cluster.servers=2")
-    cells = {line.split()[0]: line.split() for line in comparison.splitlines() if line.strip()}
-    assert {"4x4-a-dp", "4x4-a-pipedream", "2x8-b-dp"} <= cells.keys()
-    assert "4x4-a-pipedream" in first
-    assert "2x8-b-dp" in second
-    assert "1.00x" in cells["4x4-a-dp"]
-    assert "1.00x" in cells["2x8-b-dp"]
-    assert "1.00x" not in cells["4x4-a-pipedream"]
-    assert comparison.count("4x4-a-pipedream") == 1, "one row for both seeds"
-    assert "6 of 6  vgg16-2x8-b-dp-seed1" in result.output
+    comparison = result.output[result.output.rindex("vs dp") :].splitlines()
+    assert [line.split()[0] for line in comparison if "%" in line] == ["dp", "pipedream"]
+    assert "4 of 4  quickstart-pipedream-seed1" in result.output
