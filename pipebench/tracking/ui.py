@@ -63,7 +63,7 @@ def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
     if _answers(server, port):
         address = f"http://{HOST}:{port}"
         print(f"MLflow: {address} (Ctrl-C ends it)")
-        for name, experiment_id in _newest_experiments(address):
+        for name, experiment_id in newest_experiments(address):
             print(f"  {name}: {runs_address(address, experiment_id)}")
         sys.stdout.flush()
         return server.wait()
@@ -72,7 +72,7 @@ def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
     raise PipebenchError(f"the MLflow server did not come up on {HOST}:{port}; its output is above")
 
 
-def _newest_experiments(address: str) -> list[tuple[str, str]]:
+def newest_experiments(address: str) -> list[tuple[str, str]]:
     """Return name and id of the newest experiments that have a view; none if the server doesn't say."""
     question = {"max_results": _EXPERIMENTS_ASKED, "order_by": ["creation_time DESC"]}
     request = urllib.request.Request(

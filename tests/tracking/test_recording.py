@@ -3,8 +3,10 @@
 import json
 import math
 import socket
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,8 @@ from pipebench.tracking import (
 )
 from pipebench.tracking.entries import description
 from pipebench.tracking.store import Store
-from pipebench.tracking.ui import choose_port
-from pipebench.tracking.view import VIEW_TAG
+from pipebench.tracking.ui import choose_port, newest_experiments
+from pipebench.tracking.view import VIEW_TAG, run_address, runs_address
 from tests.tracking.records import RESULT, fetch, history
 
 
@@ -323,6 +325,31 @@ def test_one_seed_has_no_spread_and_none_reached_no_time() -> None:
 def test_curves_ignore_values_that_are_not_finite() -> None:
     points = [Point(1, 1.0, {"train_loss": 2.0}), Point(2, 2.0, {"train_loss": math.inf})]
     assert summarise_curves(points) == {"best_train_loss": 2.0}
+
+
+class _Experiments(BaseHTTPRequestHandler):
+    """Answers as MLflow's server does when asked for experiments."""
+
+    def do_POST(self) -> None:
+        seen = {"name": "small/gnmt8", "experiment_id": "7", "tags": [{"key": VIEW_TAG, "value": "{}"}]}
+        body = json.dumps({"experiments": [seen, {"name": "Default", "experiment_id": "0"}]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def test_the_ui_tells_the_address_of_every_experiment_that_has_a_view() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Experiments) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert newest_experiments(address) == [("small/gnmt8", "7")]
+    assert newest_experiments(address) == [], "a server that doesn't answer costs no page"
+    expected = f"{address}/#/experiments/7/runs?viewStateShareKey=pipebench&workflowType=machine_learning"
+    assert runs_address(address, "7") == expected
+    assert run_address(address, "7", "abc") == f"{address}/#/experiments/7/runs/abc?workflowType=machine_learning"
 
 
 def test_a_taken_port_is_told() -> None:
