@@ -146,9 +146,9 @@ def _to_run(words: Sequence[str], resume: str | None, verbose: bool) -> tuple[li
         if not references:
             raise click.UsageError("name at least one recipe, for example: pipebench run quickstart")
         loaded = _load_all(references, overrides)
-        from pipebench.suite import Suite
+        from pipebench.suite import Suite, suite_name
 
-        return loaded, Suite(_suite(loaded, references), tuple(overrides), verbose)
+        return loaded, Suite(suite_name(loaded), tuple(overrides), verbose)
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
     from pipebench.process_run import resumed
@@ -466,14 +466,3 @@ def _preflight_all(loaded: Sequence["LoadedRecipe"]) -> None:
             faults += error.faults
     if faults:
         raise RecipeError(dict.fromkeys(faults))
-
-
-def _suite(loaded: Sequence["LoadedRecipe"], references: Sequence[str]) -> str:
-    """Return the name that groups these runs: the folder they share, or the recipe's own name at the top level."""
-    from pipebench.recipe.catalog import recipes_folder
-
-    top = {Path.cwd(), recipes_folder()}
-    names = {
-        each.path.stem if each.path.parent.resolve() in top else each.path.resolve().parent.name for each in loaded
-    }
-    return names.pop() if len(names) == 1 else "comparison"

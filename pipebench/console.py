@@ -3,39 +3,38 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipebench.comparison import HEADINGS, comparison_markdown, comparison_rows, time_to_accuracy_s
+from pipebench.comparison import comparison_markdown, groups, headings, rows, time_to_accuracy_s
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
 from pipebench.prediction import prediction_line
 from pipebench.progress import RunProgress, preparing
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, SEED_METRICS, RunResult
+from pipebench.tables import new_table, print_groups, print_table
+from pipebench.terminal import is_terminal, print_plain, standard_error, standard_output
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
 
 __all__ = [
     "RunProgress",
     "comparison_markdown",
-    "comparison_table",
     "is_terminal",
     "new_table",
     "preparing",
     "print_comparison",
     "print_plain",
+    "print_position",
     "print_seeds",
     "print_summary",
+    "print_table",
     "print_written",
     "standard_error",
     "standard_output",
 ]
 
-_PLAIN_WIDTH = 110  # where there is no terminal to ask
-_ROOMY_WIDTH = 96
 _STYLES = {REACHED: "bold green", COMPLETED: "bold", MISSED: "bold yellow", DIVERGED: "bold red", INTERRUPTED: "bold"}
-_SEED_METRICS = ("time_to_accuracy_s", "epochs_to_target", "epoch_time_s", "throughput_samples_per_s")
 # Heading, column of RunResult.stages, how to write it.
 _STAGE_COLUMNS = (
     ("stage", "index", str),
@@ -64,12 +63,6 @@ _WORKER_COLUMNS = (
 _Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
 
 
-def is_terminal() -> bool:
-    """Return whether standard output is a terminal that can show a live line."""
-    console = Console()
-    return console.is_terminal and not console.is_dumb_terminal
-
-
 def print_summary(result: RunResult, picture: str, link: str, console: Console | None = None) -> None:
     """Print what one run came to.
 
@@ -86,16 +79,16 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     for name, text in _facts(result):
         facts.add_row(Text(name, style="dim"), Text(text))
     print_plain(console, Padding(facts, (0, 0, 0, 2)))
-    for rows, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
-        if any(rows):
-            print_plain(console, Padding(_table_of(rows, columns), (0, 0, 0, 2)))
+    for lines, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
+        if any(lines):
+            print_table(console, _table_of(lines, columns), indent=2)
     if picture:
         print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
     _print_link(console, link)
 
 
 def print_comparison(results: Sequence[RunResult], link: str, console: Console | None = None) -> None:
-    """Print runs side by side.
+    """Print runs side by side: a row per recipe, one table for all that may be compared with each other.
 
     Args:
         results: at least one.
@@ -104,8 +97,29 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console |
     """
     console = console or standard_output()
     print_plain(console, "")
-    print_plain(console, comparison_table(results, narrow=console.width < _ROOMY_WIDTH))
+    tables = []
+    for group in groups(results):
+        table = new_table(*headings(results))
+        for entry, (name, *cells) in zip(group.entries, rows(results, group), strict=True):
+            style = "" if entry.has_no_trouble() else "yellow"
+            table.add_row(Text(name, style="bold"), *(Text(cell, style=style) for cell in cells))
+        tables.append((group.title, table))
+    print_groups(console, tables)
     _print_link(console, link)
+
+
+def print_position(number: int, total: int, name: str, console: Console | None = None) -> None:
+    """Say which run of how many begins.
+
+    Args:
+        number: from 1 on.
+        total: runs in all.
+        name: the run's name.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    print_plain(console, "")
+    print_plain(console, Text.assemble((f"{number} of {total}", "bold"), f"  {name}"))
 
 
 def print_seeds(
@@ -120,11 +134,11 @@ def print_seeds(
         console: where to write; standard output by default.
     """
     console = console or standard_output()
-    table = new_table("", "median", "mean", "spread (std)", "smallest", "largest")
+    table = new_table("", "median", "smallest", "largest", "mean", "spread (std)")
     finals = sorted({metric for result in results for metric in result.metrics if metric.startswith("best_")})
-    for metric in (*_SEED_METRICS, *finals):
+    for metric in (*SEED_METRICS, *finals):
         if f"{metric}_median" in spread:
-            columns = ("median", "mean", "std", "min", "max")
+            columns = ("median", "min", "max", "mean", "std")
             table.add_row(metric, *(measure(metric, spread.get(f"{metric}_{column}")) for column in columns))
     reached = sum(result.outcome == REACHED for result in results)
     targeted = sum(result.outcome != COMPLETED for result in results)
@@ -132,43 +146,7 @@ def print_seeds(
     print_plain(console, "")
     print_plain(console, Text(f"{name}: {len(results)} seeds{ending}", style="bold"))
     if table.row_count:
-        print_plain(console, table)
-
-
-def comparison_table(results: Sequence[RunResult], *, narrow: bool = False) -> Table:
-    """Return runs side by side, with speed-ups over the dp run where there is one.
-
-    Args:
-        results: at least one.
-        narrow: leave as little room between columns as can be read.
-    """
-    table = new_table(*HEADINGS, narrow=narrow)
-    for result, (name, *cells) in zip(results, comparison_rows(results), strict=True):
-        style = "" if result.outcome in (REACHED, COMPLETED) else "yellow"
-        table.add_row(Text(name, style="bold"), *(Text(cell, style=style) for cell in cells))
-    return table
-
-
-def standard_output() -> Console:
-    """Return where to print: as wide as the terminal, or as a page where there is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
-
-
-def standard_error() -> Console:
-    """Return where to say what doesn't belong to the output."""
-    return Console(highlight=False, stderr=True)
-
-
-def print_plain(console: Console, content: RenderableType) -> None:
-    """Print, without the blanks that pad lines to the console's width where the output goes to a file."""
-    if console.is_terminal:
-        console.print(content)
-        return
-    with console.capture() as captured:
-        console.print(content)
-    for line in captured.get().splitlines():
-        console.print(Text(line.rstrip()), soft_wrap=True)
+        print_table(console, table)
 
 
 def print_written(path: str, console: Console | None = None) -> None:
@@ -181,21 +159,11 @@ def _print_link(console: Console, link: str) -> None:
         console.print(Text.assemble(("  MLflow  ", "dim"), link), soft_wrap=True)
 
 
-def new_table(*headings: str, narrow: bool = False, left: int = 1) -> Table:
-    """Return an empty table; numbers stand to the right, the first `left` columns and plans to the left."""
-    padding = (0, 0) if narrow else (0, 1)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, collapse_padding=True, show_edge=not narrow)
-    for index, heading in enumerate(headings):
-        justify: JustifyMethod = "left" if index < left or heading == "plan" else "right"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=index < left)
-    return table
-
-
-def _table_of(rows: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
-    """Return a line per row, without the columns that no row has."""
-    columns = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
+def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
+    """Return a table of these lines, without the columns that no line has."""
+    columns = [column for column in columns if any(row.get(column[1]) is not None for row in lines)]
     table = new_table(*(heading for heading, _, _ in columns))
-    for row in rows:
+    for row in lines:
         table.add_row(*(UNKNOWN if row.get(key) is None else write(row[key]) for _, key, write in columns))
     return table
 

@@ -141,8 +141,12 @@ def curves_figure(results: Sequence[RunResult], metric: str) -> "Figure":
     axes = figure.add_subplot()
     clocks_s = [point.clock_s for result in results for point in result.points if metric in point.metrics]
     scale_s, unit = _axis_unit(max(clocks_s, default=1.0))
-    for index, result in enumerate(results):
-        _draw_curve(axes, result, metric, scale_s, index)
+    recipes = list(dict.fromkeys(result.name for result in results))
+    drawn: set[str] = set()
+    for result in results:  # the seeds of a recipe have one colour, and one line in the legend
+        label = "" if result.name in drawn else _curve_label([each for each in results if each.name == result.name])
+        _draw_curve(axes, result, metric, scale_s, recipes.index(result.name), label)
+        drawn.add(result.name)
     clocks = sorted({result.clock for result in results})
     axes.set_xlabel(f"{' and '.join(clocks)} time [{unit}], evaluation included")
     axes.set_ylabel(metric)
@@ -286,14 +290,21 @@ def _time_label(timeline: Timeline, end_s: float, unit: str) -> str:
     return f"time since the start [{unit}]; numbers are {numbers}" + ("; the run goes on" if goes_on else "")
 
 
-def _draw_curve(axes: "Axes", result: RunResult, metric: str, scale_s: float, index: int) -> None:
+def _curve_label(runs: Sequence[RunResult]) -> str:
+    """Return what the legend says of a recipe's runs, which differ in their seeds only."""
+    first, reached = runs[0], sum(run.outcome == REACHED for run in runs)
+    if len(runs) == 1:
+        return f"{first.name} ({first.plan})" + ("" if reached else f", {first.outcome}")
+    return f"{first.name} ({first.plan}), {reached} of {len(runs)} reached"
+
+
+def _draw_curve(axes: "Axes", result: RunResult, metric: str, scale_s: float, index: int, label: str) -> None:
     points = [(point.clock_s / scale_s, point.metrics[metric]) for point in result.points if metric in point.metrics]
     if not points:
         return
     colour = _CURVE_COLOURS[index % len(_CURVE_COLOURS)]
     style = _CURVE_STYLES[(index // len(_CURVE_COLOURS)) % len(_CURVE_STYLES)]
-    label = f"{result.name} ({result.plan})" + ("" if result.outcome == REACHED else f", {result.outcome}")
-    axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=3, label=label)
+    axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=3, label=label or None)
     reached_s = result.metrics.get("time_to_accuracy_s")
     at_target = [point for point in points if reached_s is not None and point[0] * scale_s >= reached_s * (1 - 1e-9)]
     if result.outcome == REACHED and at_target:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipebench.cluster import Cluster
-from pipebench.console import new_table, print_plain, standard_output
+from pipebench.console import new_table, print_plain, print_table, standard_output
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.modes import Mode
 from pipebench.planner.planner import MOST_COMPONENTS, searches_levels
@@ -186,11 +186,10 @@ def print_plan(answer: Answer, console: Console | None = None) -> None:
     print_plain(console, "")
     print_plain(console, Text.assemble(f"{printable(answer.name)}: ", (f"{best.config} ({best.mode})", "bold green")))
     _print_facts(console, _questions(answer))
-    narrow = console.width < _ROOMY_WIDTH
-    print_plain(console, Padding(_stage_table(answer, narrow=narrow), (0, 0, 0, 2)))
+    print_table(console, _stage_table(answer, narrow=console.width < _ROOMY_WIDTH), indent=2)
     _print_facts(console, _reasons(answer))
     if answer.comparison.others:
-        print_plain(console, Padding(_mode_table(answer, narrow=narrow), (0, 0, 0, 2)))
+        print_table(console, _mode_table(answer), indent=2)
     _print_facts(console, _rest(answer))
 
 
@@ -233,7 +232,7 @@ def _stage_table(answer: Answer, *, narrow: bool) -> Table:
     slowest = bottleneck_of(answer, best).stage
     headings = ["stage", "layers", "replicas", "compute", "sync", "transfer", "in all", "share"]
     headings.append("memory (of limit)" if limit else "memory")
-    table = new_table(*headings, "in flight", narrow=narrow)
+    table = new_table(*headings, "in flight")
     for column in table.columns:
         column.no_wrap = column.header != "layers"
     table.columns[1].justify = "left"
@@ -283,11 +282,11 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
 
 
-def _mode_table(answer: Answer, *, narrow: bool) -> Table:
+def _mode_table(answer: Answer) -> Table:
     best = answer.comparison.best
     rate = f"{answer.units}/s"
     headings = ("mode", "plan", "found by", rate, "of best", "memory", f"bytes/{answer.unit}")
-    table = new_table(*headings, narrow=narrow)
+    table = new_table(*headings)
     for column in table.columns:
         column.no_wrap = column.header not in ("plan", "found by")
     table.columns[2].justify = "left"

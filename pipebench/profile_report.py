@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipebench.console import new_table, print_plain, standard_output
+from pipebench.console import new_table, print_plain, print_table, standard_output
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds
 from pipebench.profile.model import LayerProfile, Profile
 
@@ -37,7 +37,7 @@ def print_profile(
     print_plain(console, Padding(facts, (0, 0, 0, 2)))
     rows = profile.layers[num_samples]
     shown = heaviest(rows, len(rows) if show_all or len(rows) <= _MOST_ROWS else _HEAVIEST)
-    print_plain(console, Padding(profile_table(rows, shown), (0, 0, 0, 2)))
+    print_table(console, profile_table(rows, shown), indent=2, left=2)
     left_out = [row for index, row in enumerate(rows) if index not in shown]
     if left_out:
         share = _share(sum(map(_work_s, left_out)), sum(map(_work_s, rows)))

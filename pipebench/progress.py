@@ -1,4 +1,8 @@
-"""Progress of a run: a live line on a terminal, one plain line per evaluation everywhere else."""
+"""Progress of a run: a live line on a terminal; elsewhere plain lines, at the start, at evaluations, and now and then.
+
+A log that nobody watches should stay short, and one that somebody watches shouldn't be silent for long: lines between
+evaluations come ever more rarely.
+"""
 
 import contextlib
 import time
@@ -18,6 +22,10 @@ from pipebench.result import Point
 _REDRAW_EVERY_S = 0.1
 _BAR_CELLS = 20
 _SHORT_S = 2.0  # what takes less needs no progress
+# Between plain lines: half as long as the run has taken so far, within these bounds: a dozen lines in the first twenty
+# minutes, then six an hour.
+_SOONEST_S, _LATEST_S = 10.0, 600.0
+_PREPARING_S = 3.0  # what takes no longer needs no line
 
 
 class Silent:
@@ -54,7 +62,7 @@ class RunProgress:
         Args:
             name: the run's name.
             total_samples: training samples until the last epoch ends.
-            quiet: plain lines only, one per evaluation.
+            quiet: plain lines only.
             samples_per_epoch: lets the live line show epochs from the start; otherwise from the first evaluation on.
             clock: `virtual` or `wall`, as the run's result will say.
             console: where to write; standard output by default.
@@ -67,13 +75,16 @@ class RunProgress:
         self._live = None if quiet else Live(console=self._console, auto_refresh=False, transient=True)
         self._scores = ""
         self._started_s = time.monotonic()
-        self._next_redraw_s = float("inf") if quiet else 0.0
+        self._next_redraw_s = self._next_plain_s() if quiet else 0.0
 
     def __enter__(self) -> Self:
-        """Start the live line."""
+        """Start the live line, or say that training begins."""
         self._started_s = time.monotonic()
         if self._live is not None:
             self._live.start()
+        else:
+            self._say(f"{self._name}  training, {self._most()}")
+            self._next_redraw_s = self._next_plain_s()
         return self
 
     def __exit__(
@@ -93,9 +104,15 @@ class RunProgress:
             occupancy: share of the workers' time spent working, 0 to 1.
         """
         now_s = time.monotonic()
-        if now_s >= self._next_redraw_s and self._live is not None:
+        if now_s < self._next_redraw_s:
+            return
+        if self._live is not None:
             self._next_redraw_s = now_s + _REDRAW_EVERY_S
             self._live.update(self._line(samples, clock_s, loss, occupancy), refresh=True)
+        else:
+            self._next_redraw_s = self._next_plain_s()
+            position, clock = self._position(samples), self._clocks(clock_s)
+            self._say(f"{self._name}  {position}  loss {measure('loss', loss)}  {clock}")
 
     def evaluation(self, point: Point, epoch: float) -> None:
         """Tell of one evaluation, in a line that stays.
@@ -108,9 +125,9 @@ class RunProgress:
             self._samples_per_epoch = point.samples / epoch
         scores = "  ".join(f"{name} {measure(name, value)}" for name, value in point.metrics.items())
         self._scores = "  ".join(f"{n} {measure(n, v)}" for n, v in point.metrics.items() if "loss" not in n)
-        clock = f"{self._clock} time {seconds(point.clock_s)}"
-        wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
-        self._say(f"{self._name}  epoch {epoch:g}  {scores}  {clock}{wall}")
+        self._say(f"{self._name}  epoch {epoch:g}  {scores}  {self._clocks(point.clock_s)}")
+        if self._live is None:
+            self._next_redraw_s = self._next_plain_s()
 
     def note(self, text: str) -> None:
         """Tell of anything else, in a line that stays."""
@@ -132,6 +149,19 @@ class RunProgress:
         )
         return text
 
+    def _next_plain_s(self) -> float:
+        now_s = time.monotonic()
+        return now_s + min(_LATEST_S, max(_SOONEST_S, (now_s - self._started_s) / 2))
+
+    def _clocks(self, clock_s: float) -> str:
+        wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
+        return f"{self._clock} time {seconds(clock_s)}{wall}"
+
+    def _most(self) -> str:
+        if self._samples_per_epoch > 0:
+            return f"at most {self._total_samples / self._samples_per_epoch:g} epochs"
+        return f"at most {self._total_samples:,} samples"
+
     def _position(self, samples: int) -> str:
         if self._samples_per_epoch > 0:
             epochs, total = samples / self._samples_per_epoch, self._total_samples / self._samples_per_epoch
@@ -144,16 +174,19 @@ class RunProgress:
 
 
 @contextmanager
-def preparing(name: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+def preparing(
+    name: str, console: Console | None = None, *, tells: bool = False
+) -> Iterator[Callable[[int, int], None]]:
     """Show that a run is being prepared; yields what takes (layers profiled, layers to profile).
 
     Args:
         name: the run's name.
-        console: where to write; standard output by default. Nothing is written where that isn't a terminal.
+        console: where to write; standard output by default.
+        tells: write plain lines where that isn't a terminal, which otherwise gets nothing: it may be a file.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        yield lambda _done, _total: None
+        yield _plain_preparing(name, console) if tells else lambda _done, _total: None
         return
     with console.status(Text(f"{name}: preparing")) as status:
         yield lambda done, total: status.update(Text(f"{name}: profiling layer {done} of {total}"))
@@ -190,3 +223,17 @@ def searching(name: str, console: Console | None = None) -> Iterator[Callable[[i
 def _bar(share: float) -> Text:
     done = round(share * _BAR_CELLS)
     return Text.assemble(("━" * done, "green"), ("━" * (_BAR_CELLS - done), "dim"))
+
+
+def _plain_preparing(name: str, console: Console) -> Callable[[int, int], None]:
+    """Say that a run is being prepared; return what says how far profiling is, if it takes long."""
+    console.print(Text(f"{name}  preparing"), soft_wrap=True)
+    due_s = time.monotonic() + _PREPARING_S
+
+    def tell(done: int, total: int) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = time.monotonic() + _SOONEST_S
+            console.print(Text(f"{name}  profiling layer {done} of {total}"), soft_wrap=True)
+
+    return tell

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# What the seeds of a recipe are summed up by, beside the best scores.
+SEED_METRICS = ("time_to_accuracy_s", "epochs_to_target", "epoch_time_s", "throughput_samples_per_s")
 REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
 
 
@@ -42,6 +44,7 @@ class RunResult:
         stages: one mapping per stage: layers, replicas, depth, and its measured numbers.
         workers: one mapping per worker of a distributed run: worker, rank, stage, replica, and what its seconds went to
             (see `pipebench.measured`); empty for other engines.
+        recipe: full key to text, as it is logged; says which runs may be compared. Empty where nobody recorded it.
     """
 
     name: str
@@ -57,6 +60,7 @@ class RunResult:
     points: tuple[Point, ...] = ()
     stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
     workers: tuple[Mapping[str, Any], ...] = ()
+    recipe: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

@@ -5,8 +5,8 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 
 import contextlib
 import io
+import itertools
 import logging
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,15 +29,13 @@ from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, 
 from pipebench.run_folder import RunFolder
 from pipebench.schedule.drawing import draw as draw_schedule
 from pipebench.simulated import predicted_metrics, simulate_epoch
-from pipebench.steady import simulate_segment
 from pipebench.suite import Suite
 from pipebench.timeline import Timeline
-from pipebench.tracking import RunLog, Tracking, summarise_seeds
+from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.training import Keeping, Progress, on_virtual_clock, segment_length, train_to_target
 
 _LOG = logging.getLogger("pipebench.run")
-_READABLE_S = 60.0  # shorter virtual runs are stretched in MLflow's timestamps, which are whole milliseconds
-_PICTURE_WIDTH = 100
+_PICTURE_WIDTH = 100  # at most
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
@@ -53,8 +51,10 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
         The worst exit code of the runs.
 
     Raises:
+        UserError: what the runs come to could be recorded nowhere.
         WorkersFailedError: processes ended without a result.
     """
+    require_writable()
     if len(loaded) > 1:  # what only the traced model shows to be wrong must come out before the first recipe runs
         for each in loaded:
             prepared_recipe(each, each.recipe, trains=False)
@@ -63,18 +63,26 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     # Where all there is to record is recorded by the processes, this one has no use for MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
     comparison = {"kind": "comparison"}
+    total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
+
+    def begin(name: str) -> None:
+        if total > 1:
+            console.print_position(next(numbers), total, name)
+
     parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     try:
         for each in loaded:
-            results += _run_with_seeds(each, seeds, suite, tracking, parent)
+            results += _run_with_seeds(each, seeds, suite, tracking, parent, begin)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
         if parent is not None:
-            _finish_comparison(parent, results, complete=len(results) >= len(loaded))
+            _finish_comparison(parent, results, complete=len(results) == total)
     if several:
         console.print_comparison(results, parent.where() if parent else "")
+    elif len(results) > 1:
+        console.print_seeds(results[0].name, results, summarise_seeds(results))
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
     return worst.exit_code
 
@@ -90,29 +98,38 @@ def draw(loaded: LoadedRecipe) -> str:
     cells = [[max(1, round(value / unit_s)) for value in row] for row in (forward, backward)]
     rounds = max(setup.pipeline.round_size(0), setup.pipeline.block * max(setup.pipeline.warmups) * 2)
     title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
-    return f"{title}\n{draw_schedule(setup.pipeline, rounds, cells[0], cells[1])}"
+    width = console.standard_output().width if console.is_terminal() else None
+    return f"{title}\n{draw_schedule(setup.pipeline, rounds, cells[0], cells[1], width=width)}"
 
 
 def _run_with_seeds(
-    loaded: LoadedRecipe, seeds: Sequence[int] | None, suite: Suite, tracking: Tracking | None, parent: RunLog | None
+    loaded: LoadedRecipe,
+    seeds: Sequence[int] | None,
+    suite: Suite,
+    tracking: Tracking | None,
+    parent: RunLog | None,
+    begin: Callable[[str], None],
 ) -> list[RunResult]:
     name = loaded.recipe.name
     if seeds is None or len(seeds) == 1:
+        begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
         return [_run_one(loaded, seed, name, suite, tracking, parent)]
     assert tracking is not None
-    group = tracking.start(name, params=loaded.flat, tags={"kind": "seeds"}, parent=parent, virtual=False)
+    group = tracking.start(
+        name, params=logged_params(loaded.flat), tags={"kind": "seeds"}, parent=parent, virtual=False
+    )
     results: list[RunResult] = []
     try:
         for seed in seeds:
+            begin(f"{name}-seed{seed}")
             results.append(_run_one(loaded, seed, f"{name}-seed{seed}", suite, tracking, group))
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
-        spread = summarise_seeds(results) if results else {}
-        group.metrics(spread)
-        group.finish(None, status="FINISHED" if len(results) == len(seeds) else "KILLED")
-    console.print_seeds(name, results, spread)
+        if results:
+            group.metrics(summarise_seeds(results) | seed_medians(results))
+        _finish_comparison(group, results, complete=len(results) == len(seeds))
     return results
 
 
@@ -124,7 +141,7 @@ def _run_one(
     if kind == DISTRIBUTED:
         decided = kept_decision(suite.resumed, suite.overrides)
         with torch_settings(recipe.engine):
-            prepared = prepared_recipe(loaded, recipe, trains=False, decided=decided)
+            prepared = prepared_recipe(loaded, recipe, tells=True, trains=False, decided=decided)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
         if suite.resumed is not None:
@@ -133,7 +150,7 @@ def _run_one(
         return run_in_processes(loaded, prepared, name, asked, parent_id)
     assert tracking is not None
     with collected_log(suite.verbose) as log_text, torch_settings(recipe.engine):
-        prepared = prepared_recipe(loaded, recipe)
+        prepared = prepared_recipe(loaded, recipe, tells=True)
         keeping, folder = _keeping(loaded, prepared, name, suite)
 
         def train(progress: Progress, on_point: Callable[[Point], None]) -> tuple[RunResult, Timeline]:
@@ -179,10 +196,10 @@ def recorded_run(
     recipe, setup = prepared.recipe, prepared.setup
     facts = environment(setup.device)
     wall = recipe.engine.kind == DISTRIBUTED
+    flat = {**loaded.flat, "train.seed": str(recipe.train.seed)}
     log = tracking.start(
-        name, params={**loaded.flat, "train.seed": str(recipe.train.seed)}, tags=run_tags(prepared, facts),
-        parent=parent, clock_scale=1.0 if wall else _clock_scale(prepared), virtual=not wall, run_id=mlflow_run_id,
-        on_run_id=on_run_id, system_metrics=wall,
+        name, params=logged_params(flat), tags=run_tags(prepared, facts), parent=parent, virtual=not wall,
+        run_id=mlflow_run_id, on_run_id=on_run_id, system_metrics=wall,
     )  # fmt: skip
     record_inputs(log, loaded, prepared, facts)
     if setup.clip_norm is not None and not setup.pipeline.flushes:
@@ -190,6 +207,7 @@ def recorded_run(
     result: RunResult | None = None
     try:
         result, timeline = _trained(prepared, name, log, tracking, train)
+        result = replace(result, recipe=flat)
         if wall:
             result = _with_prediction(prepared, result, log)
         on_result(result)
@@ -200,7 +218,8 @@ def recorded_run(
     shown = timeline.warmed_up() if wall else timeline
     # A worker process ends well although nobody reads what it says any more; rich answers a broken pipe by SystemExit.
     with contextlib.suppress(OSError, SystemExit) if wall else contextlib.nullcontext():
-        console.print_summary(result, pictures.text_picture(shown, width=_PICTURE_WIDTH), log.where())
+        width = min(_PICTURE_WIDTH, console.standard_output().width - 2)
+        console.print_summary(result, pictures.text_picture(shown, width=width), log.where())
     return result
 
 
@@ -224,12 +243,13 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, seed=seed))
 
 
-def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, **how: Any) -> Prepared:
+def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, *, tells: bool = False, **how: Any) -> Prepared:
     """Prepare a recipe, showing progress.
 
     Args:
         loaded: where the recipe comes from.
         recipe: the same, perhaps with another seed.
+        tells: say so in plain lines where there is no terminal.
         how: see `prepare`.
 
     Raises:
@@ -237,7 +257,7 @@ def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, **how: Any) -> Prepare
     """
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
-        with console.preparing(recipe.name) as on_progress:
+        with console.preparing(recipe.name, tells=tells) as on_progress:
             return prepare(recipe, cluster, on_progress, **how)
     except (PlanError, GraphError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
@@ -281,21 +301,25 @@ def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) 
 
 
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:
+    """Keep table and curves of a comparison, or of a recipe's seeds, where people look first, and close its record."""
     if results:
-        parent.text("comparison.md", console.comparison_markdown(results))
-        targets = {
-            name for result in results for point in result.points for name in point.metrics if "loss" not in name
-        }
-        with tempfile.TemporaryDirectory() as folder:
-            for metric in sorted(targets):
-                path = Path(folder) / f"{metric}.png"
-                pictures.draw_curves(results, metric, path)
-                parent.file(f"{metric}.png", path)
+        markdown = console.comparison_markdown(results)
+        parent.text("comparison.md", markdown)
+        parent.describe(markdown, _record_curves(parent, results))
     parent.finish(None, status="FINISHED" if complete else "KILLED")
 
 
-def _clock_scale(prepared: Prepared) -> float:
-    """Return the power of ten by which a run's virtual clock is stretched so that it lasts a minute or more."""
-    setup = prepared.setup
-    epoch_s = simulate_segment(setup, setup.sampler.minibatches_per_epoch).end_s
-    return float(10 ** max(0, math.ceil(math.log10(_READABLE_S / epoch_s)))) if epoch_s > 0 else 1.0
+def _record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:
+    """Keep a picture of every metric's curves; return the names of the pictures."""
+    metrics = {name for result in results for point in result.points for name in point.metrics if "loss" not in name}
+    drawn = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for metric in sorted(metrics):
+                path = Path(folder) / f"{metric}.png"
+                pictures.draw_curves(results, metric, path)
+                log.file(path.name, path)
+                drawn.append(path.name)
+    except (OSError, ValueError) as error:  # a picture must never cost a result
+        _LOG.warning("the curves could not be drawn: %s", error)
+    return drawn

@@ -1,6 +1,7 @@
 """What is printed: progress, the summary of a run, seeds and comparisons."""
 
 import io
+import itertools
 import threading
 from dataclasses import replace
 
@@ -8,49 +9,11 @@ import pytest
 from rich.console import Console
 
 from pipebench import console
-from pipebench.comparison import comparison_rows, epoch_speed_up, speed_up
 from pipebench.progress import RunProgress, preparing, searching
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, Point
 from pipebench.tracking import summarise_seeds
+from tests.results import DP, PIPEDREAM
 
-DP = RunResult(
-    name="quickstart-dp",
-    mode="dp",
-    plan="4",
-    engine="virtual",
-    clock="virtual",
-    timing="roofline of V100",
-    seed=0,
-    outcome=REACHED,
-    sentence="reached top1 0.95 (top1 0.957) after 3 epochs",
-    metrics={
-        "time_to_accuracy_s": 6.0,
-        "time_to_accuracy_without_evaluation_s": 5.5,
-        "epochs_to_target": 3.0,
-        "epoch_time_s": 1.8,
-        "throughput_samples_per_s": 2222.0,
-        "samples_per_update": 128,
-        "comm_bytes_total": 3e9,
-        "comm_bytes_all_reduce": 2e9,
-        "comm_bytes_activation": 1e9,
-        "comm_bytes_buffers": 1e3,
-        "comm_bytes_per_sample": 3e5,
-        "bubble_fraction": 0.141,
-        "comm_stall_fraction": 0.12,
-        "peak_memory_bytes_max": 3e6,
-        "weight_versions_max": 1,
-        "wall_time_s": 12.0,
-        "best_top1": 0.957,
-    },
-    stages=({"index": 0, "num_layers": 53, "replicas": 4, "depth": 1, "forward_s": 7e-4, "weight_versions_max": 1},),
-)
-PIPEDREAM = replace(
-    DP,
-    name="quickstart-pipedream",
-    mode="pipedream",
-    plan="straight",
-    metrics={**DP.metrics, "time_to_accuracy_s": 2.0},
-)
 BARE = replace(PIPEDREAM, name="quickstart-bare", outcome=COMPLETED, metrics={}, stages=({},))
 
 
@@ -124,25 +87,6 @@ def test_brackets_in_names_are_no_markup() -> None:
     assert "a[bold]b: [/red]" in written(to)
 
 
-def test_speed_ups_are_over_dp_of_the_same_seed() -> None:
-    assert speed_up(PIPEDREAM, DP) == 3.0
-    assert epoch_speed_up(PIPEDREAM, DP) == 1.0
-    other = replace(DP, seed=1, metrics={**DP.metrics, "time_to_accuracy_s": 8.0})
-    rows = comparison_rows([DP, other, replace(PIPEDREAM, seed=1), replace(PIPEDREAM, seed=2)])
-    assert [row[3] for row in rows] == ["1.00x", "1.00x", "4.00x", "3.00x"]
-
-
-def test_without_dp_there_is_no_speed_up() -> None:
-    assert comparison_rows([PIPEDREAM])[0][3] == "-"
-
-
-def test_a_missed_run_has_no_time_and_no_speed_up_but_epochs() -> None:
-    missed = replace(PIPEDREAM, outcome=MISSED)
-    row = comparison_rows([DP, missed])[1]
-    assert row[:7] == ("pipedream", "straight", "missed", "-", "-", "1.80 s", "1.00x")
-    assert comparison_rows([replace(DP, outcome=DIVERGED), PIPEDREAM])[1][3] == "-"
-
-
 def test_a_comparison_fits_a_terminal_of_80_columns() -> None:
     to = plain(80)
     console.print_comparison([DP, PIPEDREAM], "", to)
@@ -150,12 +94,17 @@ def test_a_comparison_fits_a_terminal_of_80_columns() -> None:
     assert ["dp", "4", "6.00", "s", "1.00x", "3", "1.80", "s", "1.00x", "300", "kB", "3.00", "MB", "14.1%"] in lines
 
 
-def test_markdown_is_a_table_and_a_sentence_each() -> None:
-    lines = console.comparison_markdown([DP, PIPEDREAM]).splitlines()
-    assert lines[0].startswith("| run | plan | time to accuracy | vs dp |")
-    assert lines[1].count("---") == lines[0].count("|") - 1
-    assert lines[3].startswith("| pipedream | straight | 2.00 s | 3.00x |")
-    assert lines[5] == "- quickstart-dp: reached top1 0.95 (top1 0.957) after 3 epochs"
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_nothing_of_a_summary_is_wider_than_the_terminal_and_no_word_is_broken(width: int) -> None:
+    to = plain(width)
+    long = replace(DP, name="gnmt8-3x4-a-pipedream")
+    console.print_summary(long, "", "", to)
+    console.print_comparison([long, replace(PIPEDREAM, name="gnmt16-4x4-a-dp")], "", to)
+    lines = written(to).splitlines()
+    assert max(map(len, lines)) <= width
+    words = {word for line in lines for word in line.split()}
+    expected = {"accuracy", "replicas", "versions", "straight", "bubble", "14.1%", "gnmt8-3x4-a-pipedream", "53", "kB"}
+    assert expected <= words
 
 
 def test_seeds_have_median_and_spread() -> None:
@@ -164,7 +113,34 @@ def test_seeds_have_median_and_spread() -> None:
     console.print_seeds("quickstart-dp", results, summarise_seeds(results), to)
     assert "quickstart-dp: 3 seeds, 2 of 3 reached the target" in written(to)
     rows = [line.split() for line in written(to).splitlines()]
-    assert ["time_to_accuracy_s", "7.00", "s", "7.00", "s", "1.41", "s", "6.00", "s", "8.00", "s"] in rows
+    assert ["time_to_accuracy_s", "7.00", "s", "6.00", "s", "8.00", "s", "7.00", "s", "1.41", "s"] in rows
+
+
+def test_seeds_that_differ_by_rounding_have_no_spread() -> None:
+    times = [1.8, 1.8 * (1 + 1e-15), 1.8 * (1 - 1e-15)]
+    results = [replace(DP, seed=seed, metrics={**DP.metrics, "epoch_time_s": each}) for seed, each in enumerate(times)]
+    assert summarise_seeds(results)["epoch_time_s_std"] == 0
+    to = plain()
+    console.print_seeds("quickstart-dp", results, summarise_seeds(results), to)
+    assert "ns" not in written(to)
+
+
+def test_groups_of_a_comparison_stand_below_each_other_under_what_they_differ_in() -> None:
+    to = plain()
+    results = [
+        replace(result, name=f"{result.mode}-{servers}", recipe={"cluster.servers": str(servers)})
+        for servers in (1, 3)
+        for result in (DP, PIPEDREAM)
+    ]
+    console.print_comparison(results, "", to)
+    lines = [line.split() for line in written(to).splitlines() if line.strip()]
+    assert [line[0] for line in lines if len(line) == 1 and "=" in line[0]] == [
+        "cluster.servers=1",
+        "cluster.servers=3",
+    ]
+    assert [line[0] for line in lines if "6.00" in line or "2.00" in line] == [
+        "dp-1", "pipedream-1", "dp-3", "pipedream-3"
+    ]  # fmt: skip
 
 
 def test_without_a_terminal_there_is_a_line_per_evaluation() -> None:
@@ -173,9 +149,31 @@ def test_without_a_terminal_there_is_a_line_per_evaluation() -> None:
         for samples in range(0, 500, 10):
             progress.update(samples, 0.001 * samples, 2.0, 0.5)
         progress.evaluation(Point(500, 0.6, {"train_loss": 0.25, "top1": 0.9}), 1.0)
-    line = written(to)
-    assert line.count("\n") == 1
+    first, line = written(to).splitlines()
+    assert first == "dp  training, at most 1,000 samples"
     assert line.startswith("dp  epoch 1  train_loss 0.250  top1 90.0%  virtual time 600 ms  wall ")
+
+
+def test_without_a_terminal_lines_between_evaluations_come_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("pipebench.progress.time.monotonic", lambda: now_s)
+    to = plain()
+    told_s = []
+    with RunProgress("dp", 100_000, quiet=True, samples_per_epoch=1000, console=to) as progress:
+        for second in range(7200):
+            now_s, before = float(second), written(to)
+            progress.update(second, 0.001 * second, 2.0, 0.5)
+            told_s += [second] if written(to) != before else []
+    assert told_s[:6] == [10, 20, 30, 45, 68, 102]
+    assert max(after - before for before, after in itertools.pairwise(told_s)) == 600
+    assert len(told_s) < 25
+    assert "dp  epoch 0.0 of at most 100  loss 2.00  virtual time 10.0 ms  wall 10.0 s" in written(to)
+
+
+def test_which_run_of_how_many_begins() -> None:
+    to = plain()
+    console.print_position(2, 4, "quickstart-gpipe", to)
+    assert written(to).split("\n") == ["", "2 of 4  quickstart-gpipe", ""]
 
 
 def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +207,19 @@ def test_preparing_writes_nothing_without_a_terminal() -> None:
     with preparing("dp", to) as on_progress:
         on_progress(1, 2)
     assert written(to) == ""
+
+
+def test_preparing_a_run_says_so_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("pipebench.progress.time.monotonic", lambda: now_s)
+    to = plain()
+    with preparing("dp", to, tells=True) as on_progress:
+        for done in range(20):
+            now_s = float(done)
+            on_progress(done, 20)
+    assert written(to).splitlines() == [
+        "dp  preparing", "dp  profiling layer 3 of 20", "dp  profiling layer 13 of 20"
+    ]  # fmt: skip
 
 
 def test_preparing_on_a_terminal_takes_its_line_away() -> None:

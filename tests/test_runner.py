@@ -38,7 +38,16 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
         assert parents == [(rows["quickstart"],)] * 2
         of_parent = "select key from metrics where run_uuid = ?"
         keys = {key for (key,) in store.execute(of_parent, (rows["quickstart"],))}
-        assert {"throughput_samples_per_s_mean", "best_top1_std", "runs_reached"} <= keys
+        assert {"throughput_samples_per_s_mean", "best_top1_std", "runs_reached", "throughput_samples_per_s"} <= keys
+        notes = "select value from tags where run_uuid = ? and key = 'mlflow.note.content'"
+        (note,) = next(store.execute(notes, (rows["quickstart"],)))
+    assert note.startswith("| run | plan | reached |")
+    assert "- quickstart, seed 2: missed" in note
+    assert "![top1.png](get-artifact?path=top1.png" in note
+    told = result.output.splitlines()
+    assert [line for line in told if " of 2  " in line] == ["1 of 2  quickstart-seed1", "2 of 2  quickstart-seed2"]
+    assert "quickstart  preparing" in told
+    assert "quickstart-seed1  training, at most 1 epochs" in told
 
 
 def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
@@ -82,3 +91,12 @@ def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -
     assert len(seconds) == 6
     assert seconds == sorted(seconds)
     assert told["plan"] == told["modes_compared"][0]["plan"]
+
+
+def test_seeds_of_several_recipes_are_a_row_per_recipe() -> None:
+    """0.1.0 printed a row per seed, all under the recipe's name."""
+    result = run("quickstart/dp", "quickstart/pipedream", "engine.kind=simulated", "--seeds", "0,1")
+    assert result.exit_code == 0, result.output
+    comparison = result.output[result.output.rindex("vs dp") :].splitlines()
+    assert [line.split()[0] for line in comparison if "%" in line] == ["dp", "pipedream"]
+    assert "4 of 4  quickstart-pipedream-seed1" in result.output

@@ -49,13 +49,30 @@ def worker_names(replicas: Sequence[int]) -> tuple[str, ...]:
     )
 
 
-def draw(pipeline: Pipeline, num_minibatches: int, forward: Sequence[int], backward: Sequence[int]) -> str:
-    """Return `draw_cells` as text, `.` for idle."""
+def draw(
+    pipeline: Pipeline,
+    num_minibatches: int,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    *,
+    width: int | None = None,
+) -> str:
+    """Return `draw_cells` as text, `.` for idle.
+
+    Args:
+        pipeline: the pipeline.
+        num_minibatches: minibatches until the drain.
+        forward: units of time of a forward, per stage.
+        backward: likewise.
+        width: the most characters a line may have; what doesn't fit is left out at the right, by whole units.
+    """
     rows = draw_cells(pipeline, num_minibatches, forward, backward)
     names = worker_names(pipeline.replicas)
-    width = max(len(cell) for row in rows for cell in row)
+    cell_width = max(len(cell) for row in rows for cell in row)
     margin = max(map(len, names))
+    # A name and each cell are followed by two blanks, the last cell by none.
+    shown = None if width is None else max(1, (width - margin) // (cell_width + 2))
     return "\n".join(
-        f"{name:<{margin}}  " + "  ".join(f"{cell or '.':<{width}}" for cell in row).rstrip()
+        f"{name:<{margin}}  " + "  ".join(f"{cell or '.':<{cell_width}}" for cell in row[:shown]).rstrip()
         for name, row in zip(names, rows, strict=True)
     )

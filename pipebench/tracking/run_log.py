@@ -13,17 +13,28 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipebench.result import Point, RunResult
-from pipebench.tracking.entries import Artifact, End, Entries, Status, outcome_status, stage_metrics, worker_metrics
+from pipebench.tracking.entries import (
+    DESCRIPTION,
+    Artifact,
+    End,
+    Entries,
+    Status,
+    description,
+    logged_metrics,
+    outcome_status,
+    stage_metrics,
+)
 from pipebench.tracking.history import History
 from pipebench.tracking.rescue import Rescue
 from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, default_uri, shown_uri
 from pipebench.tracking.summary import summarise_curves
 from pipebench.tracking.system import SystemMetrics
+from pipebench.tracking.view import run_address
 
 __all__ = ["RunLog", "Status", "Tracking"]
 
@@ -44,7 +55,6 @@ class _Start:
     params: Mapping[str, str]
     tags: Mapping[str, str]
     parent: "RunLog | str | None"
-    clock_scale: float
     virtual: bool
     run_id: str | None
     on_run_id: Callable[[str], None]
@@ -78,7 +88,6 @@ class Tracking:
         params: Mapping[str, str],
         tags: Mapping[str, str],
         parent: "RunLog | str | None" = None,
-        clock_scale: float = 1.0,
         virtual: bool = True,
         run_id: str | None = None,
         on_run_id: Callable[[str], None] = lambda run_id: None,
@@ -91,8 +100,7 @@ class Tracking:
             params: the flattened recipe.
             tags: whatever else people filter by.
             parent: the comparison this run belongs to, or MLflow's id of it.
-            clock_scale: by how much the run's clock is stretched in timestamps, which are whole milliseconds.
-            virtual: whether the clock is virtual; it is then a metric too.
+            virtual: whether the run's clock is virtual: it is then a metric, and timestamps are the wall's.
             run_id: MLflow's id of a run that an earlier process began and that goes on: points that MLflow has are not
                 logged again, its start stays, params and tags that changed become tags `resumed.<name>`.
             on_run_id: told of MLflow's id as soon as there is a new one, in another thread.
@@ -100,7 +108,7 @@ class Tracking:
         """
         run = RunLog(
             self,
-            _Start(name, params, tags, parent, clock_scale, virtual, run_id, on_run_id, system_metrics),
+            _Start(name, params, tags, parent, virtual, run_id, on_run_id, system_metrics),
         )
         self._runs.append(run)
         return run
@@ -156,10 +164,9 @@ class RunLog:
         self.settled = threading.Event()
         self._tracking = tracking
         self._start = start
-        self._start_ms = time.time_ns() // 1_000_000
+        self._start_ms = _now_ms()
         self._shift_ms = 0  # to the start of a run that another process began
-        clock = {"clock": "virtual" if start.virtual else "wall", "clock_scale": f"{start.clock_scale:g}"}
-        self._tags = {**clock, **start.tags}
+        self._tags = {"clock": "virtual" if start.virtual else "wall", "timestamps": "wall", **start.tags}
         self._points: list[Point] = []
         self._artifacts: dict[str, bytes] = {}
         self._result: RunResult | None = None
@@ -176,20 +183,37 @@ class RunLog:
         self._queue_params(start.params)
 
     def point(self, point: Point) -> None:
-        """Log one moment of the curves: step = samples, timestamp = start + clock (stretched by the clock's scale)."""
+        """Log one moment of the curves: step = samples, timestamp = that moment on the wall clock.
+
+        MLflow's timestamps are whole milliseconds, and it ranks runs by them: virtual seconds, of which a run has
+        0.2 or 200,000, would have to be stretched by a factor of their own per run. They are a metric instead, which
+        MLflow takes as an axis, too.
+        """
         self._points.append(point)
         values = dict(point.metrics)
         if self._start.virtual:
             values["virtual_time_s"] = point.clock_s
-        self._queue_values(values, self._timestamp_ms(point.clock_s), point.samples, clocked=True, curve=True)
+            self._queue_values(values, _now_ms(), point.samples, curve=True)
+        else:
+            timestamp_ms = self._start_ms + round(point.clock_s * 1000)
+            self._queue_values(values, timestamp_ms, point.samples, clocked=True, curve=True)
 
     def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run."""
-        self._queue_values(values, time.time_ns() // 1_000_000, step)
+        self._queue_values(values, _now_ms(), step)
 
     def tag(self, name: str, value: str) -> None:
         """Set a tag."""
         self._queue.append(Entries(tags={name: value}))
+
+    def describe(self, markdown: str, pictures: Sequence[str] = ()) -> None:
+        """Set the text that MLflow shows first, with pictures that are artifacts; waits for the run's id to name them.
+
+        Args:
+            markdown: the text; what is beyond MLflow's limit is left out.
+            pictures: names of artifacts.
+        """
+        self.tag(DESCRIPTION, description(markdown, pictures, self.wait_for_id() if pictures else None))
 
     def text(self, artifact: str, text: str) -> None:
         """Keep a text as an artifact; the name may hold folders."""
@@ -210,12 +234,10 @@ class RunLog:
             result: what the run gave; None for a comparison, or for a run that failed without a result.
             status: by default as the result says: a run that diverged is FAILED, an interrupted one KILLED.
         """
-        clocked = result is not None and self._start.virtual
-        end_ms = time.time_ns() // 1_000_000
         if result is not None:
             self._result = result
-            end_ms = self._queue_result(result)
-        self._queue.append(End(status or outcome_status(result), end_ms, clocked))
+            self._queue_result(result)
+        self._queue.append(End(status or outcome_status(result), _now_ms()))
         self._end_queued = True
         try:
             if not self._wait():
@@ -242,7 +264,7 @@ class RunLog:
             return f"{_shown(kept)}/ (MLflow did not take it)" if kept else "not recorded: MLflow and the disk failed"
         store = self._tracking.store
         if store.uri.startswith("http"):
-            return f"{shown_uri(store.uri).rstrip('/')}/#/experiments/{store.experiment_id}/runs/{self.run_id}"
+            return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
         return f"pipebench ui   (experiment {store.suite}, run {self.name})"
 
     def send(self, store: Store) -> None:
@@ -275,7 +297,7 @@ class RunLog:
                 store.log_artifact(run_id, first.name, first.content)
                 self._queue.popleft()
             else:
-                store.end_run(run_id, first.status, first.timestamp_ms + self._shift_ms * first.clocked)
+                store.end_run(run_id, first.status, first.timestamp_ms)
                 self._queue.popleft()
                 self.settled.set()
             self._tracking.progress += 1
@@ -356,20 +378,13 @@ class RunLog:
                 tags[f"non_finite.{metric}"] = f"{value:g} at {step} samples"
         self._queue.append(Entries(tuple(rows), {}, tags, clocked, curve))
 
-    def _queue_result(self, result: RunResult) -> int:
+    def _queue_result(self, result: RunResult) -> None:
         points = result.points or tuple(self._points)
-        clock_s = result.metrics.get("total_time_s", points[-1].clock_s if points else 0.0)
-        virtual = self._start.virtual
-        end_ms = self._timestamp_ms(clock_s) if virtual else time.time_ns() // 1_000_000
-        values = {**summarise_curves(points), **result.metrics, **stage_metrics(result), **worker_metrics(result)}
+        values = {**summarise_curves(points), **logged_metrics(result.metrics), **stage_metrics(result)}
         # Like a point: who was killed while closing the record has logged it.
-        self._queue_values(values, end_ms, points[-1].samples if points else 0, clocked=virtual, curve=True)
+        self._queue_values(values, _now_ms(), points[-1].samples if points else 0, curve=True)
         self.tag("outcome", result.outcome)
         self.text("result.json", result.to_json())
-        return end_ms
-
-    def _timestamp_ms(self, clock_s: float) -> int:
-        return self._start_ms + round(clock_s * self._start.clock_scale * 1000)
 
     def _keep(self, artifact: str, content: bytes) -> None:
         self._artifacts[artifact] = content
@@ -401,6 +416,10 @@ class RunLog:
         except OSError as error:
             _log.debug("the run can't be kept on disk either: %s", error)
             return None
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _one_line(reason: BaseException | str) -> str:

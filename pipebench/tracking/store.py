@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from filelock import FileLock
 
+from pipebench.errors import UserError
+from pipebench.tracking.rescue import RESULTS_FOLDER
+from pipebench.tracking.view import VIEW_TAG, view_state
+
 if TYPE_CHECKING:
     from mlflow.entities import Experiment
     from mlflow.tracking import MlflowClient
 
+_log = logging.getLogger(__name__)
 _SQLITE = "sqlite:///"
 # A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
 _TURN_LIMIT_S = 60.0
@@ -76,6 +81,47 @@ def default_uri() -> str:
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
     path = sqlite_path(uri)
     return uri if path is None else f"{_SQLITE}{path}"
+
+
+def require_writable() -> None:
+    """Refuse to begin what could be recorded nowhere: neither in the store nor in the folder that stands in for it.
+
+    Whether a server takes runs only it knows; a store that fails later costs no result where the folder can be written.
+
+    Raises:
+        UserError: neither can be written.
+    """
+    uri = default_uri()
+    if _takes_files(Path(RESULTS_FOLDER)) or _takes_runs(uri):
+        return
+    raise UserError(
+        f"runs would not be recorded: nothing can be written to {shown_uri(uri)}, nor to "
+        f"{Path(RESULTS_FOLDER).absolute()}; run in another folder, or set MLFLOW_TRACKING_URI"
+    )
+
+
+def _takes_runs(uri: str) -> bool:
+    """Return whether a store can be written, as far as this machine can know."""
+    database = sqlite_path(uri)
+    if database is not None:
+        return _takes_files(database.parent) and (not database.exists() or os.access(database, os.W_OK))
+    if "://" in uri and not uri.startswith("file:"):
+        return True
+    return _takes_files(Path(uri.removeprefix("file:").removeprefix("//")))
+
+
+def _takes_files(folder: Path) -> bool:
+    """Return whether a file can be made in a folder; in one that isn't there yet, in the nearest above it that is.
+
+    It is tried: permissions say nothing of a disk that is mounted read-only, nor to the superuser.
+    """
+    folder = folder.absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return True
+    except OSError:
+        return False
 
 
 def shown_uri(uri: str) -> str:
@@ -141,7 +187,9 @@ class Store:
         with self._turn():
             self._make_database()
             self._client = MlflowClient(tracking_uri=self.uri)
-            self.experiment_id = self._experiment(self._client)
+            experiment_id = self._experiment(self._client)
+            _add_view(self._client, experiment_id)
+            self.experiment_id = experiment_id
 
     def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
         """Create a run and return its id."""
@@ -249,6 +297,15 @@ class Store:
             return None
         folder = re.sub(r"[^\w.+-]+", "-", self.suite).strip("-.") or "suite"
         return (self._path.parent / "mlartifacts" / folder).as_uri()
+
+
+def _add_view(client: "MlflowClient", experiment_id: str) -> None:
+    """Give an experiment its view, unless it has one: the user may have changed it. No run is worth less without."""
+    try:
+        if VIEW_TAG not in client.get_experiment(experiment_id).tags:
+            client.set_experiment_tag(experiment_id, VIEW_TAG, view_state())
+    except Exception as error:
+        _log.debug("the experiment has no view: %s", error)
 
 
 def _limited(tags: Mapping[str, str]) -> dict[str, str]:

@@ -7,8 +7,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from pipebench.result import REACHED, Point, RunResult
+from pipebench.result import REACHED, SEED_METRICS, Point, RunResult
 
+# Of which a group of seeds gets the median, under the same name: its row then stands beside single runs.
+MEDIAN_METRICS = (*SEED_METRICS, "comm_bytes_per_sample", "peak_memory_bytes_max", "bubble_fraction")
+_BEST = "best_"
+_NOISE = 1e-9  # relative: values this close differ in the order of additions only
 # Metrics that only a run that reached its target can have.
 TARGET_METRICS = ("time_to_accuracy_s", "time_to_accuracy_without_evaluation_s", "epochs_to_target")
 _LOWER_IS_BETTER = ("loss", "perplexity", "error")
@@ -22,7 +26,7 @@ def lower_is_better(metric: str) -> bool:
 
 
 def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
-    """Return `best_<metric>` and `final_<metric>` of every curve; values that are not finite don't count.
+    """Return `best_<metric>` of every curve; values that are not finite don't count.
 
     Args:
         points: the curves, in time order.
@@ -32,31 +36,41 @@ def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
         for metric, value in point.metrics.items():
             if metric not in _NOT_A_SCORE and math.isfinite(value):
                 curves.setdefault(metric, []).append(value)
-    summary: dict[str, float] = {}
-    for metric, values in curves.items():
-        summary[f"best_{metric}"] = min(values) if lower_is_better(metric) else max(values)
-        summary[f"final_{metric}"] = values[-1]
-    return summary
+    return {
+        f"{_BEST}{metric}": min(values) if lower_is_better(metric) else max(values) for metric, values in curves.items()
+    }
 
 
 def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
-    """Return mean, sample standard deviation, median, smallest and largest of every metric over several runs.
+    """Return what several runs of one recipe came to: the best scores, and what `SEED_METRICS` names, with spread.
 
     Args:
         results: runs that differ in their seed only.
 
     Returns:
-        `<metric>_mean`, `_std` (with two runs or more), `_median`, `_min`, `_max`; `runs_total`, and `runs_reached`
-        where a target was set. A run that missed its target has no time to accuracy and is not part of its spread.
+        `<metric>_mean`, `_std` (sample standard deviation, with two runs or more), `_median`, `_min`, `_max`;
+        `runs_total`, and `runs_reached` where a target was set. A run that missed its target has no time to accuracy
+        and is not part of its spread.
     """
+    summary = {"runs_total": float(len(results)), "runs_reached": float(sum(r.outcome == REACHED for r in results))}
+    for metric, sample in _samples(results).items():
+        if metric in SEED_METRICS or metric.startswith(_BEST):
+            summary |= {f"{metric}_{name}": value for name, value in _spread(sample).items()}
+    return summary
+
+
+def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
+    """Return the medians of `MEDIAN_METRICS` over several runs, under the metrics' own names."""
+    samples = _samples(results)
+    return {metric: statistics.median(samples[metric]) for metric in MEDIAN_METRICS if metric in samples}
+
+
+def _samples(results: Sequence[RunResult]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for result in results:
         for metric, value in _seed_metrics(result).items():
             values.setdefault(metric, []).append(value)
-    summary = {"runs_total": float(len(results)), "runs_reached": float(sum(r.outcome == REACHED for r in results))}
-    for metric, sample in values.items():
-        summary |= {f"{metric}_{name}": value for name, value in _spread(sample).items()}
-    return summary
+    return values
 
 
 def _seed_metrics(result: RunResult) -> Mapping[str, float]:
@@ -69,6 +83,8 @@ def _seed_metrics(result: RunResult) -> Mapping[str, float]:
 
 
 def _spread(sample: Sequence[float]) -> dict[str, float]:
+    if max(sample) - min(sample) <= _NOISE * max(map(abs, sample)):
+        sample = [sample[0]] * len(sample)
     spread = {
         "mean": statistics.fmean(sample),
         "median": statistics.median(sample),

@@ -1,5 +1,6 @@
 """`pipebench ui`: MLflow's own pages on the store that runs are recorded in, for this machine only."""
 
+import json
 import os
 import signal
 import socket
@@ -7,14 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import suppress
 from typing import IO
 
 from pipebench.errors import PipebenchError, UserError
 from pipebench.tracking.store import default_uri, quiet_environment, shown_uri, sqlite_path
+from pipebench.tracking.view import VIEW_TAG, runs_address
 
 HOST, DEFAULT_PORT = "127.0.0.1", 5000
 _PORTS_TRIED = 20
+_EXPERIMENTS_ASKED, _EXPERIMENTS_SHOWN = 100, 8
 _START_LIMIT_S, _END_LIMIT_S = 60.0, 5.0
 
 
@@ -57,11 +61,32 @@ def open_ui(port: int | None = None) -> int:
 
 def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
     if _answers(server, port):
-        print(f"MLflow: http://{HOST}:{port} (Ctrl-C ends it)", flush=True)
+        address = f"http://{HOST}:{port}"
+        print(f"MLflow: {address} (Ctrl-C ends it)")
+        for name, experiment_id in newest_experiments(address):
+            print(f"  {name}: {runs_address(address, experiment_id)}")
+        sys.stdout.flush()
         return server.wait()
     log.seek(0)
     print(log.read().decode(errors="replace"), file=sys.stderr)
     raise PipebenchError(f"the MLflow server did not come up on {HOST}:{port}; its output is above")
+
+
+def newest_experiments(address: str) -> list[tuple[str, str]]:
+    """Return name and id of the newest experiments that have a view; none if the server doesn't say."""
+    question = {"max_results": _EXPERIMENTS_ASKED, "order_by": ["creation_time DESC"]}
+    request = urllib.request.Request(
+        f"{address}/api/2.0/mlflow/experiments/search",
+        data=json.dumps(question).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_START_LIMIT_S) as answer:
+            experiments = json.load(answer).get("experiments", [])
+    except (OSError, ValueError):  # its pages are there all the same
+        return []
+    with_view = [each for each in experiments if any(tag["key"] == VIEW_TAG for tag in each.get("tags", []))]
+    return [(each["name"], each["experiment_id"]) for each in with_view[:_EXPERIMENTS_SHOWN]]
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:

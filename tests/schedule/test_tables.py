@@ -56,6 +56,18 @@ def _first_columns(picture: str, columns: int) -> str:
     return "\n".join(line[: 19 + 4 * columns].rstrip() for line in picture.splitlines())
 
 
+@pytest.mark.parametrize("width", [20, 40, 41, 80])
+def test_a_drawing_may_be_cut_to_a_width_by_whole_cells(width: int) -> None:
+    pipeline = straight("1f1b", flushes=False)
+    whole = draw(pipeline, 12, [1] * 4, [2] * 4).splitlines()
+    cut = draw(pipeline, 12, [1] * 4, [2] * 4, width=width).splitlines()
+    assert max(map(len, cut)) <= width < max(map(len, whole))
+    for short, line in zip(cut, whole, strict=True):
+        assert line.startswith(short)
+        assert line[len(short) : len(short) + 1] in ("", " ")
+    assert max(map(len, cut)) > width - 6, "as much as fits: a cell and its blanks are five"
+
+
 def test_two_one() -> None:
     """PipeDream figure 8: the first stage takes twice as long and is replicated twice."""
     pipeline = Pipeline((2, 1), chain(2), "1f1b", False, noam((2, 1)))

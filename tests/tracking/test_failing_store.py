@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from pipebench.errors import UserError
 from pipebench.result import RunResult
-from pipebench.tracking import Tracking
+from pipebench.tracking import Tracking, require_writable
 from pipebench.tracking.store import Row, Store
 from tests.tracking.records import RESULT, fetch, rescued
 
@@ -125,6 +126,37 @@ def test_a_folder_that_cant_be_written_does_not_stop_the_run(
     run.finish(RESULT)
     assert "The run goes on" in capsys.readouterr().err
     assert run.where() == "not recorded: MLflow and the disk failed"
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///{0}/file/mlflow.db", "{0}/file/mlruns", "file://{0}/file/mlruns"])
+def test_runs_that_could_be_recorded_nowhere_do_not_begin(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(tmp_path))
+    (tmp_path / "file").write_text("not a folder")
+    require_writable()  # what MLflow doesn't take would go beside it
+    (tmp_path / "pipebench-results").write_text("not a folder either")
+    with pytest.raises(UserError, match=r"nothing can be written to .*file/ml.*, nor to .*pipebench-results; run in"):
+        require_writable()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    require_writable()  # only a server knows what it takes
+
+
+def test_what_is_asked_of_folders_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/new/deep/mlflow.db")
+    require_writable()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_read_only_folder_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="runs would not be recorded"):
+        require_writable()
 
 
 def record_one_run(folder: str, index: int, barrier: Any) -> None:

@@ -3,17 +3,30 @@
 import json
 import math
 import socket
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from pipebench.errors import UserError
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
-from pipebench.tracking import RunLog, Tracking, default_uri, open_ui, summarise_curves, summarise_seeds
+from pipebench.tracking import (
+    RunLog,
+    Tracking,
+    default_uri,
+    logged_params,
+    open_ui,
+    seed_medians,
+    summarise_curves,
+    summarise_seeds,
+)
+from pipebench.tracking.entries import description
 from pipebench.tracking.store import Store
-from pipebench.tracking.ui import choose_port
+from pipebench.tracking.ui import choose_port, newest_experiments
+from pipebench.tracking.view import VIEW_TAG, run_address, runs_address
 from tests.tracking.records import RESULT, fetch, history
 
 
@@ -26,14 +39,15 @@ def finished(tracking: Tracking) -> RunLog:
         params={"train.minibatch_size": "32", "notes": "x" * 7000},
         tags={"mode": "pipedream"},
         parent=parent,
-        clock_scale=1000.0,
     )
     for point in RESULT.points:
         run.point(point)
     run.point(Point(5000, 6.0, {"train_loss": math.nan, "top1": 0.9}))
     run.text("plan/plan.txt", "straight")
     run.finish(RESULT)
-    parent.metrics(summarise_seeds([RESULT, RESULT]))
+    parent.metrics(summarise_seeds([RESULT, RESULT]) | seed_medians([RESULT, RESULT]))
+    parent.text("top1 curve.png", "a picture")
+    parent.describe("| run |\n| --- |\n" + "| row |\n" * 2000, ["top1 curve.png"])
     parent.finish(None, status="FINISHED")
     return run
 
@@ -44,22 +58,104 @@ def comparison_of(run: RunLog) -> RunLog:
     return parent
 
 
-def test_curves_have_samples_as_steps_and_the_scaled_clock_as_time(finished: RunLog) -> None:
+def test_curves_have_samples_as_steps_the_virtual_clock_as_a_metric_and_wall_timestamps(finished: RunLog) -> None:
+    """A scale per run made MLflow's durations rank runs wrongly; wall times are the same for all of them."""
     run = fetch(finished)
     rows = history(finished, "top1")
     assert [row.step for row in rows] == [1000, 2000, 3000, 4000, 5000]
-    assert [row.timestamp - run.info.start_time for row in rows] == [1_500_000, 3_000_000, 4_500_000] + 2 * [6_000_000]
     assert [row.value for row in history(finished, "virtual_time_s")] == [1.5, 3.0, 4.5, 6.0, 6.0]
-    assert run.data.tags["clock_scale"] == "1000"
-    assert run.info.end_time - run.info.start_time == 6_000_000
+    assert (run.data.tags["clock"], run.data.tags["timestamps"]) == ("virtual", "wall")
+    now_ms = time.time() * 1000
+    assert run.info.start_time <= rows[0].timestamp <= rows[-1].timestamp <= run.info.end_time <= now_ms
 
 
-def test_best_and_final_values_are_metrics_of_their_own(finished: RunLog) -> None:
+def test_best_values_are_metrics_of_their_own(finished: RunLog) -> None:
     metrics = fetch(finished).data.metrics
-    assert (metrics["best_top1"], metrics["final_top1"]) == (0.96, 0.9)
-    assert (metrics["best_train_loss"], metrics["final_train_loss"]) == (0.25, 0.75)
+    assert (metrics["best_top1"], metrics["best_train_loss"]) == (0.96, 0.25)
     assert metrics["time_to_accuracy_s"] == 4.5
     assert "best_virtual_time_s" not in metrics
+
+
+def test_a_run_has_few_metrics_and_all_that_is_promised(tracking: Tracking) -> None:
+    """The rest, per worker and per cause, is in result.json."""
+    details = {
+        "final_top1": 0.9,
+        "comm_bytes_activation": 1.0,
+        "comm_transfers_activation_server": 1.0,
+        "comm_time_level_server_s": 1.0,
+        "waiting_norm_s": 1.0,
+    }
+    promised = {
+        "time_to_accuracy_s",
+        "epoch_time_s",
+        "throughput_samples_per_s",
+        "comm_bytes_total",
+        "comm_bytes_per_sample",
+        "comm_bytes_per_sample_activation",
+        "comm_bytes_level_server",
+        "epochs_to_target",
+        "samples_per_update",
+        "weight_versions_max",
+        "comm_stall_fraction",
+        "bubble_fraction",
+        "prediction_error",
+        "waiting_s",
+    }
+    workers = tuple({"worker": i, "compute_s": float(i), "bubble_fraction": 0.5} for i in range(16))
+    stages = tuple({"index": i, "peak_memory_bytes": i, "samples_per_update": 32} for i in range(12))
+    metrics = {**details, **dict.fromkeys(promised, 1.0)}
+    result = replace(RESULT, metrics=metrics, workers=workers, stages=stages)
+    run = tracking.start("lean", params={}, tags={})
+    for point in RESULT.points:
+        run.point(point)
+    run.finish(result)
+    logged = set(fetch(run).data.metrics)
+    of_stages = {f"{column}/stage_{i:02d}" for column in ("peak_memory_bytes", "samples_per_update") for i in range(12)}
+    curves = {"train_loss", "top1", "virtual_time_s", "best_train_loss", "best_top1"}
+    assert logged == promised | of_stages | curves
+
+
+def test_keys_that_are_null_are_no_params() -> None:
+    assert logged_params({"train.streams": "null", "train.seed": "0"}) == {"train.seed": "0"}
+
+
+def test_the_comparison_is_what_mlflow_shows_first_of_its_run(finished: RunLog) -> None:
+    parent = comparison_of(finished)
+    text = fetch(parent).data.tags["mlflow.note.content"]
+    assert text.startswith("| run |\n| --- |\n| row |\n")
+    assert len(text) <= 8000
+    link = f"![top1 curve.png](get-artifact?path=top1%20curve.png&run_uuid={parent.run_id})"
+    assert text.endswith(f"| row |\n\n(The artifacts hold the rest.)\n\n{link}")
+    assert description("short", [], None) == "short"
+    assert description("short", ["a.png"], None) == "short"
+
+
+def test_an_experiment_has_a_view_which_the_user_may_change(tracking: Tracking) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client, store = MlflowClient(default_uri()), tracking.store
+    tags = client.get_experiment(str(store.experiment_id)).tags
+    view = json.loads(tags[VIEW_TAG])
+    assert len(tags[VIEW_TAG]) < 5000, "MLflow's limit"
+    assert view["name"] == "pipebench"
+    state = json.loads(view["state"])
+    assert {key: view[key] for key in state} == state, "older pages read the state itself"
+    wanted = {"time_to_accuracy_s", "throughput_samples_per_s", "comm_bytes_per_sample", "bubble_fraction"}
+    assert {f"metrics.`{name}`" for name in wanted} | {"tags.`mode`", "tags.`plan`"} <= set(state["selectedColumns"])
+    client.set_experiment_tag(str(store.experiment_id), VIEW_TAG, "mine")
+    Store(default_uri(), "suite").connect()
+    assert client.get_experiment(str(store.experiment_id)).tags[VIEW_TAG] == "mine"
+    client.set_experiment_tag(str(store.experiment_id), VIEW_TAG, tags[VIEW_TAG])
+
+
+def test_an_experiment_without_a_view_is_as_good(monkeypatch: pytest.MonkeyPatch, tracking: Tracking) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no tags here")
+
+    monkeypatch.setattr("mlflow.tracking.MlflowClient.set_experiment_tag", fail)
+    store = Store(default_uri(), "without a view")
+    store.connect()
+    assert store.experiment_id is not None
 
 
 def test_each_stage_has_its_memory(finished: RunLog) -> None:
@@ -96,6 +192,8 @@ def test_a_long_param_is_cut_and_kept_whole_as_an_artifact(finished: RunLog, fol
 def test_the_parent_has_mean_and_spread(finished: RunLog) -> None:
     metrics = fetch(comparison_of(finished)).data.metrics
     assert (metrics["time_to_accuracy_s_mean"], metrics["time_to_accuracy_s_std"]) == (4.5, 0.0)
+    assert metrics["time_to_accuracy_s"] == 4.5, "the median, in the column of single runs"
+    assert "comm_bytes_total_mean" not in metrics
     assert (metrics["runs_reached"], metrics["runs_total"]) == (2, 2)
 
 
@@ -201,18 +299,10 @@ def test_results_of_before_there_were_workers_can_be_read() -> None:
     assert RunResult.from_json(json.dumps(data)) == RESULT
 
 
-def test_every_worker_has_its_seconds(tracking: Tracking) -> None:
-    rows = tuple(
-        {"worker": i, "rank": i, "compute_s": float(i), "waiting_norm_s": 0.0, "bubble_fraction": 0.5}
-        for i in range(11)
-    )
-    result = replace(RESULT, workers=rows)
+def test_every_worker_has_its_seconds_in_the_result() -> None:
+    workers = tuple({"worker": i, "rank": i, "compute_s": float(i), "bubble_fraction": 0.5} for i in range(11))
+    result = replace(RESULT, workers=workers)
     assert RunResult.from_json(result.to_json()) == result
-    run = tracking.start("workers", params={}, tags={})
-    run.finish(result)
-    metrics = fetch(run).data.metrics
-    assert (metrics["worker_03/compute_s"], metrics["worker_10/bubble_fraction"]) == (3.0, 0.5)
-    assert not [name for name in metrics if "waiting_norm_s" in name or name.endswith("/rank")]
 
 
 def test_seeds_that_missed_count_but_have_no_time() -> None:
@@ -234,7 +324,32 @@ def test_one_seed_has_no_spread_and_none_reached_no_time() -> None:
 
 def test_curves_ignore_values_that_are_not_finite() -> None:
     points = [Point(1, 1.0, {"train_loss": 2.0}), Point(2, 2.0, {"train_loss": math.inf})]
-    assert summarise_curves(points) == {"best_train_loss": 2.0, "final_train_loss": 2.0}
+    assert summarise_curves(points) == {"best_train_loss": 2.0}
+
+
+class _Experiments(BaseHTTPRequestHandler):
+    """Answers as MLflow's server does when asked for experiments."""
+
+    def do_POST(self) -> None:
+        seen = {"name": "small/gnmt8", "experiment_id": "7", "tags": [{"key": VIEW_TAG, "value": "{}"}]}
+        body = json.dumps({"experiments": [seen, {"name": "Default", "experiment_id": "0"}]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server's name)
+        """Say nothing."""
+
+
+def test_the_ui_tells_the_address_of_every_experiment_that_has_a_view() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Experiments) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert newest_experiments(address) == [("small/gnmt8", "7")]
+    assert newest_experiments(address) == [], "a server that doesn't answer costs no page"
+    expected = f"{address}/#/experiments/7/runs?viewStateShareKey=pipebench&workflowType=machine_learning"
+    assert runs_address(address, "7") == expected
+    assert run_address(address, "7", "abc") == f"{address}/#/experiments/7/runs/abc?workflowType=machine_learning"
 
 
 def test_a_taken_port_is_told() -> None:
