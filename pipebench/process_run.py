@@ -34,7 +34,9 @@ from pipebench.progress import Silent
 from pipebench.recipe.load import LoadedRecipe, load, load_file
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml
+from pipebench.result import INTERRUPTED as STOPPED
 from pipebench.result import RunResult
+from pipebench.resume import newest, nothing_to_go_on_from, taken_up
 from pipebench.run_folder import RunFolder
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.store import Store
@@ -116,11 +118,12 @@ def run_in_processes(
                 replace_file(folder.result_path, before)
         else:
             _close_record(folder, code)
-        if folder.checkpoints.steps():
-            hint = " ".join(["pipebench run --resume", folder.run_id, *asked.changes])
-            print(f"pipebench: its checkpoints are kept: {hint}", file=sys.stderr)
+            folder.say_how_to_go_on(asked.changes)
         raise WorkersFailedError(code or 3)
-    return RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
+    result = RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
+    if result.outcome == STOPPED:
+        folder.say_how_to_go_on(asked.changes)
+    return result
 
 
 def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, LoadedRecipe]:
@@ -163,7 +166,7 @@ def work(loaded: LoadedRecipe, asked: Asked) -> None:
     with collected_log(facts.verbose) as log_text, torch_settings(engine):
         prepared = _prepared(loaded, recipe, world, folder, asked)
         check_world_size(world.size, prepared.setup.pipeline.num_workers, str(prepared.setup.plan))
-        keeping = _keeping(world, folder, goes_on=asked.resumed is not None)
+        keeping = _keeping(world, folder, prepared, goes_on=asked.resumed is not None)
         process = _Process(world, folder, prepared, keeping)
         if world.rank == 0:
             _first(loaded, process, log_text)
@@ -296,12 +299,14 @@ def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world:
     return mean_profile([Profile.from_json(text) for text in world.exchange(mine.to_json())])
 
 
-def _keeping(world: World, folder: RunFolder, *, goes_on: bool) -> Keeping:
-    """Return where checkpoints go and the one to begin with: the newest whole one, as rank 0 sees it."""
+def _keeping(world: World, folder: RunFolder, prepared: Prepared, *, goes_on: bool) -> Keeping:
+    """Return where checkpoints go and the one to begin with: the newest that is whole and fits, as rank 0 sees it."""
     restarted = _is_restart(world)
     found, step = None, -1
     if world.rank == 0 and (restarted or goes_on):
-        found, skipped = folder.checkpoints.latest()
+        found, skipped = newest(folder.checkpoints, prepared)
+        if found is None and not restarted:
+            raise nothing_to_go_on_from(folder.run_id, skipped)
         for sentence in skipped:
             print(f"pipebench: {sentence}", file=sys.stderr, flush=True)
         step = -1 if found is None else found.step
@@ -310,8 +315,8 @@ def _keeping(world: World, folder: RunFolder, *, goes_on: bool) -> Keeping:
     step = world.exchange(step)[0]
     since_s = folder.read().started_at_s
     if step >= 0:
-        found = found or folder.checkpoints.at(step, check=False)
-        since_s = max(found.progress["saved_at_s"], since_s or 0.0)
+        found = found or taken_up(folder.checkpoints.at(step, check=False), prepared)
+        since_s = max(found.progress.saved_at_s, since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
     return Keeping(folder.checkpoints, found, world.exchange(lost_s)[0])
 

@@ -9,6 +9,8 @@ pipebench-runs/quickstart-1f0c9a7e/
 
 import json
 import secrets
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -103,6 +105,16 @@ class RunFolder:
         facts = replace(self.read(), **changes)
         self.write_json(_RUN, asdict(facts))
         return facts
+
+    def say_how_to_go_on(self, changes: Sequence[str]) -> None:
+        """Print the command that goes on with the run, if there is a checkpoint of it.
+
+        Args:
+            changes: the overrides that it went on with before, beside its recipe.
+        """
+        if self.checkpoints.steps():
+            command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
+            print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
     def keep_mlflow_run_id(self, run_id: str) -> None:
         """Note MLflow's id of the run, so that it can go on under it."""

@@ -24,6 +24,7 @@ from pipebench.recipe.schema import (
     TrainRecipe,
 )
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.resume import taken_up
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulated import simulate_epoch
 from pipebench.timeline import Timeline
@@ -238,7 +239,8 @@ def kept(
         engines.append(on_virtual_clock(given)(*told))
         return engines[-1]
 
-    result, _ = train_to_target(given, make, Silent(), on_point, Keeping(checkpoints, found))
+    goes_on = None if found is None else taken_up(found, given)
+    result, _ = train_to_target(given, make, Silent(), on_point, Keeping(checkpoints, goes_on))
     return result, engines[0]
 
 
