@@ -17,6 +17,7 @@ from typing import Any
 from pipebench import run_folder
 from pipebench.checkpoint.files import replace as replace_file
 from pipebench.costs import NO_HOST_COSTS
+from pipebench.decision import Decided
 from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
@@ -25,7 +26,7 @@ from pipebench.errors import UserError, WorkersFailedError
 from pipebench.launch import INTERRUPTED, run_workers
 from pipebench.launch_join import RUN
 from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
-from pipebench.prepare import Decided, Prepared, Profiled, travelling_sizes
+from pipebench.prepare import Prepared, Profiled, kept_profile, travelling_sizes
 from pipebench.profile.host import host_costs
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
@@ -77,12 +78,19 @@ class Asked:
 
 
 def kept_decision(folder: RunFolder | None, changes: Sequence[str]) -> Decided | None:
-    """Return what was decided for a run under these changes; None if nothing was, or for others."""
-    path = None if folder is None else folder.path / _DECIDED
-    if path is None or not path.exists():
+    """Return what was decided for a run under these changes; None if nothing was, or for others.
+
+    Raises:
+        UserError: the file can't be read, or isn't a decision.
+    """
+    if folder is None or not (folder.path / _DECIDED).exists():
         return None
-    decided = Decided.from_json(path.read_text(encoding="utf-8"))
+    decided = _read_decision(folder)
     return decided if decided.changes == tuple(changes) else None
+
+
+def _read_decision(folder: RunFolder) -> Decided:
+    return Decided.from_json(folder.read_bytes(_DECIDED), str(folder.path / _DECIDED))
 
 
 def run_in_processes(
@@ -279,13 +287,13 @@ def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFol
         decided = Decided.of(prepared_recipe(loaded, recipe, trains=False), asked.changes)
         replace_file(path, decided.to_json().encode())
     world.barrier()
-    decided = Decided.from_json(path.read_text(encoding="utf-8"))
+    decided = _read_decision(folder)
     check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))
 
     def measure(known: Profiled, profile: Profile) -> Profile:
         return _measured_together(recipe, known, profile, world)
 
-    together = Profile.from_json(decided.profile).source == _MEASURED and world.size > 1
+    together = kept_profile(decided).source == _MEASURED and world.size > 1
     prepared = prepared_recipe(loaded, recipe, decided=decided, measure_again=measure if together else None)
     costs = replace(prepared.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
     return replace(prepared, setup=replace(prepared.setup, device=world.device, costs=costs))

@@ -8,7 +8,7 @@ from pipebench.answer import together
 from pipebench.checkpoint.fit import check_fits
 from pipebench.checkpoint.progress import Progress
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.store import Checkpoint, Checkpoints
+from pipebench.checkpoint.store import Checkpoint, Checkpoints, reason_of
 from pipebench.errors import UserError
 from pipebench.prepare import DISTRIBUTED, Prepared
 
@@ -52,9 +52,7 @@ def newest(checkpoints: Checkpoints, prepared: Prepared) -> tuple[TakenUp | None
 
 def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
     """Return what a user is told whose run has no checkpoint that can be used."""
-    more = f" (nor can the {len(skipped) - 1} older ones be used)" if len(skipped) > 1 else ""
-    reason = f": {skipped[0]}{more}" if skipped else ""
-    return UserError(f"--resume: run {run_id} has no checkpoint to go on from{reason}")
+    return UserError(f"--resume: run {run_id} has no checkpoint to go on from{reason_of(skipped)}")
 
 
 def taken_by(prepared: Prepared) -> str:

@@ -28,7 +28,7 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, hear)
     try:

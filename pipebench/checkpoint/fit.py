@@ -4,7 +4,6 @@ Nothing of a checkpoint is used before all of it has been found to fit. One that
 model whose code has changed since; either way it is passed over like one that is torn.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.tensors import Form, check_form, has_nan, kind_of
 from pipebench.graph import LayerGraph, carries_state, forget_states, run_node
+from pipebench.profile.analytic import without_data
 from pipebench.sampling import microbatch_sizes
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ def _stateful(graph: LayerGraph) -> list[str]:
 def _carried_forms(setup: "Setup", modules: Sequence[str], num_samples: int) -> dict[str, Any]:
     """Return what modules carry after some samples, as tensors without data: by module."""
     graph, dataset = setup.graph, setup.dataset
-    root = _on_meta(graph.root)
+    root = without_data(graph.root)
+    forget_states(root)
     fields = dataset.example(num_samples)
     env: dict[Any, Any] = {
         node: fields[name].to("meta")
@@ -159,15 +160,6 @@ def _carried_forms(setup: "Setup", modules: Sequence[str], num_samples: int) -> 
         for layer in graph.layers:
             env[layer.node] = run_node(root, layer.node, env)
     return {module: root.get_submodule(module).carried_state for module in modules}
-
-
-def _on_meta(root: nn.Module) -> nn.Module:
-    """Return a copy of a module without the data of its tensors."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in root.parameters()}
-    memo |= {id(buffer): buffer.to("meta") for buffer in root.buffers()}
-    copied = copy.deepcopy(root, memo)
-    forget_states(copied)
-    return copied
 
 
 def _check_leaves(what: str, found: Any, expected: Any) -> None:

@@ -245,6 +245,15 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
 
+def reason_of(skipped: Sequence[str]) -> str:
+    """Return why no checkpoint can be used, as the end of a sentence, from what `latest` says of all of them."""
+    if not skipped:
+        return ""
+    others = len(skipped) - 1
+    more = f", nor can the {f'{others} ' if others > 1 else ''}older one{'s' if others > 1 else ''} be used"
+    return f": {skipped[0]}{more if others else ''}"
+
+
 def _read(folder: Path) -> Checkpoint:
     """Return what a manifest says, its parts unseen."""
     path = folder / MANIFEST

@@ -43,7 +43,7 @@ def analytic_profile(
     Raises:
         ProfileError: a layer can't be run without data; names it.
     """
-    root = _without_data(graph.root)
+    root = without_data(graph.root)
     num_layers = len(graph.layers) + 1
     layers = {}
     for done, size in enumerate(sizes, start=1):
@@ -69,7 +69,7 @@ def analytic_profile(
     )
 
 
-def _without_data(root: nn.Module) -> nn.Module:
+def without_data(root: nn.Module) -> nn.Module:
     """Return a copy of a module whose tensors have shapes only; shared ones stay shared."""
     memo: dict[int, object] = {}
     for parameter in root.parameters():
