@@ -80,7 +80,7 @@ def _check_progress(progress: Progress, prepared: Prepared, step: int) -> None:
     samples = setup.sampler.samples_before(step)
     if progress.samples != samples:
         raise CheckpointError(
-            f"progress.samples: found {progress.samples:,}, expected after {step} minibatches: {samples:,}"
+            f"progress.samples: found {progress.samples:,}, expected after {step:,} minibatches are {samples:,}"
         )
     for index, point in enumerate(progress.points):
         for metric in ("train_loss", "eval_loss", *setup.dataset.metrics):
