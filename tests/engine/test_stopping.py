@@ -10,7 +10,7 @@ from pipebench.engine.gate import StopRequest, grain
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.network import Network
-from tests.checkpoint.support import captured
+from tests.checkpoint.support import captured, restored
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.engine.test_streams import text_setup
 from tests.support import Mlp, make_engine, make_setup
@@ -73,3 +73,17 @@ def test_after_a_stop_nothing_is_trained_any_more() -> None:
     assert engine.train(done, COUNT) == 0
     assert (bits(captured(engine)), engine.clock_s) == before
     assert torch.tensor(engine.peak_bytes).min() > 0
+
+
+@pytest.mark.parametrize("kind", SETUPS)
+def test_only_a_run_that_flushes_ends_as_if_it_had_never_been_stopped(kind: str) -> None:
+    """Without a flush the drain is one that the run would not have had: what is said in docs/distributed.md."""
+    make = SETUPS[kind]
+    whole = make_engine(make())
+    whole.train(0, COUNT)
+    engine, done = stopped(make(), 24)
+    assert 0 < done < COUNT
+    again = restored(make(), captured(engine))
+    again.train(done, COUNT - done)
+    same = bits(captured(again)) == bits(captured(whole))
+    assert same is make().pipeline.flushes
