@@ -37,7 +37,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml
 from pipebench.result import INTERRUPTED as STOPPED
 from pipebench.result import RunResult
-from pipebench.resume import newest, nothing_to_go_on_from, taken_up
+from pipebench.resume import as_checked, newest, nothing_to_go_on_from
 from pipebench.run_folder import RunFolder
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.store import Store
@@ -114,7 +114,7 @@ def run_in_processes(
         replace_file(folder.path / _DECIDED, Decided.of(prepared, asked.changes).to_json().encode())
     if asked.resumed is not None:
         folder.update(verbose=asked.verbose)
-    before = folder.result_path.read_bytes() if folder.result_path.exists() else None
+    before = folder.read_bytes(folder.result_path.name) if folder.result_path.exists() else None
     folder.result_path.unlink(missing_ok=True)
     resume = ["--resume", str(folder.path)] if asked.resumed else []
     command = [sys.executable, "-m", "pipebench", "run", *resume, *asked.words]
@@ -177,7 +177,7 @@ def work(loaded: LoadedRecipe, asked: Asked) -> None:
         keeping = _keeping(world, folder, prepared, goes_on=asked.resumed is not None)
         process = _Process(world, folder, prepared, keeping)
         if world.rank == 0:
-            _first(loaded, process, log_text)
+            _first(loaded, process, log_text, asked.changes)
         else:
             process.train(Silent(), lambda point: None)
     world.close()
@@ -217,7 +217,7 @@ class _Process:
         return found
 
 
-def _first(loaded: LoadedRecipe, process: _Process, log_text: Any) -> None:
+def _first(loaded: LoadedRecipe, process: _Process, log_text: Any, changes: Sequence[str]) -> None:
     """Do rank 0's part: train, record, print, and leave the result in the run's folder."""
     from pipebench.runner import recorded_run
 
@@ -226,11 +226,13 @@ def _first(loaded: LoadedRecipe, process: _Process, log_text: Any) -> None:
     if not _is_restart(process.world):
         folder.update(started_at_s=time.time())
     tracking = Tracking(facts.suite)
-    recorded_run(
+    result = recorded_run(
         loaded, process.prepared, facts.name, tracking, facts.parent_mlflow_run_id, log_text, process.train,
         mlflow_run_id=facts.mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
         on_result=lambda result: replace_file(folder.result_path, result.to_json().encode()),
     )  # fmt: skip
+    if result.outcome == STOPPED and not launched_by_us():  # else the launcher says it
+        folder.say_how_to_go_on(changes)
 
 
 def _close_record(folder: RunFolder, code: int) -> None:
@@ -310,20 +312,19 @@ def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world:
 def _keeping(world: World, folder: RunFolder, prepared: Prepared, *, goes_on: bool) -> Keeping:
     """Return where checkpoints go and the one to begin with: the newest that is whole and fits, as rank 0 sees it."""
     restarted = _is_restart(world)
-    found, step = None, -1
+    found = None
     if world.rank == 0 and (restarted or goes_on):
         found, skipped = newest(folder.checkpoints, prepared)
         if found is None and not restarted:
             raise nothing_to_go_on_from(folder.run_id, skipped)
         for sentence in skipped:
             print(f"pipebench: {sentence}", file=sys.stderr, flush=True)
-        step = -1 if found is None else found.step
         where = "the beginning" if found is None else f"minibatch {found.step}"
         print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
-    step = world.exchange(step)[0]
+    chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
-    if step >= 0:
-        found = found or taken_up(folder.checkpoints.at(step, check=False), prepared)
+    if chosen is not None:
+        found = found or as_checked(folder.checkpoints.at(chosen[0], check=False), set(chosen[1]))
         since_s = max(found.progress.saved_at_s, since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
     return Keeping(folder.checkpoints, found, world.exchange(lost_s)[0])

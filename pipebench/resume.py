@@ -1,7 +1,7 @@
 """Where a run goes on: the newest checkpoint that is whole and fits the run, checked before anything of it is used."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pipebench.answer import together
@@ -41,6 +41,21 @@ def taken_up(checkpoint: Checkpoint, prepared: Prepared) -> TakenUp:
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     return TakenUp(checkpoint.step, state, progress)
+
+
+def as_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> TakenUp:
+    """Return the content of a checkpoint that another process has just found to fit; checking takes memory and time.
+
+    Args:
+        checkpoint: see there.
+        optimizer: the parameters whose optimizer state that process takes up.
+
+    Raises:
+        CheckpointError: it has changed since.
+    """
+    state = checkpoint.load()
+    state.optimizer = {name: kept for name, kept in state.optimizer.items() if name in optimizer}
+    return TakenUp(checkpoint.step, state, Progress.from_json(checkpoint.progress))
 
 
 def newest(checkpoints: Checkpoints, prepared: Prepared) -> tuple[TakenUp | None, list[str]]:

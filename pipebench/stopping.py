@@ -1,5 +1,6 @@
 """Ctrl-C in a run whose workers share this process: the first one ends it at the next drain, a second one at once."""
 
+import contextlib
 import signal
 import sys
 import threading
@@ -24,7 +25,8 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
         if stop.reason is not None:
             raise KeyboardInterrupt
         stop.reason = "interrupted"
-        print(STOPPING, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or in the middle of a line
+            print(STOPPING, file=sys.stderr, flush=True)
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

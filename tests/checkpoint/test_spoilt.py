@@ -251,6 +251,7 @@ DECISIONS: Mapping[str, tuple[Way, str]] = {
     "decision deep": (lambda left: (left.folder / "decided.json").write_text(nested()), "decided.json: isn't JSON"),
     "decision a folder": (lambda left: instead(Path.mkdir)(left.folder / "decided.json"), "decided.json: isn't a file"),
     "decision a pipe": (lambda left: instead(os.mkfifo)(left.folder / "decided.json"), "decided.json: isn't a file"),
+    "result a folder": (lambda left: instead(Path.mkdir)(left.folder / "result.json"), "result.json: isn't a file"),
     "mode": (decided("mode", "gpipe"), "the kept decision, mode: got 'gpipe', allowed is pipedream"),
     "mode unknown": (decided("mode", "magic"), "mode: got 'magic', allowed is single, dp"),
     "starts text": (decided("starts", "3"), "starts: got '3', allowed is a list"),
