@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import nn
 
 from pipebench.checkpoint import files
-from pipebench.checkpoint.share import own_names
+from pipebench.checkpoint.fit import check_weights
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.store import Checkpoint
+from pipebench.checkpoint.store import Checkpoint, reason_of
 from pipebench.errors import RecipeError, UserError
-from pipebench.graph import trace
+from pipebench.graph import LayerGraph, trace
 from pipebench.prepare import initial_model
 from pipebench.recipe.load import load_file
 from pipebench.recipe.schema import Recipe
@@ -40,7 +41,8 @@ class Exported:
 
     def __str__(self) -> str:
         epoch = self.progress.get("epoch")
-        when = f"step {self.step}" if epoch is None else f"step {self.step}, epoch {epoch:g},"
+        known = isinstance(epoch, int | float)  # a checkpoint is exported whatever else of it was changed
+        when = f"step {self.step}, epoch {epoch:g}," if known else f"step {self.step}"
         return f"wrote {self.path}: the weights of {self.run_id} at {when} for {_LOADS}"
 
 
@@ -61,8 +63,9 @@ def export(run: str, output: str | None, step: int | None) -> Exported:
     folder = find(run)
     path = Path(output or f"{folder.run_id}.pt")
     _check_output(path)
-    checkpoint, skipped = _checkpoint(folder, step)
-    model = filled_model(_recipe(folder), checkpoint.load())
+    graph = _Graph(_recipe(folder))
+    checkpoint, skipped = _checkpoint(folder, step, graph)
+    model = _filled(graph.traced.model, checkpoint.load())
     try:
         files.write_aside(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
         files.rename(files.aside(path), path)
@@ -71,22 +74,33 @@ def export(run: str, output: str | None, step: int | None) -> Exported:
     return Exported(path, folder.run_id, checkpoint.step, checkpoint.progress, tuple(skipped))
 
 
-def filled_model(recipe: Recipe, state: ModelState) -> nn.Module:
-    """Return a recipe's model in one piece, with the parameters and buffers of a state.
+class _Graph:
+    """A recipe's model, made when the first checkpoint is compared with it."""
 
-    Raises:
-        CheckpointError: the state is that of another model; names what is missing or differs.
-    """
-    model = initial_model(recipe)
-    graph = trace(model, list(recipe.model.get("leaves") or ()))
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    @cached_property
+    def traced(self) -> LayerGraph:
+        """Return the layer graph."""
+        return trace(initial_model(self._recipe), list(self._recipe.model.get("leaves") or ()))
+
+    def fits(self, checkpoint: Checkpoint) -> None:
+        """Refuse the checkpoint of another model, or one whose tensors were spoilt.
+
+        Raises:
+            CheckpointError: names the checkpoint and the tensor, what was found and what is expected.
+        """
+        try:
+            check_weights(checkpoint.load(), self.traced)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error} (recipe {self._recipe.name})") from None
+
+
+def _filled(model: nn.Module, state: ModelState) -> nn.Module:
+    """Give a model the parameters and buffers of a state that fits."""
     mine = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     given = {**state.buffers, **state.parameters}
-    if unknown := sorted(state.parameters.keys() - mine.keys()):
-        raise CheckpointError(f"the checkpoint has {unknown[0]}, which the model of recipe {recipe.name} has not")
-    for name in sorted(set(own_names(graph).values()) & mine.keys()):
-        if name not in given or given[name].shape != mine[name].shape:
-            problem = "isn't in the checkpoint" if name not in given else "has another shape in the checkpoint"
-            raise CheckpointError(f"{name} of the model of recipe {recipe.name} {problem}")
     with torch.no_grad():
         for name in given.keys() & mine.keys():
             mine[name].copy_(given[name])
@@ -111,17 +125,19 @@ def _is_state_dict(path: Path) -> bool:
     return isinstance(data, dict) and all(isinstance(value, torch.Tensor) for value in data.values())
 
 
-def _checkpoint(folder: RunFolder, step: int | None) -> tuple[Checkpoint, list[str]]:
+def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Checkpoint, list[str]]:
     store = folder.checkpoints
     steps = ", ".join(map(str, store.steps()))
     if step is not None:
         if step not in store.steps():
             raise UserError(f"--step: got {step}, allowed are the checkpoints of {folder.run_id}: {steps or 'none'}")
-        return store.at(step), []
-    found, skipped = store.latest()
+        chosen = store.at(step)
+        graph.fits(chosen)
+        return chosen, []
+    found, skipped = store.latest(fits=graph.fits)
     if found is None:
-        reasons = f": {'; '.join(skipped)}" if skipped else ""
-        raise UserError(f"run {folder.run_id} has no {'whole ' if skipped else ''}checkpoint to export{reasons}")
+        whole = "whole " if skipped else ""
+        raise UserError(f"run {folder.run_id} has no {whole}checkpoint to export{reason_of(skipped)}")
     return found, skipped
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from pipebench.launch_elastic import Attempt
 from pipebench.launch_failure import Failure, report, root_cause, sentence
 from pipebench.launch_join import RUN
+from pipebench.stopping import STOPPING
 
 # What Slurm and docker, too, leave between SIGTERM and SIGKILL.
 GRACE_S = 30.0
@@ -135,7 +136,7 @@ def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> b
         if signals.asked and not passed_on:
             passed_on = True
             attempt.request_stop("interrupted")
-            say("pipebench: stopping at the next drain; Ctrl-C again ends now")
+            say(STOPPING)
         if time.monotonic() > signals.deadline_s:
             attempt.kill()
             attempt.wait(_KILLING_S)

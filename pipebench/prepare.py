@@ -3,11 +3,10 @@
 Every step is a function of what the steps before it gave, so that each can be called, printed and tested alone.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -17,8 +16,9 @@ from torch import nn
 from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.costs import stage_costs
+from pipebench.decision import ANEW, Decided
 from pipebench.engine.setup import Setup
-from pipebench.errors import PlanError, TracingError
+from pipebench.errors import PlanError, ProfileError, TracingError
 from pipebench.evaluation import evaluation_of
 from pipebench.graph import LayerGraph, as_one_layer, trace
 from pipebench.modes import AUTO, resolve
@@ -40,6 +40,7 @@ from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.prepare")
 SIMULATED, DISTRIBUTED = "simulated", "distributed"
+KEPT = "of the kept decision"
 
 
 @dataclass(frozen=True)
@@ -59,55 +60,6 @@ class Prepared:
     profile: Profile
     setup: Setup
     comparison: Comparison | None = None
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What all processes of a run must agree on: decided once, kept in the run's folder as JSON.
-
-    Attributes:
-        mode: the mode, where the recipe left it to the planner.
-        starts: first layer of every stage but the first.
-        replicas: per stage.
-        devices: of every worker.
-        depth: minibatches in flight per input-stage replica.
-        profile: layer costs, as its JSON.
-        changes: overrides of a run that goes on, for which it was decided.
-    """
-
-    mode: str
-    starts: tuple[int, ...]
-    replicas: tuple[int, ...]
-    devices: tuple[int, ...]
-    depth: int
-    profile: str
-    changes: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(prepared: Prepared, changes: Sequence[str] = ()) -> "Decided":
-        """Return what was decided for a prepared recipe."""
-        setup = prepared.setup
-        return Decided(
-            prepared.recipe.parallelism.mode,
-            tuple(stage.start for stage in setup.plan.stages[1:]),
-            setup.plan.replicas,
-            tuple(setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)),
-            setup.pipeline.depth,
-            prepared.profile.to_json(),
-            tuple(changes),
-        )
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Decided":
-        """Read what `to_json` wrote."""
-        data = json.loads(text)
-        starts, replicas, devices = (tuple(data[name]) for name in ("starts", "replicas", "devices"))
-        changes = tuple(data["changes"])
-        return Decided(data["mode"], starts, replicas, devices, data["depth"], data["profile"], changes)
 
 
 def prepare(
@@ -133,7 +85,7 @@ def prepare(
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
     trains = trains and recipe.engine.kind != SIMULATED
-    kept = None if decided is None else Profile.from_json(decided.profile)
+    kept = None if decided is None else kept_profile(decided)
     known = profiled(recipe, cluster, on_progress, trains=trains, kept=kept)
     dataset, graph, profile = known.dataset, known.graph, known.profile
     sampler, held_out = samplers(recipe.train, dataset)
@@ -144,6 +96,8 @@ def prepare(
         chosen = comparison.best.mode if comparison is not None else cast("Decided", decided).mode
         recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen))
     mode = resolve(recipe.parallelism)
+    if decided is not None:
+        decided.check(recipe.parallelism, cluster, graph, sampler.streams)
     if decided is None:
         plan, devices, depth = choose_plan(recipe, cluster, graph, profile, dataset)
     else:
@@ -278,7 +232,10 @@ def profiled(
     sizes = travelling_sizes(recipe, dataset)
     if whole_minibatches:
         sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
-    profile = kept or profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+    if kept is not None:
+        profile = profiles.fitting(kept, KEPT, graph, sizes)
+    else:
+        profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     if trains and kept is None and len(graph.layers) > 1:  # a model that is one layer runs as it is
         check_traced(graph, dataset)
     return Profiled(dataset, graph, device, profile)
@@ -303,6 +260,18 @@ def layer_graph(recipe: Recipe, model: nn.Module, num_inputs: int) -> LayerGraph
             raise
         _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
         return as_one_layer(model, num_inputs)
+
+
+def kept_profile(decided: Decided) -> Profile:
+    """Return the profile that a plan was made from.
+
+    Raises:
+        ProfileError: it isn't whole.
+    """
+    try:
+        return Profile.from_json(decided.profile)
+    except ProfileError as error:
+        raise ProfileError(f"profile {KEPT}: {error}; {ANEW}") from None
 
 
 def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:

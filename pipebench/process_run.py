@@ -17,6 +17,7 @@ from typing import Any
 from pipebench import run_folder
 from pipebench.checkpoint.files import replace as replace_file
 from pipebench.costs import NO_HOST_COSTS
+from pipebench.decision import Decided
 from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
@@ -25,7 +26,7 @@ from pipebench.errors import UserError, WorkersFailedError
 from pipebench.launch import INTERRUPTED, run_workers
 from pipebench.launch_join import RUN
 from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
-from pipebench.prepare import Decided, Prepared, Profiled, travelling_sizes
+from pipebench.prepare import Prepared, Profiled, kept_profile, travelling_sizes
 from pipebench.profile.host import host_costs
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
@@ -34,7 +35,9 @@ from pipebench.progress import Silent
 from pipebench.recipe.load import LoadedRecipe, load, load_file
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml
+from pipebench.result import INTERRUPTED as STOPPED
 from pipebench.result import RunResult
+from pipebench.resume import as_checked, newest, nothing_to_go_on_from
 from pipebench.run_folder import RunFolder
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.store import Store
@@ -75,12 +78,19 @@ class Asked:
 
 
 def kept_decision(folder: RunFolder | None, changes: Sequence[str]) -> Decided | None:
-    """Return what was decided for a run under these changes; None if nothing was, or for others."""
-    path = None if folder is None else folder.path / _DECIDED
-    if path is None or not path.exists():
+    """Return what was decided for a run under these changes; None if nothing was, or for others.
+
+    Raises:
+        UserError: the file can't be read, or isn't a decision.
+    """
+    if folder is None or not (folder.path / _DECIDED).exists():
         return None
-    decided = Decided.from_json(path.read_text(encoding="utf-8"))
+    decided = _read_decision(folder)
     return decided if decided.changes == tuple(changes) else None
+
+
+def _read_decision(folder: RunFolder) -> Decided:
+    return Decided.from_json(folder.read_bytes(_DECIDED), str(folder.path / _DECIDED))
 
 
 def run_in_processes(
@@ -104,7 +114,7 @@ def run_in_processes(
         replace_file(folder.path / _DECIDED, Decided.of(prepared, asked.changes).to_json().encode())
     if asked.resumed is not None:
         folder.update(verbose=asked.verbose)
-    before = folder.result_path.read_bytes() if folder.result_path.exists() else None
+    before = folder.read_bytes(folder.result_path.name) if folder.result_path.exists() else None
     folder.result_path.unlink(missing_ok=True)
     resume = ["--resume", str(folder.path)] if asked.resumed else []
     command = [sys.executable, "-m", "pipebench", "run", *resume, *asked.words]
@@ -116,11 +126,12 @@ def run_in_processes(
                 replace_file(folder.result_path, before)
         else:
             _close_record(folder, code)
-        if folder.checkpoints.steps():
-            hint = " ".join(["pipebench run --resume", folder.run_id, *asked.changes])
-            print(f"pipebench: its checkpoints are kept: {hint}", file=sys.stderr)
+            folder.say_how_to_go_on(asked.changes)
         raise WorkersFailedError(code or 3)
-    return RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
+    result = RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
+    if result.outcome == STOPPED:
+        folder.say_how_to_go_on(asked.changes)
+    return result
 
 
 def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, LoadedRecipe]:
@@ -164,10 +175,10 @@ def work(loaded: LoadedRecipe, asked: Asked) -> None:
     with collected_log(facts.verbose) as log_text, torch_settings(engine):
         prepared = _prepared(loaded, recipe, world, folder, asked)
         check_world_size(world.size, prepared.setup.pipeline.num_workers, str(prepared.setup.plan))
-        keeping = _keeping(world, folder, goes_on=asked.resumed is not None)
+        keeping = _keeping(world, folder, prepared, goes_on=asked.resumed is not None)
         process = _Process(world, folder, prepared, keeping)
         if world.rank == 0:
-            _first(loaded, process, log_text)
+            _first(loaded, process, log_text, asked.changes)
         else:
             process.train(Silent(), lambda point: None)
     world.close()
@@ -213,7 +224,7 @@ class _Process:
         return found
 
 
-def _first(loaded: LoadedRecipe, process: _Process, log_text: Any) -> None:
+def _first(loaded: LoadedRecipe, process: _Process, log_text: Any, changes: Sequence[str]) -> None:
     """Do rank 0's part: train, record, print, and leave the result in the run's folder."""
     from pipebench.runner import recorded_run
 
@@ -222,11 +233,13 @@ def _first(loaded: LoadedRecipe, process: _Process, log_text: Any) -> None:
     if not _is_restart(process.world):
         folder.update(started_at_s=time.time())
     tracking = Tracking(facts.suite)
-    recorded_run(
+    result = recorded_run(
         loaded, process.prepared, facts.name, tracking, facts.parent_mlflow_run_id, log_text, process.train,
         mlflow_run_id=facts.mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
         on_result=lambda result: replace_file(folder.result_path, result.to_json().encode()),
     )  # fmt: skip
+    if result.outcome == STOPPED and not launched_by_us():  # else the launcher says it
+        folder.say_how_to_go_on(changes)
 
 
 def _close_record(folder: RunFolder, code: int) -> None:
@@ -283,13 +296,13 @@ def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFol
         decided = Decided.of(prepared_recipe(loaded, recipe, trains=False), asked.changes)
         replace_file(path, decided.to_json().encode())
     world.barrier()
-    decided = Decided.from_json(path.read_text(encoding="utf-8"))
+    decided = _read_decision(folder)
     check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))
 
     def measure(known: Profiled, profile: Profile) -> Profile:
         return _measured_together(recipe, known, profile, world)
 
-    together = Profile.from_json(decided.profile).source == _MEASURED and world.size > 1
+    together = kept_profile(decided).source == _MEASURED and world.size > 1
     prepared = prepared_recipe(loaded, recipe, decided=decided, measure_again=measure if together else None)
     costs = replace(prepared.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
     return replace(prepared, setup=replace(prepared.setup, device=world.device, costs=costs))
@@ -303,22 +316,23 @@ def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world:
     return mean_profile([Profile.from_json(text) for text in world.exchange(mine.to_json())])
 
 
-def _keeping(world: World, folder: RunFolder, *, goes_on: bool) -> Keeping:
-    """Return where checkpoints go and the one to begin with: the newest whole one, as rank 0 sees it."""
+def _keeping(world: World, folder: RunFolder, prepared: Prepared, *, goes_on: bool) -> Keeping:
+    """Return where checkpoints go and the one to begin with: the newest that is whole and fits, as rank 0 sees it."""
     restarted = _is_restart(world)
-    found, step = None, -1
+    found = None
     if world.rank == 0 and (restarted or goes_on):
-        found, skipped = folder.checkpoints.latest()
+        found, skipped = newest(folder.checkpoints, prepared)
+        if found is None and not restarted:
+            raise nothing_to_go_on_from(folder.run_id, skipped)
         for sentence in skipped:
             print(f"pipebench: {sentence}", file=sys.stderr, flush=True)
-        step = -1 if found is None else found.step
         where = "the beginning" if found is None else f"minibatch {found.step}"
         print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
-    step = world.exchange(step)[0]
+    chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
-    if step >= 0:
-        found = found or folder.checkpoints.at(step, check=False)
-        since_s = max(found.progress["saved_at_s"], since_s or 0.0)
+    if chosen is not None:
+        found = found or as_checked(folder.checkpoints.at(chosen[0], check=False), set(chosen[1]))
+        since_s = max(found.progress.saved_at_s, since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
     return Keeping(folder.checkpoints, found, world.exchange(lost_s)[0])
 

@@ -8,20 +8,38 @@ pipebench-runs/quickstart-1f0c9a7e/
 """
 
 import json
+import re
 import secrets
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipebench.errors import UserError, nearest
+from pipebench.json_rules import JsonError, finite, flag, list_of, optional, record, shown, text, whole
 
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE, _RESULT = "run.json", "recipe.yaml", "result.json"
+_DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # what makes a run's id of its recipe's name
+_RULE = record(
+    {
+        "run_id": text,
+        "name": text,
+        "suite": text,
+        "seed": whole(0, 2**63 - 1),
+        "words": list_of(text),
+        "parent_mlflow_run_id": optional(text),
+        "mlflow_run_id": optional(text),
+        "verbose": flag,
+        "started_at_s": optional(finite),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -87,11 +105,29 @@ class RunFolder:
         """
         path = self.path / _RUN
         try:
-            return _facts(json.loads(path.read_bytes()))
+            data = json.loads(self.read_bytes(_RUN))
+            _RULE(data, "")
+        except JsonError as error:
+            raise UserError(f"{path}: isn't the description of a run of pipebench: {error}") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}: isn't the description of a run of pipebench") from None
+        if data["run_id"] != self.run_id:
+            raise UserError(f"{path}: run_id: got {shown(data['run_id'])}, allowed is the folder's name, {self.run_id}")
+        return RunFacts(**{**data, "words": tuple(data["words"])})
+
+    def read_bytes(self, name: str) -> bytes:
+        """Return what is in one of the run's files.
+
+        Raises:
+            UserError: it can't be read, or isn't a file: a pipe would be waited for for ever.
+        """
+        path = self.path / name
+        try:
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path}: isn't a file")
+            return path.read_bytes()
         except OSError as error:
             raise UserError(f"{path}: can't be read: {error.strerror}") from error
-        except (ValueError, TypeError):
-            raise UserError(f"{path}: isn't the description of a run of pipebench") from None
 
     def update(self, **changes: Any) -> RunFacts:
         """Change some facts and return all; readers find the old or the new ones, never half of them.
@@ -103,6 +139,16 @@ class RunFolder:
         facts = replace(self.read(), **changes)
         self.write_json(_RUN, asdict(facts))
         return facts
+
+    def say_how_to_go_on(self, changes: Sequence[str]) -> None:
+        """Print the command that goes on with the run, if there is a checkpoint of it.
+
+        Args:
+            changes: the overrides that it went on with before, beside its recipe.
+        """
+        if self.checkpoints.steps():
+            command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
+            print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
     def keep_mlflow_run_id(self, run_id: str) -> None:
         """Note MLflow's id of the run, so that it can go on under it."""
@@ -161,7 +207,8 @@ def find(run: str) -> RunFolder:
     """Return the folder of a run in the working directory.
 
     Args:
-        run: its id, the start of one that no other run has, its MLflow run id, or the folder's path.
+        run: its id, the name of its recipe if no other run is of that, the start of an id that no other run has, its
+            MLflow run id, or the folder's path.
 
     Raises:
         UserError: there is none, or there are several; names the nearest or all.
@@ -174,7 +221,9 @@ def find(run: str) -> RunFolder:
     of_mlflow = [folder for folder in known.values() if run and _mlflow_run_id(folder) == run]
     if of_mlflow:
         return of_mlflow[0]
-    starting = [run_id for run_id in known if run and run_id.startswith(run)]
+    named = [run_id for run_id in known if run_id.startswith(run) and _DIGITS.fullmatch(run_id[len(run) :])]
+    # A recipe's own name means its runs, whatever other recipes' names begin with it.
+    starting = named or [run_id for run_id in known if run and run_id.startswith(run)]
     if len(starting) == 1:
         return known[starting[0]]
     if starting:
@@ -195,17 +244,3 @@ def _mlflow_run_id(folder: RunFolder) -> str | None:
 def _listed(run_ids: Sequence[str]) -> str:
     more = f" and {len(run_ids) - 5} more" if len(run_ids) > 5 else ""
     return ", ".join(run_ids[:5]) + more
-
-
-def _facts(data: Mapping[str, Any]) -> RunFacts:
-    """Return facts from JSON.
-
-    Raises:
-        TypeError: something is missing or of another type.
-    """
-    facts = RunFacts(**{**data, "words": tuple(data.get("words", ()))})
-    for each in fields(RunFacts):
-        value = getattr(facts, each.name)
-        if not isinstance(value, each.type if isinstance(each.type, type) else object):
-            raise TypeError(each.name)
-    return facts

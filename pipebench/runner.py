@@ -9,13 +9,16 @@ import itertools
 import logging
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipebench import console, pictures, run_folder
+from pipebench.checkpoint.store import Checkpoints
 from pipebench.device import environment, torch_settings
+from pipebench.engine.gate import StopRequest
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
 from pipebench.prediction import compare, prediction_markdown
 from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
@@ -26,9 +29,10 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
-from pipebench.run_folder import RunFolder
+from pipebench.resume import newest, nothing_to_go_on_from
 from pipebench.schedule.drawing import draw as draw_schedule
 from pipebench.simulated import predicted_metrics, simulate_epoch
+from pipebench.stopping import stopping_on_signals
 from pipebench.suite import Suite
 from pipebench.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
@@ -151,19 +155,24 @@ def _run_one(
     assert tracking is not None
     with collected_log(suite.verbose) as log_text, torch_settings(recipe.engine):
         prepared = prepared_recipe(loaded, recipe, tells=True)
-        keeping, folder = _keeping(loaded, prepared, name, suite)
+        if kind == SIMULATED:
+            return recorded_run(
+                loaded, prepared, name, tracking, parent, log_text, lambda *_: simulate_epoch(prepared)
+            )  # fmt: skip
+        folder = _LateFolder(loaded, prepared, name, suite)
+        keeping, stop = folder.keeping(), StopRequest()
 
         def train(progress: Progress, on_point: Callable[[Point], None]) -> tuple[RunResult, Timeline]:
-            if kind == SIMULATED:
-                return simulate_epoch(prepared)
-            return train_to_target(prepared, on_virtual_clock(prepared), progress, on_point, keeping)
+            with stopping_on_signals(stop):
+                return train_to_target(prepared, on_virtual_clock(prepared, stop), progress, on_point, keeping)
 
-        if folder is None:
-            return recorded_run(loaded, prepared, name, tracking, parent, log_text, train)
-        return recorded_run(
+        result = recorded_run(
             loaded, prepared, name, tracking, parent, log_text, train,
-            mlflow_run_id=folder.read().mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
+            mlflow_run_id=folder.mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
         )  # fmt: skip
+    if result.outcome == INTERRUPTED and folder.made is not None:
+        folder.made.say_how_to_go_on(suite.overrides if suite.resumed is not None else ())
+    return result
 
 
 def recorded_run(
@@ -281,23 +290,63 @@ def _trained(
         return train(progress, log.point)
 
 
-def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) -> tuple[Keeping, RunFolder | None]:
-    """Return where a virtual run's checkpoints go: into a folder of its own if it asks for any."""
-    recipe = prepared.recipe
-    if suite.resumed is not None:
-        found, skipped = suite.resumed.checkpoints.latest()
-        for sentence in skipped:
-            print(f"pipebench: {sentence}", file=sys.stderr)
-        if found is None:
-            raise UserError(f"--resume: run {suite.resumed.run_id} has no whole checkpoint")
-        return Keeping(suite.resumed.checkpoints, found), suite.resumed
-    if recipe.train.checkpoint_every is None or recipe.engine.kind == SIMULATED:
-        return Keeping(), None
-    folder = run_folder.create(
-        name, recipe=recipe.name, recipe_yaml=recipe_yaml(loaded, recipe.train.seed), suite=suite.name,
-        seed=recipe.train.seed, words=(str(loaded.path), *suite.overrides), verbose=suite.verbose,
-    )  # fmt: skip
-    return Keeping(folder.checkpoints), folder
+class _LateFolder:
+    """The folder of a virtual run: made at the start if the recipe asks for checkpoints, else once it is stopped.
+
+    Attributes:
+        made: the folder, once there is one.
+        mlflow_run_id: MLflow's id of the run, as far as it is known.
+    """
+
+    def __init__(self, loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) -> None:
+        self._loaded, self._prepared, self._name, self._suite = loaded, prepared, name, suite
+        self._changing = threading.Lock()
+        self.made = suite.resumed
+        self.mlflow_run_id = None if self.made is None else self.made.read().mlflow_run_id
+
+    def keeping(self) -> Keeping:
+        """Return where the run's checkpoints go, and where it goes on.
+
+        Raises:
+            UserError: it is to go on, and has no checkpoint that can be used.
+        """
+        if self.made is not None:
+            found, skipped = newest(self.made.checkpoints, self._prepared)
+            if found is None:
+                raise nothing_to_go_on_from(self.made.run_id, skipped)
+            for sentence in skipped:
+                print(f"pipebench: {sentence}", file=sys.stderr)
+            return Keeping(self.made.checkpoints, found)
+        if self._prepared.recipe.train.checkpoint_every is None:
+            return Keeping(when_stopped=self._make_late)
+        return Keeping(self._make())
+
+    def keep_mlflow_run_id(self, run_id: str) -> None:
+        """Note MLflow's id of the run, in the folder as soon as there is one."""
+        with self._changing:
+            self.mlflow_run_id = run_id
+            if self.made is not None:
+                self.made.keep_mlflow_run_id(run_id)
+
+    def _make_late(self) -> Checkpoints | None:
+        """Make the folder of a run that is being stopped; what was trained is worth more than that."""
+        try:
+            return self._make()
+        except UserError as error:
+            print(f"pipebench: no checkpoint is kept: {error}", file=sys.stderr)
+            return None
+
+    def _make(self) -> Checkpoints:
+        recipe, suite = self._prepared.recipe, self._suite
+        made = run_folder.create(
+            self._name, recipe=recipe.name, recipe_yaml=recipe_yaml(self._loaded, recipe.train.seed), suite=suite.name,
+            seed=recipe.train.seed, words=(str(self._loaded.path), *suite.overrides), verbose=suite.verbose,
+        )  # fmt: skip
+        with self._changing:  # MLflow's id may come in another thread now
+            self.made = made
+            if self.mlflow_run_id is not None:
+                made.keep_mlflow_run_id(self.mlflow_run_id)
+        return made.checkpoints
 
 
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:

@@ -9,6 +9,7 @@ In a distributed run every process goes through this loop alike: what decides it
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -16,8 +17,10 @@ from typing import Any, Protocol
 import torch
 
 from pipebench.answer import byte_metrics, describe, stage_rows, together
+from pipebench.checkpoint.progress import Progress as Kept
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part
+from pipebench.checkpoint.store import Checkpoints, Part
+from pipebench.engine.gate import StopRequest
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import DivergedError
 from pipebench.measured import Measured
@@ -26,6 +29,7 @@ from pipebench.network import Network
 from pipebench.prepare import Prepared
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.resume import TakenUp, bytes_before, taken_by
 from pipebench.timeline import Timeline
 
 _LOG = logging.getLogger("pipebench.training")
@@ -112,14 +116,16 @@ class Keeping:
     """Where a run's checkpoints go, and the one it begins with.
 
     Attributes:
-        checkpoints: the run's; None keeps none.
+        checkpoints: the run's; None keeps none, but for one where the run is stopped.
         found: where to go on; None begins anew.
         lost_s: seconds by which the clock has run on since that checkpoint (or since the start, without one).
+        when_stopped: where the checkpoint of a run goes that is stopped and keeps no others; asked for then.
     """
 
     checkpoints: Checkpoints | None = None
-    found: Checkpoint | None = None
+    found: TakenUp | None = None
     lost_s: float = 0.0
+    when_stopped: Callable[[], Checkpoints | None] = lambda: None
 
 
 @dataclass
@@ -144,7 +150,9 @@ class _Run:
     checkpoint_s: float = 0.0
     training_s_at: list[float] = field(default_factory=list)  # of every point
     looks: int = 0  # losses seen since one was read from a GPU
+    lost_s: float = 0.0
     counted_from: tuple[int, float] = (0, 0.0)  # samples and training seconds before what the engine has counted
+    bytes_before: Counter[tuple[str, str]] = field(default_factory=Counter)  # sent before that
     reached: Point | None = None
     reached_training_s: float = 0.0
 
@@ -153,13 +161,13 @@ class _StoppedError(Exception):
     """All processes have agreed to end here."""
 
 
-def on_virtual_clock(prepared: Prepared) -> MakeEngine:
-    """Return what makes a virtual engine for a prepared recipe."""
+def on_virtual_clock(prepared: Prepared, stop: StopRequest | None = None) -> MakeEngine:
+    """Return what makes a virtual engine for a prepared recipe; `stop` may ask it to end early."""
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
         meter = Meter(prepared.setup.pipeline)
         network = Network(prepared.setup.cluster, meter.transfer)
-        return VirtualEngine(prepared.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter)
+        return VirtualEngine(prepared.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
 
     return make
 
@@ -222,31 +230,24 @@ def train_to_target(
 def _go_on(run: _Run, engine: Engine) -> None:
     """Start the clock, from the checkpoint on if there is one."""
     found, clock_s = run.keeping.found, run.keeping.lost_s
+    run.lost_s = run.keeping.lost_s
     if found is not None:
         kept = found.progress
-        clock_s += kept["clock_s"]
-        facts = kept["facts"][engine.position] if kept["taken_by"] == _taken_by(run.prepared) else None
-        samples_then = run.prepared.setup.sampler.samples_before(found.step)
-        counted_from = (samples_then, kept["training_s"]) if facts is None else kept["counted_from"]
+        clock_s += kept.clock_s
+        goes_on_counting = kept.taken_by == taken_by(run.prepared)
+        counted_from = kept.counted_from if goes_on_counting else (kept.samples, kept.training_s)
         run.counted_from = (int(counted_from[0]), float(counted_from[1]))
-        engine.restore(found.load(), facts, clock_s)
-        run.done, run.samples = found.step, run.prepared.setup.sampler.samples_before(found.step)
+        run.bytes_before = bytes_before(kept, with_facts=not goes_on_counting)
+        engine.restore(found.state, kept.facts[engine.position] if goes_on_counting else None, clock_s)
+        run.done, run.samples = found.step, kept.samples
         run.seen = run.told = run.samples
-        run.loss_sum, run.weight = kept["loss_sum"], kept["weight"]
-        run.training_s, run.evaluation_s, run.checkpoint_s = (
-            kept[name] for name in ("training_s", "evaluation_s", "checkpoint_s")
-        )
-        for point, training_s in zip(kept["points"], kept["training_s_at"], strict=True):
+        run.loss_sum, run.weight, run.lost_s = kept.loss_sum, kept.weight, run.lost_s + kept.lost_s
+        run.training_s, run.evaluation_s, run.checkpoint_s = kept.training_s, kept.evaluation_s, kept.checkpoint_s
+        for point, training_s in zip(kept.points, kept.training_s_at, strict=True):
             _note_point(run, Point(**point), training_s)
             # Again: the record may have died with the process that queued it. It takes no point twice.
             run.on_point(Point(**point))
     engine.start_clock(clock_s)
-
-
-def _taken_by(prepared: Prepared) -> str:
-    """Return what decides whether what workers counted can be added to: the engine and the plan."""
-    setup = prepared.setup
-    return f"{prepared.recipe.engine.kind}, {setup.plan.stages}, devices {setup.cluster.devices}"
 
 
 def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
@@ -307,7 +308,7 @@ def _train(run: _Run, engine: Engine, num_minibatches: int) -> None:
     reason = next((each for each in reasons if each.startswith(DIVERGED)), next(iter(reasons), None))
     if reason is not None:
         if not reason.startswith(DIVERGED):
-            _save(run, engine)
+            _save(run, engine, run.keeping.when_stopped())
         raise _StoppedError(reason)
 
 
@@ -334,9 +335,15 @@ def _note_point(run: _Run, point: Point, training_s: float) -> None:
             run.reached, run.reached_training_s = point, training_s
 
 
-def _save(run: _Run, engine: Engine) -> None:
-    """Write a checkpoint; where that fails, say so and train on: the one before stays."""
-    store = run.keeping.checkpoints
+def _save(run: _Run, engine: Engine, otherwise: Checkpoints | None = None) -> None:
+    """Write a checkpoint; where that fails, say so and train on: the one before stays.
+
+    Args:
+        run: the run; without a place for checkpoints it keeps none.
+        engine: drained.
+        otherwise: where to, in a run without such a place.
+    """
+    store = run.keeping.checkpoints or otherwise
     if store is None:
         return
     before_s, parts, problem = engine.clock_s, [], None
@@ -366,22 +373,24 @@ def _save(run: _Run, engine: Engine) -> None:
 
 def _progress(run: _Run, clock_s: float, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a checkpoint keeps of the training loop."""
-    return {
-        "taken_by": _taken_by(run.prepared),
-        "facts": list(facts),
-        "samples": run.samples,
-        "epoch": run.samples / run.prepared.setup.sampler.num_samples,
-        "points": [asdict(point) for point in run.points],
-        "training_s_at": run.training_s_at,
-        "counted_from": run.counted_from,
-        "loss_sum": run.loss_sum,
-        "weight": run.weight,
-        "training_s": run.training_s,
-        "evaluation_s": run.evaluation_s,
-        "checkpoint_s": run.checkpoint_s,
-        "clock_s": clock_s,
-        "saved_at_s": time.time(),
-    }
+    return Kept(
+        taken_by=taken_by(run.prepared),
+        facts=[dict(each) for each in facts],
+        samples=run.samples,
+        epoch=run.samples / run.prepared.setup.sampler.num_samples,
+        points=[asdict(point) for point in run.points],
+        training_s_at=run.training_s_at,
+        counted_from=list(run.counted_from),
+        loss_sum=run.loss_sum,
+        weight=run.weight,
+        training_s=run.training_s,
+        evaluation_s=run.evaluation_s,
+        checkpoint_s=run.checkpoint_s,
+        clock_s=clock_s,
+        saved_at_s=time.time(),
+        lost_s=run.lost_s,
+        bytes_before=[[kind, level, num_bytes] for (kind, level), num_bytes in run.bytes_before.items()],
+    ).to_json()
 
 
 def _take_loss(run: _Run, loss: torch.Tensor, samples: int, weight: float) -> None:
@@ -423,8 +432,12 @@ def _metrics(run: _Run, facts: Mapping[str, Any], measured: Measured) -> dict[st
         "weight_versions_max": max(facts["weight_versions_max"]),
         "peak_memory_bytes_max": max(facts["peak_bytes"]),
         "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
-        **byte_metrics(facts["num_bytes"], samples - run.counted_from[0]),
+        **byte_metrics(run.bytes_before + facts["num_bytes"], samples),
     }
+    if run.counted_from[0] > 0:  # workers were others before: what they did with their time can't be added to
+        metrics["workers_counted_from_samples"] = run.counted_from[0]
+    if run.lost_s > 0:
+        metrics["lost_time_s"] = run.lost_s
     if run.keeping.checkpoints is not None:
         metrics["checkpoint_time_s"] = run.checkpoint_s
     if samples > 0 and training_s > 0:

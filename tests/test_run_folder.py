@@ -101,3 +101,13 @@ def test_a_working_directory_that_isnt_writable_is_named() -> None:
     Path("pipebench-runs").write_text("a file in the way")
     with pytest.raises(UserError, match=r"the run's folder can't be made: "):
         make()
+
+
+def test_a_recipes_own_name_means_its_run_whatever_others_begin_with_it() -> None:
+    """0.1.0: `quickstart` was answered with two runs, though only one was of the recipe of that name."""
+    own = make("small", "aa000000")
+    make("small-gpipe", "bb000000"), make("smaller", "cc000000")
+    assert find("small") == own
+    make("small", "dd000000")
+    with pytest.raises(UserError, match=r"'small', with which 2 runs begin: small-aa000000, small-dd000000$"):
+        find("small")

@@ -11,6 +11,7 @@ import torch
 
 from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part
 from pipebench.cluster import Cluster
+from pipebench.engine.gate import StopRequest
 from pipebench.prepare import Prepared, initial_model, learning_rate, travelling_sizes
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import (
@@ -24,6 +25,7 @@ from pipebench.recipe.schema import (
     TrainRecipe,
 )
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.resume import taken_up
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulated import simulate_epoch
 from pipebench.timeline import Timeline
@@ -238,7 +240,8 @@ def kept(
         engines.append(on_virtual_clock(given)(*told))
         return engines[-1]
 
-    result, _ = train_to_target(given, make, Silent(), on_point, Keeping(checkpoints, found))
+    goes_on = None if found is None else taken_up(found, given)
+    result, _ = train_to_target(given, make, Silent(), on_point, Keeping(checkpoints, goes_on))
     return result, engines[0]
 
 
@@ -356,3 +359,55 @@ def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path
     assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
     resumed, _ = kept(checkpointed(), Checkpoints(tmp_path / "again"), found)
     assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
+
+
+def test_bytes_add_up_over_plans(tmp_path: Path) -> None:
+    """An epoch under one plan, one under another, one under the first again: bytes are the whole run's."""
+    plans: list[Any] = [([4], [2, 1]), ([2, 4], [1, 1, 1]), ([4], [2, 1])]
+    alone = [train(prepared(recipe(max_epochs=1, target=None), plan=plan))[0].metrics for plan in plans]
+    store, result = Checkpoints(tmp_path), None
+    for index, plan in enumerate(plans):
+        given = prepared(recipe(max_epochs=index + 1, target=None), plan=plan)
+        result, _ = kept(given, store, store.latest()[0])
+        metrics = result.metrics
+        for name in alone[0]:
+            if name.startswith("comm_bytes") and "per_sample" not in name:
+                assert metrics[name] == sum(each.get(name, 0) for each in alone[: index + 1]), name
+        assert metrics["comm_bytes_per_sample"] == metrics["comm_bytes_total"] / (46 * (index + 1))
+        assert metrics.get("workers_counted_from_samples", 0) == 46 * index
+        assert metrics["throughput_samples_per_s"] > 0
+    assert "lost_time_s" not in metrics
+
+
+def test_lost_time_adds_up(tmp_path: Path) -> None:
+    store, given = Checkpoints(tmp_path), checkpointed(1)
+    kept(given, store)
+    for index in range(1, 3):
+        given = checkpointed(index + 1)
+        found = store.latest()[0]
+        assert found is not None
+        keeping = Keeping(store, taken_up(found, given), lost_s=7.0)
+        result, _ = train_to_target(given, on_virtual_clock(given), Silent(), lambda point: None, keeping)
+        assert result.metrics["lost_time_s"] == 7.0 * index
+    assert result.metrics["total_time_s"] > 14
+
+
+def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_path: Path) -> None:
+    """The recipe wants no checkpoints: a place is asked for once, when the run is stopped."""
+    given, stop, asked = prepared(recipe(max_epochs=5)), StopRequest(), []
+
+    class Stopping(Silent):
+        def evaluation(self, point: Point, epoch: float) -> None:
+            stop.reason = "interrupted"
+
+    def place() -> Checkpoints:
+        asked.append(1)
+        return Checkpoints(tmp_path)
+
+    result, _ = train_to_target(
+        given, on_virtual_clock(given, stop), Stopping(), lambda point: None, Keeping(when_stopped=place)
+    )
+    assert (result.outcome, result.sentence, asked) == (INTERRUPTED, "interrupted after 46 samples", [1])
+    found = Checkpoints(tmp_path).latest()[0]
+    assert found is not None
+    assert taken_up(found, given).progress.samples == 46

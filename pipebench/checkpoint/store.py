@@ -14,7 +14,7 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +24,20 @@ import torch
 
 from pipebench.checkpoint import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
+from pipebench.json_rules import JsonError, by_name, count, list_of, record, shown, text
 
 MANIFEST = "manifest.json"
 _FORMAT = "pipebench checkpoint 1"
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
+_RULE = record(
+    {
+        "format": text,
+        "step": count,
+        "parts": list_of(record({"file": text, "num_bytes": count, "sha256": text})),
+        "progress": by_name(lambda value, where: None),  # the training loop's, which checks it
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class Checkpoint:
         for part in self.parts:
             path = self.path / part.file
             try:
+                if not path.is_file() and path.exists():
+                    raise CheckpointError(f"{path}: isn't a file")
                 num_bytes = path.stat().st_size
                 if num_bytes != part.num_bytes:
                     raise CheckpointError(f"{path}: has {num_bytes:,} bytes instead of {part.num_bytes:,}")
@@ -156,11 +167,14 @@ class Checkpoints:
             with suppress(OSError, CheckpointError):
                 self._tidy(_read(folder))
 
-    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint in which every byte is what was written.
+    def latest(
+        self, before: int | None = None, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
+    ) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint in which every byte is what was written, and which fits.
 
         Args:
             before: look only at checkpoints of earlier steps.
+            fits: raises `CheckpointError` for one that can't be used, though all of it is there.
 
         Returns:
             The checkpoint, or None; and a sentence for each newer one that had to be skipped.
@@ -170,7 +184,9 @@ class Checkpoints:
             if before is not None and step >= before:
                 continue
             try:
-                return self.at(step), skipped
+                checkpoint = self.at(step)
+                fits(checkpoint)
+                return checkpoint, skipped
             except CheckpointError as error:
                 skipped.append(f"skipped the checkpoint of step {step}: {error}")
         return None, skipped
@@ -229,25 +245,51 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
 
+def reason_of(skipped: Sequence[str]) -> str:
+    """Return why no checkpoint can be used, as the end of a sentence, from what `latest` says of all of them."""
+    if not skipped:
+        return ""
+    others = len(skipped) - 1
+    more = f", nor can the {f'{others} ' if others > 1 else ''}older one{'s' if others > 1 else ''} be used"
+    return f": {skipped[0]}{more if others else ''}"
+
+
 def _read(folder: Path) -> Checkpoint:
     """Return what a manifest says, its parts unseen."""
     path = folder / MANIFEST
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for for ever
+            raise CheckpointError(f"{path}: isn't a file")
         data = json.loads(path.read_bytes())
         sha256 = data.pop("sha256")
-        if data["format"] != _FORMAT or sha256 != _hash_of(data):
+        if sha256 != _hash_of(data):
             raise ValueError
-        parts = tuple(Part(**part) for part in data["parts"])
-        checkpoint = Checkpoint(folder, int(data["step"]), dict(data["progress"]), parts)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing, so the checkpoint was never finished") from None
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: isn't what was written") from None
-    if folder.name != f"step-{checkpoint.step:08d}" or not all(_PART.fullmatch(part.file) for part in parts):
-        raise CheckpointError(f"{path}: belongs to another checkpoint, of step {checkpoint.step}")
-    return checkpoint
+    try:
+        return _checkpoint(folder, data)
+    except JsonError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _checkpoint(folder: Path, data: Any) -> Checkpoint:
+    """Return what a manifest says; raise a `JsonError` for what no manifest can say."""
+    if isinstance(data, dict) and data.get("format", _FORMAT) != _FORMAT:
+        raise JsonError(f"is of format {shown(data['format'])}, expected is {_FORMAT!r}")
+    _RULE(data, "")
+    parts, step = tuple(Part(**part) for part in data["parts"]), data["step"]
+    names = [part.file for part in parts]
+    if folder.name != f"step-{step:08d}" or not all(map(_PART.fullmatch, names)):
+        raise JsonError(f"belongs to another checkpoint, of step {step}")
+    if len({*names}) < len(names) or not names:
+        raise JsonError("names a part twice, or none at all")
+    return Checkpoint(folder, step, data["progress"], parts)
 
 
 def _load_part(path: Path) -> ModelState:
@@ -257,7 +299,7 @@ def _load_part(path: Path) -> ModelState:
         raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever torch finds wrong with a file of any kind
         reason = str(error).partition("\n")[0][:160]
         raise CheckpointError(f"{path}: can't be read as a checkpoint: {reason}") from error
 

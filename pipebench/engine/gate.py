@@ -20,8 +20,10 @@ segments have no minibatches; if one of them has begun the next segment, the cut
 """
 
 import itertools
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pipebench.schedule.instructions import Instruction, Op
@@ -162,3 +164,52 @@ class Gate:
         if cut is None or self._segment < cut.segment:
             return self._num_minibatches
         return min(cut.bound, self._num_minibatches) if self._segment == cut.segment else 0
+
+
+@dataclass
+class StopRequest:
+    """Asks a run whose workers share one process to end early.
+
+    Attributes:
+        reason: why, once it is asked to; a signal handler may set it at any moment.
+    """
+
+    reason: str | None = None
+
+
+class StoppableAdmission:
+    """What admits minibatches where all workers share one process: one gate for all, closed where they are.
+
+    Args:
+        stop: may ask for an end.
+        pipeline: the pipeline.
+        num_minibatches: of the segment.
+        multiple_of: segments end early at multiples of so many minibatches, see `Control`.
+        on_cut: told of the new length where a segment is cut short.
+    """
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        pipeline: Pipeline,
+        num_minibatches: int,
+        multiple_of: int,
+        on_cut: Callable[[int], None],
+    ) -> None:
+        self._stop, self._on_cut = stop, on_cut
+        self._gate = Gate(math.lcm(grain(pipeline), multiple_of))
+        self._gate.begin(0, num_minibatches)
+        self._open = True
+
+    @property
+    def limit(self) -> int:
+        """Minibatches of the segment that will run."""
+        return self._gate.limit
+
+    def admit(self, minibatch: int) -> bool:
+        """Return whether a minibatch may begin."""
+        if self._open and self._stop.reason is not None:
+            self._open = False
+            self._gate.settle(self._gate.close())
+            self._on_cut(self._gate.limit)
+        return self._gate.admit(minibatch)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from pipebench.checkpoint.state import ModelState
 from pipebench.costs import Costs
 from pipebench.engine.feed import Feed
+from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.replica import Replica
 from pipebench.engine.ring import of_one_type, ring_all_reduce
 from pipebench.engine.scores import Scores
@@ -27,7 +28,7 @@ from pipebench.measured import Measured
 from pipebench.meter import Meter, fractions
 from pipebench.network import Network
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.pipeline import Pipeline, forward_programs, programs
+from pipebench.schedule.pipeline import Pipeline, forward_programs
 from pipebench.simulate import Event, Simulation
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
 
@@ -49,6 +50,7 @@ class VirtualEngine:
         on_unit: told of every unit whose loss is known: its samples, its mean loss (NaN where reading it would keep a
             GPU waiting), the time.
         meter: takes note of every event, too.
+        stop: asks for an early end.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class VirtualEngine:
         on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
         meter: Meter | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         self.setup = setup
         self.network = network
@@ -70,6 +73,7 @@ class VirtualEngine:
         self._on_loss = on_loss
         self._on_unit = on_unit
         self._meter = meter or Meter(setup.pipeline)
+        self._stop = stop or StopRequest()
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
         self._handlers: dict[Op, Callable[[Worker, int, Instruction], None]] = {
             Op.LOAD_INPUT: lambda worker, unit, _: worker.load(unit),
@@ -102,8 +106,9 @@ class VirtualEngine:
         return min(1.0, self._meter.busy_s / elapsed_s) if elapsed_s > 0 else 0.0
 
     @property
-    def stop_reason(self) -> None:
-        """Nobody else could ask for an early end."""
+    def stop_reason(self) -> str | None:
+        """Why the run ends early, if it does."""
+        return self._stop.reason
 
     @property
     def position(self) -> int:
@@ -177,15 +182,29 @@ class VirtualEngine:
         self._reduced: dict[tuple[int, int], tuple[list[torch.Tensor | None], set[int]]] = {}
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches `first_minibatch` and after, then drain; return how many were trained on: all."""
+        """Train on minibatches `first_minibatch` and after, then drain.
+
+        Returns:
+            How many were trained on: fewer than asked for if a stop was asked for.
+        """
         self._clear()
+        pipeline = self.setup.pipeline
         self._feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
         for worker in self.workers:
             worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors)
-        setup = self.setup
-        self._play(setup.pipeline, setup.costs, programs(setup.pipeline, num_minibatches), self._execute)
-        self._average_buffers()
-        return num_minibatches
+        admission = StoppableAdmission(
+            self._stop, pipeline, num_minibatches, self.setup.sampler.streams or 1, self._cut
+        )
+        lists = [admitted_program(pipeline, index, num_minibatches, admission) for index in range(len(self.workers))]
+        self._play(pipeline, self.setup.costs, lists, self._execute)
+        if admission.limit > 0:
+            self._average_buffers()
+        return admission.limit
+
+    def _cut(self, num_minibatches: int) -> None:
+        """Let the segment end early."""
+        for worker in self.workers:
+            worker.end_early(num_minibatches)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on every held-out sample; return `eval_loss` and every metric of the dataset."""

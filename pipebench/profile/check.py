@@ -3,17 +3,30 @@
 A profile file may come from anywhere, so every fault is found here, before anything is planned with it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipebench.errors import ProfileError, nearest
+from pipebench.errors import ProfileError
+from pipebench.json_rules import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    JsonError,
+    Rule,
+    by_name,
+    by_samples,
+    count,
+    flag,
+    list_of,
+    record,
+    seconds,
+    shown,
+    text,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from pipebench.profile.model import LayerProfile, Profile
 
-# Beyond these a number is a slip, not a measurement: 31 years, and an exabyte.
-MAX_SECONDS = 1e9
-MAX_BYTES = 2**60
+__all__ = ["MAX_BYTES", "MAX_SECONDS", "check_json", "check_profile"]
 
 
 def check_json(data: Any, version: int) -> None:
@@ -30,8 +43,11 @@ def check_json(data: Any, version: int) -> None:
         raise ProfileError("isn't a pipebench profile: an object with the key 'pipebench_profile' is expected")
     found = data["pipebench_profile"]
     if isinstance(found, bool) or found != version:
-        raise ProfileError(f"is a profile of version {_shown(found)}, version {version} is expected: profile again")
-    _object(data, {"pipebench_profile": lambda *_: None, **_PROFILE}, "")
+        raise ProfileError(f"is a profile of version {shown(found)}, version {version} is expected: profile again")
+    try:
+        record({"pipebench_profile": lambda *_: None, **_PROFILE})(data, "")
+    except JsonError as error:
+        raise ProfileError(str(error)) from None
 
 
 def check_profile(profile: "Profile") -> None:
@@ -64,8 +80,8 @@ def _rows(rows: "Sequence[LayerProfile]", where: str) -> None:
     for index, row in enumerate(rows):
         problem = _problem(row, index, rows, index_of)
         if problem:
-            shown = row.name if row.name.isprintable() else _shown(row.name)
-            raise ProfileError(f"{where}, layer {index} ({shown}): {problem}")
+            name = row.name if row.name.isprintable() else shown(row.name)
+            raise ProfileError(f"{where}, layer {index} ({name}): {problem}")
         index_of[row.name] = index
     computing = {row.name for row in rows if not row.is_input}
     for index, row in enumerate(rows):
@@ -96,123 +112,30 @@ def _problem(
     return None
 
 
-_Rule = Callable[[Any, str], None]
-
-
-def _object(value: Any, rules: Mapping[str, _Rule], where: str) -> None:
-    """Check that a value is an object with exactly these keys, each by its own rule."""
-    if not isinstance(value, dict):
-        raise _wrong(value, where, "an object")
-    for key in value:
-        if key not in rules:
-            raise ProfileError(f"{_at(where)}unknown key {_shown(key)}{nearest(key, rules)}")
-    for key, rule in rules.items():
-        if key not in value:
-            raise ProfileError(f"{_at(where)}{key!r} is missing")
-        rule(value[key], f"{where}.{key}" if where else key)
-
-
-def _text(value: Any, where: str) -> None:
-    if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise _wrong(value, where, "text")
-
-
-def _flag(value: Any, where: str) -> None:
-    if not isinstance(value, bool):
-        raise _wrong(value, where, "true or false")
-
-
-def _count(value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_BYTES:
-        raise _wrong(value, where, "a whole number from 0 on")
-
-
-def _seconds(value: Any, where: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= MAX_SECONDS:  # NaN isn't either
-        raise _wrong(value, where, f"seconds from 0 to {MAX_SECONDS:g}")
-
-
-def _list_of(rule: _Rule) -> _Rule:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, list):
-            raise _wrong(value, where, "a list")
-        for index, item in enumerate(value):
-            rule(item, f"{where}[{index}]")
-
-    return check
-
-
-def _by_name(rule: _Rule) -> _Rule:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise _wrong(value, where, "an object")
-        for name, item in value.items():
-            _text(name, where)
-            rule(item, f"{where}[{_shown(name)}]")
-
-    return check
-
-
-def _by_samples(rule: _Rule) -> _Rule:
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise _wrong(value, where, "an object")
-        for size, item in value.items():
-            plain = size.isascii() and size.isdecimal() and len(size) < 16
-            if not plain or str(int(size)) != size or size == "0":
-                raise _wrong(size, where, "numbers of samples as keys")
-            rule(item, f"{where}[{size}]")
-
-    return check
-
-
-def _row(value: Any, where: str) -> None:
-    _object(value, _LAYER, where)
-
-
-def _wrong(value: Any, where: str, allowed: str) -> ProfileError:
-    return ProfileError(f"{_at(where)}got {_shown(value)}, allowed is {allowed}")
-
-
-def _at(where: str) -> str:
-    return f"{where}: " if where else ""
-
-
-def _shown(value: Any) -> str:
-    """Return a value as it can stand in a sentence: short, on one line; what holds other things only as what it is."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    if isinstance(value, int) and abs(value) > MAX_BYTES:  # a number of thousands of digits has no text at all
-        return "a huge number"
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-_LAYER: Mapping[str, _Rule] = {
-    "name": _text,
-    "kind": _text,
-    "forward_s": _seconds,
-    "backward_s": _seconds,
-    "output_bytes": _count,
-    "gradient_bytes": _count,
-    "reads": _list_of(_count),
-    "inputs": _list_of(_text),
-    "parameter_sizes": _by_name(_count),
-    "buffer_sizes": _by_name(_count),
-    "saved_bytes": _count,
-    "output_parts": _list_of(_count),
-    "is_input": _flag,
+_LAYER: Mapping[str, Rule] = {
+    "name": text,
+    "kind": text,
+    "forward_s": seconds,
+    "backward_s": seconds,
+    "output_bytes": count,
+    "gradient_bytes": count,
+    "reads": list_of(count),
+    "inputs": list_of(text),
+    "parameter_sizes": by_name(count),
+    "buffer_sizes": by_name(count),
+    "saved_bytes": count,
+    "output_parts": list_of(count),
+    "is_input": flag,
 }
-_PROFILE: Mapping[str, _Rule] = {
-    "model": _text,
-    "device": _text,
-    "source": _text,
-    "note": _text,
-    "layers": _by_samples(_list_of(_row)),
-    "update_s_per_byte": _seconds,
-    "update_floor_s": _seconds,
-    "load_s": _by_samples(_seconds),
-    "whole_step_s": _by_samples(_seconds),
-    "state_bytes_per_byte": _count,
+_PROFILE: Mapping[str, Rule] = {
+    "model": text,
+    "device": text,
+    "source": text,
+    "note": text,
+    "layers": by_samples(list_of(record(_LAYER))),
+    "update_s_per_byte": seconds,
+    "update_floor_s": seconds,
+    "load_s": by_samples(seconds),
+    "whole_step_s": by_samples(seconds),
+    "state_bytes_per_byte": count,
 }

@@ -62,7 +62,7 @@ def profile_for(
         spec = find_device(cluster.device)
         return analytic_profile(graph, dataset, sizes, spec, optimizer, text, on_progress)
     if timing != "measured":
-        found = _fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
+        found = fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
         return _with_the_models_bytes(found, timing, graph, dataset, sizes, optimizer, text)
     if cluster.device != LOCAL and recipe.engine.kind != "distributed":
         raise ProfileError(
@@ -111,8 +111,18 @@ def _timing(recipe: Recipe, cluster: Cluster) -> str:
     return timing
 
 
-def _fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:
-    """Return the profile's layers that do work, once sure that they are those of this model at these sizes."""
+def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:
+    """Return the profile's layers that do work, once sure that they are those of this model at these sizes.
+
+    Args:
+        profile: of any model.
+        path: which one it is, for the sentence.
+        graph: the model's.
+        sizes: numbers of samples that travel.
+
+    Raises:
+        ProfileError: it is of another model, or lacks a size.
+    """
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
         raise ProfileError(
@@ -130,6 +140,11 @@ def _fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int
                 raise ProfileError(
                     f"profile {path} is of another model: layer {index} is {row.name}, expected is {ours}"
                 )
+            wanted = {*graph.layers[index].parameters} if index < len(graph.layers) else set()
+            if _says_samples(profile) and {*row.parameters} != wanted:
+                problem = f"layer {ours} has {len(row.parameters)} parameters, expected are {len(wanted)}"
+                other = next(iter({*row.parameters} ^ wanted))
+                raise ProfileError(f"profile {path} is of another model: {problem} ({other} is in one of them only)")
         if len(work) != len(expected):
             raise ProfileError(f"profile {path} is of another model: {len(work)} layers, expected are {len(expected)}")
         layers[size] = tuple(

@@ -168,7 +168,13 @@ def test_mistakes_are_answered_in_a_sentence(tmp_path: Path) -> None:
 def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
     folder, _ = trained()
     folder.recipe_path.write_text(RECIPE.replace("MAKE", "unused"))
-    assert refused(folder.run_id) == "the checkpoint has head.bias, which the model of recipe small has not"
+    problem = "parameter head.bias: is in the checkpoint, but not in the model (recipe small)"
+    found = folder.path / "checkpoints/step-00000008"
+    assert refused(folder.run_id) == (
+        f"run {folder.run_id} has no whole checkpoint to export: skipped the checkpoint of step 8: {found}: {problem}, "
+        "nor can the older one be used"
+    )
+    assert refused(folder.run_id, "--step", "8") == f"{found}: {problem}"
 
 
 def test_only_damaged_checkpoints_is_no_checkpoint() -> None:

@@ -147,6 +147,7 @@ def test_ctrl_c_and_going_on_under_another_plan(tmp_path: Path) -> None:
         result, step = result_of(run), max(run.steps())
         assert run.run_folder is not None
         run_id = run.run_folder.name
+        assert run.output.count(f"pipebench: its checkpoints are kept: pipebench run --resume {run_id}\n") == 1
     assert result["outcome"] == "interrupted"
     assert result["sentence"] == f"interrupted after {step * 32:,} samples"
     before = recorded(tmp_path)

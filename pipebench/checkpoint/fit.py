@@ -1,0 +1,177 @@
+"""Whether a checkpoint fits a model: every tensor in it is compared with what the model and its optimizer would hold.
+
+Nothing of a checkpoint is used before all of it has been found to fit. One that doesn't was spoilt, or belongs to a
+model whose code has changed since; either way it is passed over like one that is torn.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipebench.checkpoint.optimizers import FreshStates
+from pipebench.checkpoint.share import own_names
+from pipebench.checkpoint.state import CheckpointError, ModelState
+from pipebench.checkpoint.tensors import Form, check_form, has_nan, kind_of
+from pipebench.graph import LayerGraph, carries_state, forget_states, run_node
+from pipebench.profile.shapes import without_data
+from pipebench.sampling import microbatch_sizes
+
+if TYPE_CHECKING:
+    from pipebench.engine.setup import Setup
+
+
+def check_fits(state: ModelState, setup: "Setup", step: int) -> ModelState:
+    """Compare a checkpoint with a model, its optimizer and its data.
+
+    Args:
+        state: of the whole model, taken under any plan.
+        setup: what is to go on; its graph holds initial weights, or is on the meta device.
+        step: minibatches done.
+
+    Returns:
+        What is to be taken up: the state, without that of an optimizer that keeps none any more.
+
+    Raises:
+        CheckpointError: names the first tensor that doesn't fit, what was found and what is expected.
+    """
+    check_weights(state, setup.graph)
+    own = _own_tensors(setup.graph)
+    optimizer = _fitting_optimizer(state, setup, own)
+    for key, counter in state.counters.items():
+        replica, _, name = key.partition("/")
+        if not replica.isdecimal() or int(replica) < 1 or name not in own or own[name].is_floating_point():
+            raise CheckpointError(f"counter {key!r}: found one that the model has not, as REPLICA/BUFFER")
+        check_form(f"counter {key}", counter, Form.of(own[name]))
+    _check_carried(state.carried, setup, step)
+    return ModelState(state.parameters, optimizer, state.buffers, state.counters, state.carried)
+
+
+def check_weights(state: ModelState, graph: LayerGraph) -> None:
+    """Compare a checkpoint's parameters and buffers with a model's.
+
+    Raises:
+        CheckpointError: names the first that is missing, unknown, or of another shape or type.
+    """
+    own, held = _own_tensors(graph), set(_held(graph))
+    parameters = {name for name, tensor in own.items() if isinstance(tensor, nn.Parameter)}
+    for what, found, names in (
+        ("parameter", state.parameters, parameters), ("buffer", state.buffers, own.keys() - parameters),
+    ):  # fmt: skip
+        for name in sorted(found.keys() - names):
+            raise CheckpointError(f"{what} {name}: is in the checkpoint, but not in the model")
+        for name in sorted((names & held) - found.keys()):
+            raise CheckpointError(f"{what} {name}: is in the model, but not in the checkpoint")
+        for name, tensor in found.items():
+            check_form(f"{what} {name}", tensor, Form.of(own[name]))
+            if what == "parameter" and has_nan(tensor) and not _began_with_nan(own[name]):
+                raise CheckpointError(f"parameter {name}: found an element that isn't a number (NaN)")
+
+
+def _fitting_optimizer(state: ModelState, setup: "Setup", own: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    fresh, taken = FreshStates(setup.make_optimizer), {}
+    for name, found in state.optimizer.items():
+        parameter = own.get(name)
+        if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
+            raise CheckpointError(
+                f"the optimizer's state of {name}: is in the checkpoint, but the model doesn't train it"
+            )
+        if fresh.check(name, found, Form.of(parameter), may_be_nan=_began_with_nan(parameter)):
+            taken[name] = found
+    return taken
+
+
+def _own_tensors(graph: LayerGraph) -> dict[str, torch.Tensor]:
+    """Return every tensor of a layer graph by the model's own name."""
+    root = graph.root
+    tensors = {
+        **dict(root.named_buffers(remove_duplicate=False)),
+        **dict(root.named_parameters(remove_duplicate=False)),
+    }
+    return {own: tensors[name] for name, own in own_names(graph).items()}
+
+
+def _held(graph: LayerGraph) -> Iterator[str]:
+    """Yield the own names of the tensors that some stage holds under every plan: those that the graph's nodes read."""
+    own = own_names(graph)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and node.users and str(node.target) in own:
+            yield own[str(node.target)]
+        if node.op == "call_module":
+            module, path = graph.root.get_submodule(str(node.target)), str(node.target)
+            for named in (module.named_parameters(path), module.named_buffers(path)):
+                yield from (own[name] for name, _ in named)
+
+
+def _began_with_nan(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds elements that aren't numbers from the start: rows that are never looked at."""
+    return tensor.device.type != "meta" and has_nan(tensor)
+
+
+def _check_carried(carried: Mapping[str, Any], setup: "Setup", step: int) -> None:
+    """Compare what modules carry with what they carry after one minibatch of as many samples.
+
+    Every stream that has begun has a state of every such module, in each microbatch it was cut into then.
+    """
+    streams = range(min(setup.sampler.streams or 0, step))
+    modules = _stateful(setup.graph) if streams else []
+    num_samples = setup.sampler.size(0)
+    numbers = [key.split("/", 2)[1] for key in carried if key.count("/") >= 2]
+    last = max((int(number) for number in numbers if number.isdecimal() and len(number) < 10), default=0)
+    sizes = microbatch_sizes(num_samples, min(last + 1, num_samples))
+    expected = {
+        f"{s}/{m}/{module}": (size, module) for s in streams for m, size in enumerate(sizes) for module in modules
+    }
+    for key in sorted(carried.keys() - expected.keys()):
+        raise CheckpointError(
+            f"state {key!r}: is in the checkpoint, but no module carries it (as STREAM/MICROBATCH/MODULE)"
+        )
+    for key in sorted(expected.keys() - carried.keys()):
+        raise CheckpointError(f"state {key!r}: is carried from minibatch to minibatch, but not in the checkpoint")
+    forms = {size: _carried_forms(setup, modules, size) for size, _ in set(expected.values())}
+    for key, (size, module) in expected.items():
+        _check_leaves(f"what module {module} carries ({key})", carried[key], forms[size][module])
+
+
+def _stateful(graph: LayerGraph) -> list[str]:
+    """Return the qualified names of the modules that carry something."""
+    called = dict.fromkeys(str(layer.node.target) for layer in graph.layers if layer.node.op == "call_module")
+    return [
+        f"{path}.{inner}" if inner else path
+        for path in called
+        for inner, part in graph.root.get_submodule(path).named_modules()
+        if carries_state(part)
+    ]
+
+
+def _carried_forms(setup: "Setup", modules: Sequence[str], num_samples: int) -> dict[str, Any]:
+    """Return what modules carry after some samples, as tensors without data: by module."""
+    graph, dataset = setup.graph, setup.dataset
+    root = without_data(graph.root).train()
+    forget_states(root)
+    fields = dataset.example(num_samples)
+    env: dict[Any, Any] = {
+        node: fields[name].to("meta")
+        for node, name in zip(graph.graph.find_nodes(op="placeholder"), dataset.inputs, strict=True)
+    }
+    with torch.no_grad():
+        for layer in graph.layers:
+            env[layer.node] = run_node(root, layer.node, env)
+    return {module: root.get_submodule(module).carried_state for module in modules}
+
+
+def _check_leaves(what: str, found: Any, expected: Any) -> None:
+    """Compare two nested lists, tuples and dictionaries, tensor by tensor."""
+    leaves, structure = pytree.tree_flatten(found)
+    wanted, wanted_structure = pytree.tree_flatten(expected)
+    if structure != wanted_structure:
+        raise CheckpointError(
+            f"{what}: found {kind_of(found)} of {len(leaves)} leaves, expected is {kind_of(expected)} of {len(wanted)}"
+        )
+    for index, (leaf, like) in enumerate(zip(leaves, wanted, strict=True)):
+        if isinstance(like, torch.Tensor):
+            check_form(f"{what}, tensor {index}", leaf, Form.of(like))
+        elif type(leaf) is not type(like):
+            raise CheckpointError(f"{what}, item {index}: found {kind_of(leaf)}, expected is {kind_of(like)}")

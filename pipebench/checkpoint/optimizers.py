@@ -1,0 +1,118 @@
+"""What an optimizer keeps for a parameter, found out by letting it take a few steps on one of that shape.
+
+There is no list of optimizers here: whatever `make_optimizer` makes shows by itself which keys it keeps, and in which
+shapes and types: of the parameter's shape (momentum), scalars (step), rows and columns (Adafactor), plain numbers.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipebench.checkpoint.state import CheckpointError
+from pipebench.checkpoint.tensors import Form, check_form, check_plain, has_nan, kind_of
+
+if TYPE_CHECKING:
+    from pipebench.engine.weights import MakeOptimizer
+
+_STEPS = 3  # some keep a thing from the second step on, or have None in it before
+_COUNTER = "step"  # what every optimizer of torch.optim calls the number of its steps
+_LARGEST = 2**53  # whole numbers that a float holds
+
+_Kept = list[dict[str, Any]]  # after each step, by key: the form of a tensor, or the value itself
+
+
+class FreshStates:
+    """What an optimizer keeps for parameters of some shapes.
+
+    Args:
+        make_optimizer: the recipe's.
+    """
+
+    def __init__(self, make_optimizer: "MakeOptimizer") -> None:
+        self._make_optimizer = make_optimizer
+        self._known: dict[Form, tuple[_Kept, bool]] = {}
+
+    def check(self, name: str, found: Mapping[str, Any], parameter: Form, *, may_be_nan: bool = False) -> bool:
+        """Compare a parameter's state with what the optimizer keeps for such a one.
+
+        Args:
+            name: the parameter.
+            found: its state.
+            parameter: its form.
+            may_be_nan: the parameter began with elements that aren't numbers.
+
+        Returns:
+            Whether it is to be taken up: an optimizer that keeps nothing (momentum 0 now) has no use for it.
+
+        Raises:
+            CheckpointError: names the parameter and the key, what was found and what is expected.
+        """
+        kept, is_torchs = self._fresh(parameter)
+        if not kept[0] and not kept[-1]:
+            return False
+        for key in kept[0].keys() - found.keys():
+            raise CheckpointError(f"the optimizer's {key} of {name}: found nothing, expected is {_said(kept, key)}")
+        for key, value in found.items():
+            where = f"the optimizer's {key} of {name}"
+            if any(key in each for each in kept):
+                _check_known(where, value, [each[key] for each in kept if key in each])
+            elif is_torchs:  # all its state is there from the first step on
+                raise CheckpointError(f"{where}: found {kind_of(value)}, expected is {', '.join(kept[0])} only")
+            _check_numbers(where, key, value, may_be_nan=may_be_nan)
+        return True
+
+    def _fresh(self, parameter: Form) -> tuple[_Kept, bool]:
+        if parameter not in self._known:
+            tensor = torch.zeros(parameter.shape, dtype=parameter.dtype).requires_grad_()
+            optimizer = self._make_optimizer([tensor])
+            kept: _Kept = []
+            for _ in range(_STEPS):
+                tensor.grad = torch.ones_like(tensor)
+                optimizer.step()
+                state = optimizer.state.get(tensor, {})
+                kept.append({k: Form.of(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()})
+            self._known[parameter] = kept, type(optimizer).__module__.startswith("torch.optim")
+        return self._known[parameter]
+
+
+def _said(kept: _Kept, key: str) -> str:
+    return str(kept[0][key]) if isinstance(kept[0][key], Form) else kind_of(kept[0][key])
+
+
+def _check_known(where: str, found: Any, forms: list[Any]) -> None:
+    """Compare a value with those that fresh states had."""
+    expected = forms[-1]
+    if isinstance(found, torch.Tensor):
+        expected = next((form for form in reversed(forms) if isinstance(form, Form)), expected)
+        check_plain(where, found)
+    if isinstance(expected, Form) and not any(found is form for form in forms):  # None stands for nothing yet
+        check_form(where, found, expected)
+    elif not any(type(found) is type(form) for form in forms) and not isinstance(expected, Form):
+        raise CheckpointError(f"{where}: found {kind_of(found)}, expected is {kind_of(expected)}")
+
+
+def _check_numbers(where: str, key: str, value: Any, *, may_be_nan: bool) -> None:
+    """Refuse what no optimizer has counted or computed, in whatever lists and dictionaries it stands."""
+    if isinstance(value, torch.Tensor):
+        check_plain(where, value)
+        if has_nan(value) and not may_be_nan:
+            raise CheckpointError(f"{where}: found an element that isn't a number (NaN), expected are numbers")
+        if key != _COUNTER or value.numel() != 1 or value.is_complex():
+            return
+        value = value.item()
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _check_numbers(where, "", each, may_be_nan=may_be_nan)
+        return
+    if isinstance(value, int | float) and not _is_allowed(key, value):
+        text = "a huge number" if abs(value) > _LARGEST else f"{value:g}"
+        allowed = f"a number from {0 if key == _COUNTER else -_LARGEST:g} to {_LARGEST:g}"
+        raise CheckpointError(f"{where}: found {text}, expected is {allowed}")
+
+
+def _is_allowed(key: str, value: float) -> bool:
+    if key == _COUNTER:
+        return 0 <= value <= _LARGEST
+    return abs(value) <= _LARGEST if isinstance(value, int) else not math.isnan(value)

@@ -1,0 +1,99 @@
+"""What a tensor that is read back may be: dense, of one shape and type, as pipebench writes them.
+
+Kernels trust what they are given: an optimizer's state of another shape than its parameter's, or whose elements share
+memory, is written to beyond its end. So every tensor is compared with what is expected before anything is done with it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pipebench.checkpoint.state import CheckpointError
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and type of a tensor.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its elements' type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Form":
+        """Return a tensor's."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that isn't dense on the CPU with an element per place in memory, and all of it there.
+
+    Args:
+        name: what it is, for the sentence.
+        tensor: any that `torch.load` gives back.
+
+    Raises:
+        CheckpointError: says what it is instead.
+    """
+    problem = _problem(tensor)
+    if problem is not None:
+        raise CheckpointError(f"{name}: found a tensor {problem}, expected is a plain one")
+
+
+def check_form(name: str, found: object, expected: Form) -> None:
+    """Refuse what isn't a plain tensor of the expected shape and type.
+
+    Raises:
+        CheckpointError: says what was found and what is expected.
+    """
+    if not isinstance(found, torch.Tensor):
+        raise CheckpointError(f"{name}: found {kind_of(found)}, expected is {expected}")
+    check_plain(name, found)
+    if Form.of(found) != expected:
+        raise CheckpointError(f"{name}: found {Form.of(found)}, expected is {expected}")
+
+
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Return whether an element isn't a number."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, for a sentence."""
+    if isinstance(value, torch.Tensor):
+        return str(Form.of(value))
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _problem(tensor: torch.Tensor) -> str | None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"of class {type(tensor).__name__}"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return f"that is quantized ({str(tensor.dtype).removeprefix('torch.')})"
+    if tensor.device.type != "cpu":
+        return f"on device {tensor.device.type}"
+    if tensor.untyped_storage().nbytes() != tensor.nbytes or not _is_dense(tensor):
+        return f"of strides {list(tensor.stride())} for the shape {list(tensor.shape)}"
+    return None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements stand side by side, in whatever order of dimensions, none twice."""
+    if tensor.numel() < 2:
+        return True
+    next_stride = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != next_stride:
+            return False
+        next_stride *= size
+    return True

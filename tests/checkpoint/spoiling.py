@@ -1,0 +1,258 @@
+"""Ways to spoil what a run has left on the disk: seals broken, or, as by somebody who knows how, made to fit again.
+
+Run as a program it spoils copies of a run one after the other and resumes each, in one process: a crash would be seen.
+"""
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from pipebench.checkpoint.store import MANIFEST, Checkpoints, _hash_of
+from pipebench.cli import cli
+
+RECIPE = """\
+name: small
+model: {target: "tests.checkpoint.spoiling:small"}
+dataset: {name: mnist5k, image_size: 28}
+train:
+  minibatch_size: 500
+  optimizer: {name: adam, lr: 0.01}
+  target: null
+  max_epochs: 2
+  evaluate_every: {epochs: 1}
+  checkpoint_every: {minibatches: 6}
+cluster: {name: cluster-a}
+parallelism: {mode: pipedream, plan: 2-1, cuts: [head]}
+engine: {kind: virtual, device: cpu}
+"""
+LAST = 16
+
+
+class Small(nn.Module):
+    """A convolution with running statistics and a linear layer: [n, 1, 28, 28] to [n, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 5, stride=4), nn.BatchNorm2d(4)
+        self.flat, self.head = nn.Flatten(), nn.Linear(4 * 6 * 6, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Map digits to scores."""
+        return self.head(self.flat(torch.relu(self.norm(self.conv(image)))))  # type: ignore[no-any-return]
+
+
+def small() -> nn.Module:
+    """Return the model; other ones stand for code that was changed, as the environment says."""
+    model: Any = Small()
+    change = os.environ.get("TEST_CHANGE", "")
+    if change == "renamed":
+        model.head.register_buffer("extra", torch.zeros(3))
+    if change == "wider":
+        model.norm = nn.BatchNorm2d(4, affine=False)
+    return model  # type: ignore[no-any-return]
+
+
+class Left:
+    """What a run has left in its folder.
+
+    Attributes:
+        folder: the run's.
+        last: its newest checkpoint's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        steps = sorted((folder / "checkpoints").iterdir())
+        self.last = steps[-1]
+
+    @property
+    def manifest(self) -> Path:
+        """Return the manifest's path."""
+        return self.last / MANIFEST
+
+    @property
+    def parts(self) -> list[Path]:
+        """Return the parts as the manifest names them: of stage 0, replicas 0 and 1, and of stage 1."""
+        return [self.last / part["file"] for part in json.loads(self.manifest.read_text())["parts"]]
+
+    def change_manifest(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change the manifest, and make its seal fit again."""
+        data = json.loads(self.manifest.read_text())
+        del data["sha256"]
+        change(data)
+        self.manifest.write_text(json.dumps({**data, "sha256": _hash_of(data)}))
+
+    def reseal(self) -> None:
+        """Make sizes and hashes in the manifest fit what the parts are."""
+
+        def change(data: dict[str, Any]) -> None:
+            for part in data["parts"]:
+                content = (self.last / part["file"]).read_bytes()
+                part["num_bytes"], part["sha256"] = len(content), hashlib.sha256(content).hexdigest()
+
+        self.change_manifest(change)
+
+    def change_part(self, index: int, change: Callable[[Any], Any]) -> None:
+        """Change what a part holds, sealed again; `change` may return something else altogether."""
+        data = torch.load(self.parts[index], weights_only=True)
+        torch.save(change(data) or data, self.parts[index])
+        self.reseal()
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file."""
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def weights_hash(run: Path) -> str:
+    """Return a hash of the weights of a run's newest checkpoint."""
+    found, _ = Checkpoints(run / "checkpoints").latest()
+    assert found is not None
+    state = found.load()
+    tensors = sorted({**state.parameters, **state.buffers}.items())
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in tensors)).hexdigest()
+
+
+def spoil_all(ways: Mapping[str, Callable[[Left], object]], source: Path, room: Path, *words: str) -> None:
+    """Spoil a copy of a run's folder in each way, resume it, and print what that said, a JSON object per line.
+
+    Args:
+        ways: by name.
+        source: the folder with the run's `pipebench-runs`.
+        room: where the copies go.
+        words: what follows `pipebench run --resume RUN`.
+    """
+    for name, way in ways.items():
+        folder = room / name.replace(" ", "-").replace("/", "-")
+        shutil.copytree(source, folder, symlinks=True)
+        os.chdir(folder)
+        (run,) = (folder / "pipebench-runs").iterdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of quantized tensors
+            way(Left(run))
+        found = CliRunner().invoke(cli, ["run", "--resume", run.name, *words])
+        answer: dict[str, Any] = {"name": name, "code": found.exit_code, "said": found.stderr}
+        if found.exit_code == 0:
+            answer["weights"] = weights_hash(run)
+        print(json.dumps(answer), flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(table: str, source: str, room: str, *words: str) -> None:
+    """Spoil in the ways that a test module's table names: `module:TABLE`."""
+    module, _, name = table.partition(":")
+    ways = getattr(importlib.import_module(module), name)
+    spoil_all(ways, Path(source), Path(room), *words)
+
+
+# Ways to spoil tensors: what a tensor is replaced by.
+
+
+def strided(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor whose elements share memory."""
+    return torch.zeros(shape).as_strided(shape, (1,) * len(shape))
+
+
+def quantized(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a quantized tensor."""
+    return torch.quantize_per_tensor(torch.zeros(shape), 1.0, 0, torch.qint8)
+
+
+def replaced(section: str, name: str, value: Any, key: str | None = None) -> Callable[[Any], None]:
+    """Return what replaces an entry of a part, or of an optimizer's state in it; None removes it."""
+
+    def change(data: Any) -> None:
+        entries = data[section] if key is None else data[section][name]
+        if value is None:
+            del entries[key or name]
+        else:
+            entries[key or name] = value() if callable(value) else value
+
+    return change
+
+
+def in_part(index: int, change: Callable[[Any], Any]) -> Callable[[Left], None]:
+    """Return a way to spoil a part."""
+    return lambda left: left.change_part(index, change)
+
+
+def in_progress(name: str, value: Any) -> Callable[[Left], None]:
+    """Return a way to spoil a field of the progress; `value` may be a function of what it was."""
+
+    def change(data: dict[str, Any]) -> None:
+        progress = data["progress"]
+        if value is None:
+            del progress[name]
+        else:
+            progress[name] = value(progress[name]) if callable(value) else value
+
+    return lambda left: left.change_manifest(change)
+
+
+def in_file(name: str, key: str, value: Any) -> Callable[[Left], None]:
+    """Return a way to spoil a field of a JSON file of the run's folder; None removes it."""
+
+    def change(data: dict[str, Any]) -> None:
+        if value is None:
+            del data[key]
+        else:
+            data[key] = value
+
+    return lambda left: change_json(left.folder / name, change)
+
+
+def in_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Left], None]:
+    """Return a way to spoil the manifest, sealed again."""
+    return lambda left: left.change_manifest(change)
+
+
+def with_part(change: Callable[[Path], object], *, sealed: bool = False) -> Callable[[Left], None]:
+    """Return a way to spoil the first part as a file."""
+
+    def way(left: Left) -> None:
+        change(left.parts[0])
+        if sealed:
+            left.reseal()
+
+    return way
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return what puts something else in a file's place."""
+
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
+class Bomb:
+    """Makes a folder when it is unpickled without care."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("exploded",)
+
+
+@functools.cache
+def nested() -> str:
+    """Return JSON of a depth that no parser follows."""
+    return "[" * 100_000
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

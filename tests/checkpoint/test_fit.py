@@ -1,0 +1,139 @@
+"""What fits a model is learnt from the model: any optimizer of torch, any module that carries something."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipebench.checkpoint.fit import check_fits
+from pipebench.checkpoint.optimizers import FreshStates
+from pipebench.checkpoint.state import CheckpointError, ModelState
+from pipebench.checkpoint.tensors import Form
+from pipebench.engine.setup import Setup
+from tests.checkpoint.support import captured
+from tests.checkpoint.test_round_trips import BEFORE, MLP_PLANS, Float
+from tests.engine.test_streams import text_setup
+from tests.models import ConvNet
+from tests.support import Mlp, make_engine, make_setup
+
+# Those that step on any dense parameter without being told more than that there is one.
+_OTHERS = {"LBFGS", "SparseAdam", "Muon", "Optimizer"}
+OPTIMIZERS = sorted(
+    name
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name not in _OTHERS
+)
+
+
+def trained(setup: Setup, count: int = BEFORE) -> ModelState:
+    engine = make_engine(setup)
+    engine.train(0, count)
+    return captured(engine)
+
+
+def test_there_are_optimizers_to_try() -> None:
+    assert {"SGD", "Adam", "AdamW", "Adafactor", "ASGD", "Rprop"} <= set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_any_optimizer_of_torch_keeps_fits_and_nothing_else_does(name: str) -> None:
+    setup = make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=lambda p: getattr(torch.optim, name)(p))
+    state = trained(setup)
+    taken = check_fits(state, setup, BEFORE)
+    assert taken.optimizer.keys() == state.optimizer.keys()
+    for parameter, kept in state.optimizer.items():
+        for key, value in kept.items():
+            for other in (torch.zeros(3, 3, 3), value.to_sparse() if value.dim() else torch.zeros(2), [value], None):
+                spoilt = copy.deepcopy(state)
+                spoilt.optimizer[parameter][key] = other
+                with pytest.raises(CheckpointError, match=rf"the optimizer's {key} of {parameter}: found "):
+                    check_fits(spoilt, setup, BEFORE)
+
+
+@pytest.mark.parametrize("plan", MLP_PLANS)
+def test_a_checkpoint_of_any_plan_fits_any_other(plan: str) -> None:
+    cut, columns = MLP_PLANS[plan]
+    make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, amsgrad=True, fused=True)  # noqa: E731
+    state = trained(make_setup(Mlp(), cut, make_optimizer=make, **columns))
+    check_fits(state, make_setup(Mlp(), ([3], [1, 1]), make_optimizer=make), BEFORE)
+
+
+def test_an_optimizer_that_keeps_nothing_any_more_takes_nothing_up() -> None:
+    """As with `train.optimizer.momentum=0` on the way; the other way round nothing was kept, which is right as well."""
+    momentum = make_setup(Mlp(), ([3], [1, 1]), make_optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9))
+    plain = make_setup(Mlp(), ([3], [1, 1]))
+    assert check_fits(trained(momentum), plain, BEFORE).optimizer == {}
+    assert check_fits(trained(plain), momentum, BEFORE).optimizer == {}
+
+
+class Late(torch.optim.SGD):
+    """Keeps something only from its sixth step on, as averaging optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step, and count."""
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] > 5:
+                    state["slow"] = parameter.detach().clone()
+
+
+def test_what_a_foreign_optimizer_keeps_later_is_taken_up() -> None:
+    setup = make_setup(Mlp(), ([], [1]), make_optimizer=lambda p: Late(p, 0.1))
+    state = trained(setup)
+    assert "slow" in check_fits(state, setup, BEFORE).optimizer["body.0.weight"]
+    state.optimizer["body.0.weight"]["slow"] = torch.zeros(1).expand(9)
+    with pytest.raises(CheckpointError, match=r"slow of body\.0\.weight: found a tensor of strides \[0\]"):
+        check_fits(state, setup, BEFORE)
+
+
+def test_numbers_that_began_as_none_may_stay_so() -> None:
+    """Rows that are never looked up may be whatever memory held."""
+    states = FreshStates(lambda p: torch.optim.SGD(p, 0.1, 0.9))
+    nan = {"momentum_buffer": torch.full((2,), float("nan"))}
+    assert states.check("rows", nan, Form((2,), torch.float32), may_be_nan=True)
+    with pytest.raises(CheckpointError, match="NaN"):
+        states.check("rows", nan, Form((2,), torch.float32))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+def test_what_modules_carry_fits_in_any_microbatches(microbatches: int) -> None:
+    setup = text_setup(([2], [1, 1]), weights="one", order="all-forwards", microbatches=microbatches)
+    state = trained(setup, 6)
+    check_fits(state, text_setup(([1], [1, 1])), 6)
+    pair = (torch.zeros(1, 1, 6).double(), torch.zeros(1, 1, 6).double())
+    spoilt: list[tuple[Any, str]] = [
+        (lambda c: c.pop("0/0/one"), r"state '0/0/one': is carried .* not in the checkpoint"),
+        (lambda c: c.update({"7/0/one": pair}), r"state '7/0/one': is in the checkpoint, but no module"),
+        (lambda c: c.update({"0/0/table": pair}), r"state '0/0/table'"),
+        (lambda c: c.update({"one": pair}), r"state 'one'"),
+        (lambda c: c.update({"0/0/one": pair[0]}), r"what module one carries \(0/0/one\): found float64"),
+        (lambda c: c.update({"0/0/one": (pair[0], torch.zeros(1, 1, 5).double())}), r"tensor [01]: found float64"),
+        (lambda c: c.update({"0/0/one": tuple(t.float() for t in c["0/0/one"])}), r"tensor 0: found float32"),
+        (lambda c: c.update({"0/0/one": tuple(t.to_sparse() for t in c["0/0/one"])}), r"layout sparse_coo"),
+        (lambda c: c.update({"0/0/one": None}), r"found None"),
+        (lambda c: c.update({"0/0/one": (1, 2)}), r"tensor 0: found an int"),
+    ]
+    for change, message in spoilt:
+        other = copy.deepcopy(state)
+        change(other.carried)
+        with pytest.raises(CheckpointError, match=message):
+            check_fits(other, setup, 6)
+
+
+def test_a_buffer_that_no_layer_reads_may_be_missing() -> None:
+    class Idle(ConvNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("idle", torch.zeros(3))
+            self.spare = nn.Linear(2, 2)
+
+    setup = make_setup(Idle(), ([4], [2, 1]), dataset=Float(shape=(2, 8, 8)))
+    state = trained(setup)
+    assert "idle" not in state.buffers
+    check_fits(state, setup, BEFORE)

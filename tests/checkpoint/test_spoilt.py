@@ -1,0 +1,425 @@
+"""Whatever is done to a run's files, going on with it is refused in one sentence, or goes on from what is whole."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.spoiling import (
+    LAST,
+    RECIPE,
+    Bomb,
+    Left,
+    change_json,
+    in_file,
+    in_manifest,
+    in_part,
+    in_progress,
+    instead,
+    nested,
+    quantized,
+    replaced,
+    strided,
+    weights_hash,
+    with_part,
+)  # fmt: skip
+
+HEAD, CONV, COUNT = "head.weight", "conv.weight", "1/norm.num_batches_tracked"
+SHAPE = (10, 144)
+NAN, HUGE = float("nan"), 10**400
+
+
+def parameter(value: Any, name: str = HEAD) -> Callable[[Left], None]:
+    return in_part(2, replaced("parameters", name, value))
+
+
+def kept(value: Any, key: str = "exp_avg") -> Callable[[Left], None]:
+    return in_part(2, replaced("optimizer", HEAD, value, key))
+
+
+def rename(old: str, new: str) -> Callable[[Any], None]:
+    return lambda data: data["parameters"].__setitem__(new, data["parameters"].pop(old))
+
+
+def swap_states(data: Any) -> None:
+    states = data["optimizer"]
+    states[HEAD], states["head.bias"] = states["head.bias"], states[HEAD]
+
+
+def swap_files(left: Left) -> None:
+    first, _, third = (path.read_bytes() for path in left.parts)
+    left.parts[0].write_bytes(third)
+    left.parts[2].write_bytes(first)
+
+
+def changed(change: Callable[[Any], object]) -> Callable[[Any], Any]:
+    def apply(found: Any) -> Any:
+        change(found)
+        return found
+
+    return apply
+
+
+def points(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Left], None]:
+    return in_progress("points", changed(change))
+
+
+def facts(change: Callable[[dict[str, Any]], object]) -> Callable[[Left], None]:
+    return in_progress("facts", changed(lambda found: change(found[0])))
+
+
+Way = Callable[[Left], object]
+EXPECTED: Mapping[str, tuple[Way, str]] = {
+    # parameters
+    "parameter shape": (parameter(torch.zeros(10, 143)), "head.weight: found float32 [10, 143], expected is float32"),
+    "parameter rank": (parameter(torch.zeros(())), "found float32 [], expected is float32 [10, 144]"),
+    "parameter empty": (parameter(torch.zeros(0)), "found float32 [0]"),
+    "parameter double": (parameter(torch.zeros(SHAPE).double()), "found float64 [10, 144], expected is float32"),
+    "parameter integers": (parameter(torch.zeros(SHAPE).long()), "found int64"),
+    "parameter complex": (parameter(torch.zeros(SHAPE, dtype=torch.cfloat)), "found complex64"),
+    "parameter sparse": (parameter(torch.zeros(SHAPE).to_sparse()), "layout sparse_coo"),
+    "parameter sparse rows": (parameter(lambda: torch.eye(144)[:10].to_sparse_csr()), "layout sparse_csr"),
+    "parameter quantized": (parameter(lambda: quantized(SHAPE)), "quantized"),
+    "parameter on meta": (parameter(torch.zeros(SHAPE, device="meta")), "on device meta"),
+    "parameter expanded": (parameter(torch.zeros(1).expand(SHAPE)), "of strides [0, 0]"),
+    "parameter overlapping": (parameter(strided(SHAPE)), "of strides [1, 1]"),
+    "parameter a number": (parameter(3.5), "holds something that isn't a tensor among its parameters"),
+    "parameter NaN": (parameter(torch.full(SHAPE, NAN)), "isn't a number (NaN)"),
+    "parameter missing": (parameter(None), "head.weight: is in the model, but not in the checkpoint"),
+    "parameter unknown": (parameter(torch.zeros(3), "tail.weight"), "parameter tail.weight: is in the checkpoint, but"),
+    "parameter renamed": (in_part(2, rename(HEAD, "head.weights")), "parameter head.weights: is in the checkpoint"),
+    # buffers and counters
+    "buffer shape": (in_part(0, replaced("buffers", "norm.running_mean", torch.zeros(5))), "buffer norm.running_mean"),
+    "buffer missing": (in_part(0, replaced("buffers", "norm.running_var", None)), "buffer norm.running_var: is in the"),
+    "buffer unknown": (in_part(0, replaced("buffers", "norm.x", torch.zeros(4))), "buffer norm.x: is in the"),
+    "buffer type": (in_part(0, replaced("buffers", COUNT[2:], torch.tensor(8.0))), "expected is int64 []"),
+    "counter type": (in_part(1, replaced("counters", COUNT, torch.tensor(8.0))), "found float32 [], expected is int64"),
+    "counter shape": (in_part(1, replaced("counters", COUNT, torch.zeros(9).long())), "found int64 [9]"),
+    "counter key": (in_part(1, replaced("counters", "x/norm.num_batches_tracked", torch.tensor(8))), "counter 'x/norm"),
+    "counter of weights": (in_part(1, replaced("counters", f"1/{HEAD}", torch.zeros(SHAPE))), "counter '1/head"),
+    "carried": (in_part(0, replaced("carried", "0/0/conv", torch.zeros(3))), "state '0/0/conv': is in the checkpoint"),
+    # the optimizer's state
+    "state shape": (kept(torch.zeros(3)), "the optimizer's exp_avg of head.weight: found float32 [3]"),
+    "state larger": (kept(torch.zeros(1000, 144)), "found float32 [1000, 144], expected is float32 [10, 144]"),
+    "state transposed": (kept(torch.zeros(144, 10)), "found float32 [144, 10]"),
+    "state half": (kept(torch.zeros(SHAPE).half()), "found float16"),
+    "state sparse": (kept(torch.zeros(SHAPE).to_sparse()), "layout sparse_coo"),
+    "state expanded": (kept(torch.zeros(1).expand(SHAPE)), "of strides [0, 0]"),
+    "state overlapping": (kept(strided(SHAPE)), "of strides [1, 1]"),
+    "state on meta": (kept(torch.zeros(SHAPE, device="meta")), "on device meta"),
+    "state NaN": (kept(torch.full(SHAPE, NAN)), "isn't a number (NaN)"),
+    "state a list": (kept([0.0] * 1440), "found a list, expected is float32 [10, 144]"),
+    "state missing": (kept(None), "exp_avg of head.weight: found nothing"),
+    "state unknown": (kept(torch.zeros(SHAPE), "momentum_buffer"), "momentum_buffer of head.weight: found float32"),
+    "state empty": (in_part(2, replaced("optimizer", HEAD, {})), "of head.weight: found nothing, expected is"),
+    "states swapped": (in_part(2, swap_states), "found float32 [10], expected is float32 [10, 144]"),
+    "state of nothing": (in_part(2, replaced("optimizer", "tail", {})), "state of tail: is in the checkpoint"),
+    "state of a buffer": (in_part(0, replaced("optimizer", "norm.running_mean", {})), "of norm.running_mean: is"),
+    "state a tensor": (in_part(2, replaced("optimizer", HEAD, torch.zeros(3))), "isn't a parameter's state"),
+    "step vector": (kept(torch.zeros(7), "step"), "step of head.weight: found float32 [7], expected is float32 []"),
+    "step NaN": (kept(torch.tensor(NAN), "step"), "step of head.weight: found an element that isn't a number"),
+    "step negative": (kept(torch.tensor(-5.0), "step"), "step of head.weight: found -5, expected is a number from 0"),
+    "step infinite": (kept(torch.tensor(float("inf")), "step"), "step of head.weight: found a huge number"),
+    "step a huge int": (kept(HUGE, "step"), "step of head.weight: found an int, expected is float32 []"),
+    # parts as a whole
+    "section missing": (in_part(0, lambda data: {"buffers": {}}), "is not a checkpoint of pipebench"),
+    "section unknown": (in_part(0, lambda data: {**data, "more": {}}), "is not a checkpoint of pipebench"),
+    "section a list": (in_part(0, lambda data: {**data, "buffers": []}), "is not a checkpoint of pipebench"),
+    "key a number": (in_part(0, lambda data: {**data, "buffers": {1: torch.zeros(1)}}), "is not a checkpoint"),
+    "part a list": (in_part(0, lambda data: [1]), "is not a checkpoint of pipebench"),
+    "part a bomb": (in_part(0, lambda data: {"parameters": Bomb()}), "refused, it holds more than tensors"),
+    "part text": (with_part(lambda path: path.write_text("notes"), sealed=True), "refused, it holds more than"),
+    "part empty": (with_part(lambda path: path.write_bytes(b""), sealed=True), "can't be read as a checkpoint"),
+    "part torn and sealed": (with_part(lambda path: os.truncate(path, 900), sealed=True), "can't be read"),
+    "part torn": (with_part(lambda path: os.truncate(path, 900)), "has 900 bytes instead of"),
+    "part flipped": (with_part(lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x")), "another SHA-256"),
+    "part missing": (with_part(Path.unlink), "is missing"),
+    "part a folder": (with_part(instead(Path.mkdir)), "isn't a file"),
+    "part a pipe": (with_part(instead(os.mkfifo)), "isn't a file"),
+    "part a link to nothing": (with_part(instead(lambda path: path.symlink_to("nowhere"))), "is missing"),
+    "part a link to a device": (with_part(instead(lambda path: path.symlink_to("/dev/zero"))), "isn't a file"),
+    "parts swapped": (swap_files, "bytes instead of"),
+    # manifests
+    "manifest missing": (lambda left: left.manifest.unlink(), "so the checkpoint was never finished"),
+    "manifest a folder": (lambda left: instead(Path.mkdir)(left.manifest), "isn't a file"),
+    "manifest a pipe": (lambda left: instead(os.mkfifo)(left.manifest), "isn't a file"),
+    "manifest torn": (lambda left: os.truncate(left.manifest, 500), "isn't what was written"),
+    "manifest a list": (lambda left: left.manifest.write_text("[]"), "isn't what was written"),
+    "manifest deep": (lambda left: left.manifest.write_text(nested()), "isn't what was written"),
+    "manifest binary": (lambda left: left.manifest.write_bytes(b"\xff\xfe\x00"), "isn't what was written"),
+    "seal wrong": (lambda left: change_json(left.manifest, lambda data: data.update(step=17)), "isn't what was"),
+    "format": (in_manifest(lambda data: data.update(format="version 9")), "is of format 'version 9', expected is"),
+    "step other": (in_manifest(lambda data: data.update(step=17)), "belongs to another checkpoint, of step 17"),
+    "step text": (in_manifest(lambda data: data.update(step="16")), "step: got '16', allowed is a whole number"),
+    "manifest key unknown": (in_manifest(lambda data: data.update(more=1)), "unknown key 'more'"),
+    "manifest key missing": (in_manifest(lambda data: data.pop("progress")), "'progress' is missing"),
+    "no parts": (in_manifest(lambda data: data.update(parts=[])), "names a part twice, or none at all"),
+    "part twice": (in_manifest(lambda data: data["parts"].append(data["parts"][0])), "names a part twice"),
+    "part left out": (in_manifest(lambda data: data["parts"].pop()), "is in the model, but not in the checkpoint"),
+    "part elsewhere": (in_manifest(lambda data: data["parts"][0].update(file="../x.pt")), "belongs to another"),
+    "part size text": (in_manifest(lambda data: data["parts"][0].update(num_bytes="9")), "parts[0].num_bytes: got '9'"),
+    "part size huge": (in_manifest(lambda data: data["parts"][0].update(num_bytes=2**59)), "bytes instead of 576,460"),
+    # the training loop's counters
+    "samples": (in_progress("samples", 8001), "progress.samples: found 8,001, expected after 16 minibatches are 8,000"),
+    "samples negative": (in_progress("samples", -1), "progress.samples: got -1, allowed is a whole number from 0"),
+    "samples huge": (in_progress("samples", HUGE), "progress.samples: got a huge number"),
+    "taken_by": (in_progress("taken_by", 3), "progress.taken_by: got 3, allowed is text"),
+    "epoch": (in_progress("epoch", "two"), "progress.epoch: got 'two', allowed is a finite number"),
+    "loss_sum": (in_progress("loss_sum", NAN), "progress.loss_sum: got nan"),
+    "weight": (in_progress("weight", -1.0), "progress.weight: got -1.0"),
+    "training_s": (in_progress("training_s", 1e9), "progress.training_s: doesn't agree with the rest"),
+    "evaluation_s": (in_progress("evaluation_s", []), "progress.evaluation_s: got a list"),
+    "checkpoint_s": (in_progress("checkpoint_s", True), "progress.checkpoint_s: got True"),
+    "clock_s": (in_progress("clock_s", float("inf")), "progress.clock_s: got inf"),
+    "saved_at_s": (in_progress("saved_at_s", None), "'saved_at_s' is missing"),
+    "lost_s": (in_progress("lost_s", -3), "progress.lost_s: got -3"),
+    "bytes_before": (in_progress("bytes_before", [["activation", 3]]), "progress.bytes_before[0]: has 2 items"),
+    "counted_from": (in_progress("counted_from", [0]), "progress.counted_from: has 1 items, allowed is 2"),
+    "counted_from later": (in_progress("counted_from", [9000, 0.0]), "progress.counted_from: doesn't agree"),
+    "progress unknown": (in_manifest(lambda data: data["progress"].update(pace=1)), "progress: unknown key 'pace'"),
+    "points missing": (in_progress("points", []), "progress.training_s_at: doesn't agree with the rest"),
+    "points a number": (in_progress("points", 3), "progress.points: got 3, allowed is a list"),
+    "points reversed": (points(lambda found: found.reverse()), "progress.points: doesn't agree with the rest"),
+    "point later": (points(lambda found: found[-1].update(samples=9000)), "points of at most 8,000 samples"),
+    "point without a metric": (points(lambda found: found[0]["metrics"].pop("top1")), "metrics: found no top1"),
+    "point with a text": (points(lambda found: found[0]["metrics"].update(top1="x")), "metrics['top1']: got 'x'"),
+    "training_s_at": (in_progress("training_s_at", lambda found: found[::-1]), "training_s_at: doesn't agree"),
+    "facts none": (in_progress("facts", []), "progress.facts: found those of other workers"),
+    "facts of other workers": (facts(lambda found: found["peak_bytes"].pop()), "found those of other workers"),
+    "facts of another engine": (facts(lambda found: found.update(meter={})), "progress.facts[0]: "),
+    "facts unknown": (facts(lambda found: found.update(more=1)), "progress.facts[0]: unknown key 'more'"),
+    "facts with bytes": (facts(lambda found: found["num_bytes"][0].__setitem__(2, "9")), "num_bytes[0][2]: got '9'"),
+    "facts negative": (facts(lambda found: found.update(busy_s=-1)), "busy_s: got -1, allowed is a number from 0 on"),
+    # who the run is
+    "run.json missing": (lambda left: (left.folder / "run.json").unlink(), "run: got"),
+    "run.json a folder": (lambda left: instead(Path.mkdir)(left.folder / "run.json"), "run.json: isn't a file"),
+    "run.json torn": (lambda left: os.truncate(left.folder / "run.json", 40), "isn't the description of a run"),
+    "run.json deep": (lambda left: (left.folder / "run.json").write_text(nested()), "isn't the description of a run"),
+    "run id": (in_file("run.json", "run_id", "other"), "run_id: got 'other', allowed is the folder's name"),
+    "suite": (in_file("run.json", "suite", 3), "suite: got 3, allowed is text"),
+    "seed": (in_file("run.json", "seed", -1), "seed: got -1, allowed is a whole number from 0"),
+    "words": (in_file("run.json", "words", "abc"), "words: got 'abc', allowed is a list"),
+    "mlflow_run_id": (in_file("run.json", "mlflow_run_id", ["x"]), "mlflow_run_id: got a list, allowed is text"),
+    "started_at_s": (in_file("run.json", "started_at_s", "now"), "started_at_s: got 'now'"),
+    "verbose": (in_file("run.json", "verbose", None), "'verbose' is missing"),
+    "recipe spoilt": (lambda left: (left.folder / "recipe.yaml").write_text("{["), "recipe.yaml"),
+    "recipe missing": (lambda left: (left.folder / "recipe.yaml").unlink(), "recipe.yaml"),
+}  # fmt: skip
+WAYS = {name: way for name, (way, _) in EXPECTED.items()}
+# Ways that leave the checkpoint before whole.
+PASSED_OVER = {name: WAYS[name] for name in ("state shape", "buffer missing", "part torn", "part twice", "samples")}
+
+
+def decided(key: str, value: Any) -> Callable[[Left], None]:
+    return in_file("decided.json", key, value)
+
+
+def profile(change: Callable[[dict[str, Any]], object]) -> Callable[[Left], None]:
+    def apply(data: dict[str, Any]) -> None:
+        found = json.loads(data["profile"])
+        change(found)
+        data["profile"] = json.dumps(found)
+
+    return lambda left: change_json(left.folder / "decided.json", apply)
+
+
+def rename_layer(data: dict[str, Any]) -> None:
+    for rows in data["layers"].values():
+        rows[0]["name"] = "convolution"
+
+
+def lose_parameters(data: dict[str, Any]) -> None:
+    for rows in data["layers"].values():
+        rows[0]["parameter_sizes"] = {}
+
+
+def drop_sizes(data: dict[str, Any]) -> None:
+    for key in ("layers", "load_s"):
+        data[key] = {"7": next(iter(data[key].values()))}
+
+
+DECISIONS: Mapping[str, tuple[Way, str]] = {
+    "decision torn": (lambda left: os.truncate(left.folder / "decided.json", 40), "decided.json: isn't JSON"),
+    "decision a list": (lambda left: (left.folder / "decided.json").write_text("[]"), "got a list, allowed is"),
+    "decision deep": (lambda left: (left.folder / "decided.json").write_text(nested()), "decided.json: isn't JSON"),
+    "decision a folder": (lambda left: instead(Path.mkdir)(left.folder / "decided.json"), "decided.json: isn't a file"),
+    "decision a pipe": (lambda left: instead(os.mkfifo)(left.folder / "decided.json"), "decided.json: isn't a file"),
+    "result a folder": (lambda left: instead(Path.mkdir)(left.folder / "result.json"), "result.json: isn't a file"),
+    "mode": (decided("mode", "gpipe"), "the kept decision, mode: got 'gpipe', allowed is pipedream"),
+    "mode unknown": (decided("mode", "magic"), "mode: got 'magic', allowed is single, dp"),
+    "starts text": (decided("starts", "3"), "starts: got '3', allowed is a list"),
+    "starts none": (decided("starts", []), "starts: got [], allowed is one for every later stage"),
+    "starts zero": (decided("starts", [0]), "starts: got [0], allowed is ascending layers from 1 to 4"),
+    "starts beyond": (decided("starts", [5]), "starts: got [5], allowed is ascending layers from 1 to 4"),
+    "starts of another cut": (decided("starts", [1]), "starts: got [1], allowed is the recipe's cuts, [4]"),
+    "replicas missing": (decided("replicas", None), "'replicas' is missing"),
+    "replicas zero": (decided("replicas", [2, 0]), "replicas[1]: got 0, allowed is a whole number from 1"),
+    "replicas of another plan": (decided("replicas", [1, 2]), "replicas: got '1-2', allowed is the recipe's plan, 2-1"),
+    "replicas too many": (decided("replicas", [4000, 1]), "replicas: got 4000-1, allowed is a plan of mode"),
+    "devices twice": (decided("devices", [0, 0, 1]), "devices: got [0, 0, 1], allowed is 3 different ones from 0 to 3"),
+    "devices too few": (decided("devices", [0]), "devices: got [0], allowed is 3 different ones"),
+    "device beyond": (decided("devices", [0, 1, 9]), "devices: got [0, 1, 9], allowed is 3 different ones"),
+    "depth zero": (decided("depth", 0), "depth: got 0, allowed is a whole number from 1"),
+    "depth too large": (decided("depth", 99), "depth: got 99, allowed is a whole number from 1 to 2"),
+    "depth a fraction": (decided("depth", 1.5), "depth: got 1.5, allowed is a whole number"),
+    "changes": (decided("changes", [1]), "changes[0]: got 1, allowed is text"),
+    "key unknown": (decided("more", 1), "unknown key 'more'"),
+    "profile text": (decided("profile", "{"), "profile of the kept decision: isn't JSON"),
+    "profile negative": (profile(lambda data: data.update(update_s_per_byte=-1)), "update_s_per_byte: got -1"),
+    "profile of another model": (profile(rename_layer), "of another model: layer 0 is convolution, expected is conv"),
+    "profile without parameters": (profile(lose_parameters), "layer conv has 0 parameters, expected are 2"),
+    "profile of other sizes": (profile(drop_sizes), "has no times for 500"),
+}  # fmt: skip
+DECISION_WAYS = {name: way for name, (way, _) in DECISIONS.items()}
+
+
+def environment(room: Path) -> dict[str, str]:
+    return {**os.environ, "PIPEBENCH_CACHE": str(room), "MLFLOW_TRACKING_URI": f"sqlite:///{room / 'mlflow.db'}"}
+
+
+def in_subprocess(room: Path, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment(room), capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spoilt")
+
+
+@pytest.fixture(scope="module")
+def source(room: Path) -> Path:
+    """A folder with an ended run of two checkpoints."""
+    folder = room / "source"
+    folder.mkdir()
+    (folder / "small.yaml").write_text(RECIPE)
+    done = in_subprocess(room, "-m", "pipebench", "run", "small.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (run,) = (folder / "pipebench-runs").iterdir()
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000012", f"step-{LAST:08d}"]
+    return folder
+
+
+def answers(table: str, source: Path, room: Path, *words: str) -> dict[str, dict[str, Any]]:
+    place = room / table.partition(":")[2]
+    done = in_subprocess(
+        room, "-X", "faulthandler", "-m", "tests.checkpoint.spoiling", table, str(source), str(place), *words
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    assert done.returncode == 0, f"after {found[-1:]}: {done.stderr}"
+    return {answer["name"]: answer for answer in found}
+
+
+@pytest.fixture(scope="module")
+def alone(source: Path, room: Path) -> dict[str, dict[str, Any]]:
+    """What is said where the spoilt checkpoint is the only one."""
+    folder = room / "alone"
+    shutil.copytree(source, folder)
+    shutil.rmtree(next(folder.glob("pipebench-runs/*/checkpoints/step-00000012")))
+    return answers(f"{__name__}:WAYS", folder, room)
+
+
+@pytest.mark.parametrize("way", EXPECTED)
+def test_a_spoilt_run_is_refused_in_one_sentence(alone: dict[str, dict[str, Any]], way: str) -> None:
+    answer = alone[way]
+    assert answer["code"] == 2, answer
+    [line] = answer["said"].splitlines()
+    assert line.startswith("pipebench: error: ")
+    assert EXPECTED[way][1] in line
+
+
+@pytest.fixture(scope="module")
+def older(source: Path, room: Path) -> dict[str, dict[str, Any]]:
+    """What is said where there is a good checkpoint before the spoilt one."""
+    return answers(f"{__name__}:PASSED_OVER", source, room)
+
+
+@pytest.mark.parametrize("way", PASSED_OVER)
+def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(
+    older: dict[str, dict[str, Any]], source: Path, way: str
+) -> None:
+    answer = older[way]
+    assert answer["code"] == 0, answer
+    [line] = answer["said"].splitlines()
+    assert line.startswith(f"pipebench: skipped the checkpoint of step {LAST}: ")
+    assert EXPECTED[way][1] in line
+    (run,) = (source / "pipebench-runs").iterdir()
+    assert answer["weights"] == weights_hash(run)
+
+
+@pytest.fixture(scope="module")
+def in_processes(room: Path) -> Path:
+    """A folder with an ended run in processes."""
+    folder = room / "in-processes"
+    folder.mkdir()
+    (folder / "small.yaml").write_text(RECIPE)
+    done = in_subprocess(room, "-m", "pipebench", "run", "small.yaml", "engine.kind=distributed", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def decisions(in_processes: Path, room: Path) -> dict[str, dict[str, Any]]:
+    """What is said of spoilt decisions, before any process is started."""
+    return answers(f"{__name__}:DECISION_WAYS", in_processes, room)
+
+
+@pytest.mark.parametrize("way", DECISIONS)
+def test_a_spoilt_decision_is_refused_in_one_sentence(decisions: dict[str, dict[str, Any]], way: str) -> None:
+    answer = decisions[way]
+    assert answer["code"] == 2, answer
+    [line] = answer["said"].splitlines()
+    assert line.startswith("pipebench: error: ")
+    assert DECISIONS[way][1] in line
+
+
+def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(in_processes: Path, room: Path, tmp_path: Path) -> None:
+    """First there is one before it, then none."""
+    folder = tmp_path / "copy"
+    shutil.copytree(in_processes, folder)
+    (run,) = (folder / "pipebench-runs").iterdir()
+    undisturbed = weights_hash(run)
+    WAYS["state shape"](Left(run))
+    resume = ("-m", "pipebench", "run", "--resume", run.name)
+    done = in_subprocess(room, *resume, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"pipebench: skipped the checkpoint of step {LAST}: ") == 1
+    assert f"{run.name} goes on from minibatch 12" in done.stderr
+    assert weights_hash(run) == undisturbed
+
+    shutil.rmtree(run / "checkpoints/step-00000012")
+    WAYS["state expanded"](Left(run))
+    done = in_subprocess(room, *resume, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"pipebench: error: --resume: run {run.name} has no checkpoint to go on from: skipped the")
+    assert EXPECTED["state expanded"][1] in line
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("renamed", "buffer head.extra: is in the model, but not in the checkpoint"),
+        ("wider", "parameter norm.bias: is in the checkpoint, but not in the model"),
+    ],
+)
+def test_a_model_whose_code_has_changed_is_told_in_one_sentence(
+    source: Path, room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, reason: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(source, folder)
+    (run,) = (folder / "pipebench-runs").iterdir()
+    monkeypatch.setenv("TEST_CHANGE", change)
+    done = in_subprocess(room, "-m", "pipebench", "run", "--resume", run.name, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.splitlines()
+    assert reason in line
+    assert line.endswith(", nor can the older one be used")

@@ -1,0 +1,89 @@
+"""A run on the virtual clock that is asked to stop ends at a whole round, drained, wherever it was asked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.engine.gate import StopRequest, grain
+from pipebench.engine.setup import Setup
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.network import Network
+from tests.checkpoint.support import captured, restored
+from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
+from tests.engine.test_streams import text_setup
+from tests.support import Mlp, make_engine, make_setup
+
+COUNT = 12
+SETUPS: dict[str, Callable[[], Setup]] = {
+    "pipedream": lambda: make_setup(Mlp(), ([2, 4], [1, 1, 1]), make_optimizer=OPTIMIZERS["fused-momentum"]),
+    "replicated": lambda: make_setup(Mlp(), ([4], [3, 1]), make_optimizer=OPTIMIZERS["fused-momentum"]),
+    "vertical-sync": lambda: make_setup(Mlp(), ([2, 4], [2, 1, 1]), weights="stash-vertical-sync"),
+    "data-parallel": lambda: make_setup(Mlp(), ([], [3]), weights="one", depth=1),
+    "gpipe": lambda: make_setup(
+        Mlp(), ([3], [1, 1]), weights="one", order="all-forwards", microbatches=2, accumulate=2
+    ),
+    "flush-replicated": lambda: make_setup(Mlp(), ([3], [2, 1]), weights="one", microbatches=2, clip_norm=1.0),
+    "streams": lambda: text_setup(([2], [2, 1])),
+}  # fmt: skip
+
+
+def stopped(setup: Setup, after: int) -> tuple[VirtualEngine, int]:
+    """Train until a stop is asked for after some events; return the engine and the minibatches trained on."""
+    stop, events = StopRequest(), []
+
+    def observe(event: Any) -> None:
+        events.append(event)
+        if len(events) >= after:
+            stop.reason = "interrupted"
+
+    engine = VirtualEngine(setup, Network(setup.cluster), observe, stop=stop)
+    if after == 0:
+        stop.reason = "interrupted"
+    done = engine.train(0, COUNT)
+    assert engine.stop_reason == ("interrupted" if stop.reason else None)
+    return engine, done
+
+
+@pytest.mark.parametrize("kind", SETUPS)
+def test_wherever_it_is_asked_to_stop_it_ends_as_if_a_drain_had_been_planned_there(kind: str) -> None:
+    make = SETUPS[kind]
+    size = grain(make().pipeline)
+    ended: dict[int, Any] = {}
+    for after in range(0, 400, 7):
+        engine, done = stopped(make(), after)
+        assert done == COUNT or done % size == 0
+        if done not in ended:
+            planned = make_engine(make())
+            if done:
+                planned.train(0, done)
+            ended[done] = bits(captured(planned)), planned.clock_s, planned.num_bytes
+        assert (bits(captured(engine)), engine.clock_s, engine.num_bytes) == ended[done]
+        if done == COUNT:
+            break
+    assert len(ended) > 2
+    assert 0 in ended
+    assert COUNT in ended
+
+
+def test_after_a_stop_nothing_is_trained_any_more() -> None:
+    engine, done = stopped(SETUPS["pipedream"](), 20)
+    before = bits(captured(engine)), engine.clock_s
+    assert engine.train(done, COUNT) == 0
+    assert (bits(captured(engine)), engine.clock_s) == before
+    assert torch.tensor(engine.peak_bytes).min() > 0
+
+
+@pytest.mark.parametrize("kind", SETUPS)
+def test_only_a_run_that_flushes_ends_as_if_it_had_never_been_stopped(kind: str) -> None:
+    """Without a flush the drain is one that the run would not have had: what is said in docs/distributed.md."""
+    make = SETUPS[kind]
+    whole = make_engine(make())
+    whole.train(0, COUNT)
+    engine, done = stopped(make(), 24)
+    assert 0 < done < COUNT
+    again = restored(make(), captured(engine))
+    again.train(done, COUNT - done)
+    same = bits(captured(again)) == bits(captured(whole))
+    assert same is make().pipeline.flushes
