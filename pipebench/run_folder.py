@@ -19,6 +19,7 @@ from pipebench.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints
+    from pipebench.recipe.load import LoadedRecipe
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE, _RESULT = "run.json", "recipe.yaml", "result.json"
@@ -37,6 +38,7 @@ class RunFacts:
         parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
         mlflow_run_id: its own, once there is one.
         verbose: whether workers log every instruction.
+        code_folders: where the modules of the recipe's targets were found first.
         started_at_s: seconds since the epoch when its first processes were ready; None before.
     """
 
@@ -48,6 +50,7 @@ class RunFacts:
     parent_mlflow_run_id: str | None = None
     mlflow_run_id: str | None = None
     verbose: bool = False
+    code_folders: tuple[str, ...] = ()
     started_at_s: float | None = None
 
 
@@ -71,6 +74,18 @@ class RunFolder:
     def result_path(self) -> Path:
         """Return where the result is written."""
         return self.path / _RESULT
+
+    def recipe(self, overrides: Sequence[str] = ()) -> "LoadedRecipe":
+        """Return the recipe, which finds the code it names where the run did.
+
+        Raises:
+            UserError: the folder isn't whole, or an override is wrong.
+        """
+        from pipebench.recipe.load import load
+
+        loaded = load(str(self.recipe_path), overrides)
+        folders = dict.fromkeys((*map(Path, self.read().code_folders), *loaded.folders))
+        return replace(loaded, folders=tuple(folders))
 
     @cached_property
     def checkpoints(self) -> "Checkpoints":
@@ -129,6 +144,7 @@ def create(
     words: Sequence[str] = (),
     parent_mlflow_run_id: str | None = None,
     verbose: bool = False,
+    code_folders: Sequence[Path] = (),
 ) -> RunFolder:
     """Make the folder of a new run in the working directory.
 
@@ -141,12 +157,16 @@ def create(
         words: the command line's recipe and overrides.
         parent_mlflow_run_id: of the run it belongs to.
         verbose: whether workers log every instruction.
+        code_folders: where the modules of the recipe's targets are looked for first.
 
     Raises:
         UserError: nothing can be written to the working directory.
     """
     run_id = f"{recipe}-{secrets.token_hex(4)}"
-    facts = RunFacts(run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose)
+    facts = RunFacts(
+        run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose,
+        code_folders=tuple(map(str, code_folders)),
+    )  # fmt: skip
     folder = RunFolder(RUNS.absolute() / run_id)
     try:
         folder.path.mkdir(parents=True)
@@ -203,7 +223,8 @@ def _facts(data: Mapping[str, Any]) -> RunFacts:
     Raises:
         TypeError: something is missing or of another type.
     """
-    facts = RunFacts(**{**data, "words": tuple(data.get("words", ()))})
+    lists = {name: tuple(data.get(name, ())) for name in ("words", "code_folders")}
+    facts = RunFacts(**{**data, **lists})
     for each in fields(RunFacts):
         value = getattr(facts, each.name)
         if not isinstance(value, each.type if isinstance(each.type, type) else object):

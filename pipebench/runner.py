@@ -16,13 +16,13 @@ from typing import Any
 
 from pipebench import console, pictures, run_folder
 from pipebench.device import environment, torch_settings
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.errors import UserError
 from pipebench.prediction import compare, prediction_markdown
 from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
 from pipebench.process_run import Asked, kept_decision, run_in_processes
 from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
-from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
@@ -236,11 +236,8 @@ def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, **how: Any) -> Prepare
         RecipeError: the model doesn't allow it.
     """
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    try:
-        with console.preparing(recipe.name) as on_progress:
-            return prepare(recipe, cluster, on_progress, **how)
-    except (PlanError, GraphError, ProfileError) as error:
-        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
+    with faults_of(loaded), console.preparing(recipe.name) as on_progress:
+        return prepare(recipe, cluster, on_progress, **how)
 
 
 def _trained(
@@ -276,6 +273,7 @@ def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) 
     folder = run_folder.create(
         name, recipe=recipe.name, recipe_yaml=recipe_yaml(loaded, recipe.train.seed), suite=suite.name,
         seed=recipe.train.seed, words=(str(loaded.path), *suite.overrides), verbose=suite.verbose,
+        code_folders=loaded.folders,
     )  # fmt: skip
     return Keeping(folder.checkpoints), folder
 
