@@ -54,7 +54,7 @@ def _own(recipe: OptimizerRecipe, target: str, parameters: Sequence[torch.Tensor
         made = make(list(parameters), lr=recipe.lr, **given_arguments(recipe))
     if not isinstance(made, torch.optim.Optimizer):
         raise UserCodeError(
-            f"{target} gives a {type(made).__name__}, needed is a torch.optim.Optimizer",
+            f"{target} returned {type(made).__name__}, needed is a torch.optim.Optimizer",
             "train.optimizer.target",
         )
     return made

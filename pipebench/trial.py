@@ -21,7 +21,7 @@ from pipebench.users_code import users_code
 from zoo.plain import seeded
 from zoo.registry import Dataset
 
-_SAMPLES = 4
+_SAMPLES = 16
 
 
 def try_out(loaded: LoadedRecipe) -> None:

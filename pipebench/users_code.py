@@ -96,6 +96,8 @@ def _place(error: BaseException) -> str | None:
     only called what failed.
     """
     if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
+        if Path(error.filename).is_relative_to(_PACKAGE):
+            return None
         return f"{_display(error.filename)}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).is_relative_to(_PACKAGE):

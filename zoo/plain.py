@@ -150,7 +150,7 @@ class Plain(Dataset):
             value = measure(output, _shaped(self._targets, targets))
             value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
         except Exception as error:
-            raise DataError(f"the {what} fails on an output of {_in_words(output)}") from error
+            raise DataError(f"the {what} fails on the output, {_in_words(output)}") from error
         if value.dim() == 0:
             return value * num_samples
         if tuple(value.shape) == (num_samples,):
@@ -173,9 +173,11 @@ class Plain(Dataset):
         try:
             return dict(zip((_INPUT, _TARGET), default_collate([tuple(sample) for sample in samples]), strict=True))
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
-            names = f"{indices[0]} to {indices[-1]}" if len(indices) > 1 else f"{indices[0]}"
+            if len(indices) > 1:  # which of them doesn't go with the others?
+                for index in indices:
+                    self._check_alike(split, [index], _flat(self._collated(split, [index], draw)))
             raise DataError(
-                f"samples {names} of {split} don't go into one minibatch (torch's default_collate); the first is "
+                f"sample {indices[0]} of {split} doesn't go into a minibatch (torch's default_collate): it is "
                 f"{_in_words(samples[0])}"
             ) from error
 

@@ -301,5 +301,6 @@ def _profile(step: _Step) -> LayerProfile:
 
 
 def _failed(step: _Step, what: str, error: Exception) -> str:
-    subject = "the loss" if step.kind == LOSS else f"layer {step.name} ({step.kind})"
-    return f"{subject} can't be profiled, its {what} fails: {told(error)}"
+    if step.kind == LOSS:
+        return f"the loss can't be profiled: {told(error)}"
+    return f"layer {step.name} ({step.kind}) can't be profiled, its {what} fails: {told(error)}"

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.leaves import (
+    ARGUMENTS,
     TARGETED,
     TOGETHER,
     Key,
@@ -26,7 +27,7 @@ from pipebench.recipe.leaves import (
     dotted,
     expected_type,
     is_expression,
-)
+)  # fmt: skip
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
@@ -68,7 +69,8 @@ class LoadedRecipe:
     def origin(self, key: str) -> str:
         """Return the file that gave a key, or a key inside it; the recipe's own file for defaults."""
         inside = (file for name, file in self.origins.items() if name.startswith(f"{key}."))
-        return self.origins.get(key) or next(inside, self.source)
+        section, _, name = key.rpartition(".")
+        return self.origins.get(key) or self.origins.get(f"{section}.{ARGUMENTS}.{name}") or next(inside, self.source)
 
 
 def fault_of(loaded: LoadedRecipe, error: UserCodeError) -> Fault:

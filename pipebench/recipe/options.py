@@ -112,7 +112,7 @@ def make_model(model: Mapping[str, Any]) -> Any:
     with users_code(f"{target} can't make the model{_with(options(model))}", "model.target"):
         made = make(**options(model))
     if not isinstance(made, nn.Module):
-        raise UserCodeError(f"{target} gives a {type(made).__name__}, needed is a torch.nn.Module", "model.target")
+        raise UserCodeError(f"{target} returned {type(made).__name__}, needed is a torch.nn.Module", "model.target")
     return made
 
 

@@ -29,7 +29,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         return _with_its_own(made, dataset)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise UserCodeError(
-            f"{target} gives a {type(made).__name__}, needed is a zoo.Dataset or a pair of torch data "
+            f"{target} returned {type(made).__name__}, needed is a zoo.Dataset or a pair of torch data "
             "sets, to train on and held out",
             "dataset.target",
         )
