@@ -173,9 +173,7 @@ class Plain(Dataset):
         try:
             return dict(zip((_INPUT, _TARGET), default_collate([tuple(sample) for sample in samples]), strict=True))
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
-            if len(indices) > 1:  # which of them doesn't go with the others?
-                for index in indices:
-                    self._check_alike(split, [index], _flat(self._collated(split, [index], draw)))
+            self._check_each(split, indices)
             raise DataError(
                 f"sample {indices[0]} of {split} doesn't go into a minibatch (torch's default_collate): it is "
                 f"{_in_words(samples[0])}"
@@ -185,12 +183,18 @@ class Plain(Dataset):
         for name, like in self._like.items():
             found = given.get(name)
             if found is None or found.shape[1:] != like.shape[1:] or found.dtype != like.dtype:
+                self._check_each(split, indices)
                 was = "missing" if found is None else _in_words(found[0])
                 needed = _in_words(like.new_empty((1, *like.shape[1:]))[0])
                 raise DataError(
                     f"{name} of sample {indices[0]} of {split} is {was}, needed is {needed} as in the first sample of "
-                    "train: all have one size, which plans and costs are for"
+                    "train: plans and costs are for one size"
                 )
+
+    def _check_each(self, split: str, indices: Sequence[int]) -> None:
+        """Of several samples that don't go into one minibatch, name the one that isn't as the first sample is."""
+        for index in indices if len(indices) > 1 else ():
+            self._check_alike(split, [index], _flat(self._collated(split, [index], 0)))
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
