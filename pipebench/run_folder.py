@@ -223,8 +223,8 @@ def _facts(data: Mapping[str, Any]) -> RunFacts:
     Raises:
         TypeError: something is missing or of another type.
     """
-    lists = {name: tuple(data.get(name, ())) for name in ("words", "code_folders")}
-    facts = RunFacts(**{**data, **lists})
+    facts = RunFacts(**data)
+    facts = replace(facts, words=tuple(facts.words), code_folders=tuple(facts.code_folders))
     for each in fields(RunFacts):
         value = getattr(facts, each.name)
         if not isinstance(value, each.type if isinstance(each.type, type) else object):

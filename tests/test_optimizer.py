@@ -113,8 +113,8 @@ def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
     """Return an optimizer without weight decay on biases, whose rate is twice that of the others."""
     flat = [parameter for parameter in parameters if parameter.dim() < 2]
     others = [parameter for parameter in parameters if parameter.dim() >= 2]
-    groups = [{"params": flat, "weight_decay": 0.0, "lr": 2 * lr}, {"params": others}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, weight_decay=0.1)  # type: ignore[arg-type]
+    groups: list[dict[str, Any]] = [{"params": flat, "weight_decay": 0.0, "lr": 2 * lr}, {"params": others}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, weight_decay=0.1)
 
 
 def twelve(parameters: Any, lr: float) -> int:

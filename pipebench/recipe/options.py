@@ -1,10 +1,12 @@
 """The options of a model or data set are the typed keyword arguments of the function that makes it."""
 
+import contextlib
 import inspect
 import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from pipebench.errors import UserCodeError, nearest
@@ -65,16 +67,26 @@ def target_problems(
     positional = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.KEYWORD_ONLY)]
     for name, taker in zip(passed, [*positional, *passed], strict=False):
         parameters.pop(taker if name == "*" else name, None)
-    try:
-        hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
-    except Exception:  # a name that is only there for type checkers, or anything else that an annotation can hold
-        hints = {}
+    hints = _hints(make.__init__ if inspect.isclass(make) else make)
     known = {name: checkable(hints.get(name, Any)) for name in parameters}
     known = {
         name: hint | None if hint is not Any and name in parameters and parameters[name].default is None else hint
         for name, hint in known.items()
     }
     yield from _problems(parameters, known, given)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a user's function that can be read, one by one.
+
+    One may hold a name that is only there for type checkers, or anything else.
+    """
+    hints: dict[str, Any] = {}
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    for name, given in getattr(function, "__annotations__", {}).items():
+        with contextlib.suppress(Exception):
+            hints |= typing.get_type_hints(SimpleNamespace(__annotations__={name: given}), names)
+    return hints
 
 
 def _problems(

@@ -39,9 +39,8 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
             "dataset.loss",
         )
     with users_code(f"{target} makes data that can't be used", "dataset.target"):
-        return Plain(
-            *made, _loss(dataset["loss"]), _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
-        )
+        metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
+        return Plain(made[0], made[1], _loss(dataset["loss"]), metrics, processes)
 
 
 def directions(metrics: Any) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """A pair of torch data sets as a data set of the zoo."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -36,7 +37,9 @@ class Endless(IterableDataset[Any]):
         return iter(())
 
 
-def plain(make: Callable[[int], Any], loss: str = "cross_entropy", **metrics: Metric) -> Plain:
+def plain(
+    make: Callable[[int], Any], loss: str = "cross_entropy", metrics: Mapping[str, Metric] = MappingProxyType({})
+) -> Plain:
     return Plain(Made(make), Made(make, 4), LOSSES[loss], metrics)
 
 
@@ -121,7 +124,8 @@ def test_metrics_are_means_however_they_are_given() -> None:
         lambda output, target: float((output.argmax(1) == target).double().mean()),
     ]
     given = {f"right{i}": Metric(function, "max") for i, function in enumerate(right)}
-    data = plain(lambda i: (POINTS[i], LABELS[i]), top1=METRICS["top1"], top5=METRICS["top5"], **given)
+    named = {name: METRICS[name] for name in ("top1", "top5")}
+    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={**named, **given})
     output = nn.functional.one_hot(LABELS.roll(3), 3).float() + torch.tensor([0.0, 0.1, 0.0])
     sums = {k: float(v) for k, v in data.score(output, data.fetch("train", range(8), ["target"])).items()}
     expected = float((output.argmax(1) == LABELS).sum())
