@@ -150,7 +150,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "OWN:Net fails on 10 samples of OWN:data: it ends the program (SystemExit) (OWN.py:37, in forw",
     ),
     (["model.target=sys:exit"], "model.target: sys:exit can't make the model: it ends the program (SystemExit)"),
-    (["model.target=OWN:leaves"], "can't make the model: it ends the program (SystemExit) (OWN.py:71, in leaves)"),
+    (["model.target=OWN:leaves"], "can't make the model: it ends the program (SystemExit) (OWN.py:67, in leaves)"),
     (["model.target=torch:Tensor"], "model.target: torch:Tensor returned Tensor, needed is a torch.nn.Module"),
     (["model.target=torch:pi"], "model.target: torch:pi is a float, needed is a function or a class that makes one"),
     (
@@ -164,12 +164,12 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["model.target=cut_short:f"], "model.target: cut_short:f can't be imported: SyntaxError: "),
     (
         ["dataset.fails=at once"],
-        "dataset.target: OWN:data makes data that can't be used: OSError: disk is gone (OWN.py:54, in",
+        "dataset.target: OWN:data makes data that can't be used: OSError: disk is gone (OWN.py:52, in",
     ),
-    (["dataset.fails=late"], "error: OWN.py:54, in __getitem__: OSError: disk is gone"),
+    (["dataset.fails=late"], "error: OWN.py:52, in __getitem__: OSError: disk is gone"),
     (
         ["dataset.fails=late", "dataset.loader_processes=1"],
-        "in a process that fetches ahead, OWN.py:54, in __getitem__: OSE",
+        "in a process that fetches ahead, OWN.py:52, in __getitem__: OSE",
     ),
     (
         ["dataset.fails=label"],
@@ -203,7 +203,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.metrics={right: {target: 'OWN:broken', best: max}}"],
-        "the metric right fails on the output, a tensor [10, 3] float32: RuntimeError: metric broke (OWN.py:83, in",
+        "the metric right fails on the output, a tensor [10, 3] float32: RuntimeError: metric broke (OWN.py:79, in",
     ),
     (
         ["dataset.metrics={right: {target: 'OWN:num_right', best: max}}"],
