@@ -1,13 +1,19 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from pipebench.errors import ProfileError
+from pipebench.graph import trace
+from pipebench.profile.model import Profile
 from pipebench.schedule.drawing import draw_cells
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
+from pipebench.tracking.run_log import _one_line
 from tests.models import SkipNet
-from tests.support import Blobs, make_engine, make_setup
+from tests.support import Blobs, make_engine, make_setup, unit_profile
 
 
 def test_short_group_of_a_replicated_flush_deadlocked() -> None:
@@ -60,3 +66,22 @@ def test_a_whole_run_shorter_than_a_round(plan: tuple[list[int], list[int]]) -> 
     engine = make_engine(make_setup(SkipNet(), plan))
     engine.train(0, 1)
     assert {replica.weights.newest.number for replica in engine.replicas} == {1}
+
+
+def test_a_profile_without_any_time_was_taken_and_could_not_be_drawn() -> None:
+    """0.1.0: only each time's range was checked; `draw` then looked for the smallest time above 0, and found none."""
+    profile = unit_profile(trace(SkipNet()), Blobs(), [4])
+    rows = tuple(replace(row, forward_s=0.0, backward_s=0.0) for row in profile.layers[4])
+    with pytest.raises(ProfileError, match=r"^layers at 4 samples: every forward_s and backward_s is 0, allowed is"):
+        Profile.from_json(replace(profile, layers={4: rows}).to_json())
+
+
+def test_a_store_that_does_not_exist_was_told_by_the_key_that_was_looked_up() -> None:
+    """0.1.0: the deepest cause was told; of a scheme that MLflow doesn't know that is the KeyError of a dictionary."""
+    try:
+        try:
+            raise KeyError("foo")
+        except KeyError as error:
+            raise ValueError("got unsupported URI 'foo://bar'") from error
+    except ValueError as error:
+        assert _one_line(error) == "got unsupported URI 'foo://bar'"
