@@ -7,20 +7,23 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipebench import __version__
 from pipebench.errors import Fault, RecipeError, UserError, WorkersFailedError
+from pipebench.users_code import as_users, traceback_of
 
 if TYPE_CHECKING:
     from pipebench.recipe.load import LoadedRecipe
     from pipebench.suite import Suite
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
+_VERBOSE = "pipebench.verbose"  # in click's meta, which outlives the command
 LISTS = ("models", "datasets", "clusters", "modes", "cost-models", "recipes")
 
 
@@ -31,7 +34,10 @@ class _ReaderGoneError(Exception):
 class _Commands(click.Group):
     """Commands whose errors end in one sentence and an exit code, never in a traceback for a user's mistake."""
 
+    _meta: Mapping[str, Any] = MappingProxyType({})
+
     def invoke(self, ctx: click.Context) -> Any:
+        self._meta = ctx.meta
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -54,19 +60,44 @@ class _Commands(click.Group):
             error.show()
             return USER_ERROR
         except UserError as error:
-            for line in str(error).splitlines() or [type(error).__name__]:
-                click.echo(f"pipebench: error: {line}", err=True)
-            return USER_ERROR
+            return self._mistake(error)
         except (click.Abort, KeyboardInterrupt):
             return INTERRUPTED
         except _ReaderGoneError:
             # Give the interpreter's last flush somewhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            theirs = as_users(error)
+            if theirs is not None:
+                return self._mistake(theirs)
+            if isinstance(error, SystemExit):
+                raise
             click.echo(f"pipebench: internal error: {type(error).__name__}: {error}", err=True)
             traceback.print_exc()
             return INTERNAL_ERROR
+
+    def _mistake(self, error: UserError) -> int:
+        for line in str(error).splitlines() or [type(error).__name__]:
+            click.echo(f"pipebench: error: {line}", err=True)
+        if self._meta.get(_VERBOSE):
+            click.echo(traceback_of(error), err=True)
+        return USER_ERROR
+
+
+def _note_verbose(ctx: click.Context, option: click.Parameter, value: bool) -> bool:
+    ctx.meta[_VERBOSE] = value
+    return value
+
+
+# Every command that runs a user's code can show where in it an error came from.
+_tracebacks = click.option(
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=_note_verbose,
+    help="Show the whole traceback of an error in your own code.",
+)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -104,7 +135,12 @@ def cli() -> None:
     help="Go on with a run from its last checkpoint: its folder in pipebench-runs/, the beginning of its name, or its "
     "MLflow run id. Keys may be changed.",
 )
-@click.option("--verbose", is_flag=True, help="Log what every worker does, with its time.")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    callback=_note_verbose,
+    help="Log what every worker does, with its time; show the whole traceback of an error in your own code.",
+)
 def run(words: tuple[str, ...], seeds: str | None, resume: str | None, verbose: bool) -> int:
     """Train recipes to their target and record the answers in MLflow.
 
@@ -126,7 +162,7 @@ def run(words: tuple[str, ...], seeds: str | None, resume: str | None, verbose: 
     if _started_as_worker():
         from pipebench.launch_worker import worker_main
 
-        return worker_main(lambda: _work(words, seeds, resume, verbose))
+        return worker_main(lambda: _work(words, seeds, resume, verbose), verbose=verbose)
     chosen_seeds = _parse_seeds(seeds)
     loaded, suite = _to_run(words, resume, verbose)
     _preflight_all(loaded)
@@ -168,7 +204,10 @@ def _work(words: Sequence[str], seeds: str | None, resume: str | None, verbose: 
     if seeds is not None:
         raise UserError("--seeds: processes that are started together run one seed; give train.seed=N")
     loaded, suite = _to_run(words, resume, verbose)
-    _preflight_all(loaded)
+    from pipebench.launch_worker import launched_by_us
+
+    # One tries for all; where `pipebench run` is the launcher, it has.
+    _preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
     from pipebench.process_run import Asked, work
 
     kinds = {each.recipe.engine.kind for each in loaded}
@@ -197,6 +236,7 @@ def show(words: tuple[str, ...]) -> None:
 
 @cli.command(short_help="Draw the pipeline that a recipe makes.")
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@_tracebacks
 def draw(words: tuple[str, ...]) -> None:
     """Draw the start of the pipeline that a recipe makes: workers downwards, time to the right. Trains nothing.
 
@@ -222,6 +262,7 @@ def draw(words: tuple[str, ...]) -> None:
     "--samples", type=click.IntRange(1), help="Which size to show, by default the largest; of a graph.txt, its."
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every layer, however many there are.")
+@_tracebacks
 def profile_(
     words: tuple[str, ...],
     json_file: str | None,
@@ -289,6 +330,7 @@ def profile_(
 @click.option("--shapes", is_flag=True, help="Also plan equal stages (2BW) and 2 chunks per worker (interleaved).")
 @click.option("--picture", metavar="OUT.png", help="Write a picture of the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
+@_tracebacks
 def plan(words: tuple[str, ...], **given: Any) -> None:
     """Find the best plan: which layers make a stage, how many workers run it, what it comes to, and why.
 
@@ -330,6 +372,7 @@ def plan(words: tuple[str, ...], **given: Any) -> None:
 @click.argument("run_", metavar="RUN")
 @click.option("--output", metavar="FILE.pt", help="Where to write them.  [default: RUN's id, in the current folder]")
 @click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")
+@_tracebacks
 def export(run_: str, output: str | None, step: int | None) -> None:
     """Write the weights of a run's checkpoint as a plain state_dict, whatever plan it was trained under.
 
@@ -455,14 +498,21 @@ def _same_names(loaded: Sequence["LoadedRecipe"]) -> list[Fault]:
     return faults
 
 
-def _preflight_all(loaded: Sequence["LoadedRecipe"]) -> None:
+def _preflight_all(loaded: Sequence["LoadedRecipe"], *, tries: bool = True) -> None:
+    """Check what the runs use; `tries`: with what a recipe names by target tried out, which takes a model."""
     from pipebench.recipe.preflight import preflight
 
     faults: list[Fault] = []
+    cause: RecipeError | None = None
     for each in loaded:
         try:
             preflight(each)
+            if tries and each.recipe.engine.kind != "simulated" and each.has_targets:
+                from pipebench.trial import try_out
+
+                try_out(each)
         except RecipeError as error:
             faults += error.faults
+            cause = error
     if faults:
-        raise RecipeError(dict.fromkeys(faults))
+        raise RecipeError(dict.fromkeys(faults)) from cause

@@ -60,6 +60,19 @@ class ProfileError(UserError, ValueError):
     """A profile that can't be read or made."""
 
 
+class UserCodeError(UserError, RuntimeError):
+    """What code that a recipe names by `target` raised (its `__cause__`), or did otherwise than it must.
+
+    Args:
+        problem: what is wrong.
+        key: full key of the target, or "" where it isn't known.
+    """
+
+    def __init__(self, problem: str, key: str = "") -> None:
+        self.problem, self.key = problem, key
+        super().__init__(f"{key}: {problem}" if key else problem)
+
+
 class ScheduleError(PipebenchError, RuntimeError):
     """Workers wait for each other in a circle; the message draws what each one waits for."""
 

@@ -16,8 +16,8 @@ from pipebench.checkpoint.store import Checkpoint, reason_of
 from pipebench.errors import RecipeError, UserError
 from pipebench.graph import LayerGraph, trace
 from pipebench.prepare import initial_model
-from pipebench.recipe.load import load_file
 from pipebench.recipe.schema import Recipe
+from pipebench.recipe.targets import import_target
 from pipebench.run_folder import RunFolder, find
 
 
@@ -142,7 +142,9 @@ def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Che
 
 
 def _recipe(folder: RunFolder) -> Recipe:
-    loaded = load_file(folder.recipe_path)
+    loaded = folder.recipe()
+    if loaded.recipe.model.get("target") is not None:
+        import_target(loaded.recipe.model["target"], loaded.folders)
     needed = [fault for fault in loaded.pending if fault.key.partition(".")[0] == "model"]
     if needed:
         raise RecipeError(needed)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipebench.errors import GraphError, nearest
-from pipebench.tracing import fed_arguments, record, set_item
+from pipebench.tracing import Fed, fed_arguments, record, set_item
 from pipebench.twins import twins
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -94,15 +94,15 @@ class LayerGraph:
         raise KeyError(name)
 
 
-def trace(model: nn.Module, leaves: Sequence[str] = (), num_inputs: int | None = None) -> LayerGraph:
+def trace(model: nn.Module, leaves: Sequence[str] = (), fed: Fed = None) -> LayerGraph:
     """Turn a model into a layer graph. The model is not changed; its parameters are shared.
 
     Args:
         model: any module that torch.fx traces.
         leaves: qualified names or class names of modules that become one layer each, besides those that say so
             themselves (zoo/registry.py).
-        num_inputs: how many arguments of its forward are fed with data; others keep their defaults. If it isn't known,
-            those without a default.
+        fed: how many arguments of its forward are fed with data, or which; others keep their defaults. If it isn't
+            known, those without a default.
 
     Raises:
         TracingError: torch.fx can't trace it; names the module, the line and the way out.
@@ -114,12 +114,12 @@ def trace(model: nn.Module, leaves: Sequence[str] = (), num_inputs: int | None =
         named = name in leaves or type(module).__name__ in leaves
         return named or getattr(module, "one_layer", False) or carries_state(module)
 
-    return _in_both_modes(model, model, lambda: _cuttable(record(model, is_leaf, num_inputs)))
+    return _in_both_modes(model, model, lambda: _cuttable(record(model, is_leaf, fed)))
 
 
-def as_one_layer(model: nn.Module, num_inputs: int | None = None) -> LayerGraph:
+def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
     """Return the graph of a model that is one layer, which runs as it is: nothing is traced, nothing can be cut."""
-    positional, by_keyword = fed_arguments(type(model).forward, num_inputs)
+    positional, by_keyword = fed_arguments(type(model).forward, fed)
     holder = nn.Module()
     holder.model = model
 

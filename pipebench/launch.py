@@ -39,6 +39,7 @@ def run_workers(
     max_restarts: int,
     grace_s: float = GRACE_S,
     say: Callable[[str], None] | None = None,
+    verbose: bool = False,
 ) -> int:
     """Start the workers of a run on this host and wait for them, restarting them all when one of them dies.
 
@@ -52,6 +53,7 @@ def run_workers(
         max_restarts: how often to restart before giving up.
         grace_s: see above.
         say: prints a message of one or more lines; by default to standard error.
+        verbose: show the traceback of an error in the user's code, too.
 
     Returns:
         0 when every worker did its work, whatever came of it; 2 for a user's mistake, 3 for a failure, 130 when a
@@ -72,7 +74,7 @@ def run_workers(
             finally:
                 attempt.close()
             if signals.asked or number == max_restarts or not worth_restart(cause, started):
-                say(report(cause, _when(number, started)))
+                say(report(cause, _when(number, started), verbose=verbose))
                 return cause.exit_code
             say(f"pipebench: {sentence(cause).splitlines()[0]}; restart {number + 1} of {max_restarts}")
     raise AssertionError("a run ends in its last attempt")

@@ -16,6 +16,7 @@ from typing import Any
 
 from pipebench.errors import UserError
 from pipebench.launch_join import lost
+from pipebench.users_code import as_users, traceback_of
 
 # In the order in which they are believed to be the cause.
 KINDS = ("user", "killed", "stalled", "failed", "ended", "lost", "interrupted", "closed")
@@ -31,7 +32,7 @@ class Failure:
             `failed` (an exception), `ended` (an exit code and no record), `lost` (another worker was gone),
             `interrupted` (the user ended it) or `closed` (the launcher ended it because of another).
         message: a sentence or two.
-        traceback: text, "" where it says nothing.
+        traceback: text, "" where it says nothing; of a `user` mistake only where the user's own code raised it.
     """
 
     rank: int
@@ -50,9 +51,12 @@ def of_exception(error: BaseException, rank: int) -> Failure:
     if lost(error):
         return Failure(rank, "lost", str(error).splitlines()[0] if str(error) else type(error).__name__)
     if isinstance(error, UserError):
-        return Failure(rank, "user", str(error) or type(error).__name__)
+        return Failure(rank, "user", str(error) or type(error).__name__, traceback_of(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, "interrupted", "interrupted")
+    theirs = as_users(error)
+    if theirs is not None:
+        return of_exception(theirs, rank)
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Failure(rank, "failed", message, "".join(traceback.format_exception(error)))
 
@@ -131,12 +135,13 @@ def sentence(failure: Failure) -> str:
     return f"rank {failure.rank}: {failure.message}"
 
 
-def report(failure: Failure, after: str = "") -> str:
+def report(failure: Failure, after: str = "", *, verbose: bool = False) -> str:
     """Return what is printed once about a run that a failure ended.
 
     Args:
         failure: the cause.
         after: when it happened or what was tried, such as `after 3 restarts`; "" for nothing.
+        verbose: show the traceback of an error in the user's code; that of a failure is always shown.
     """
     lines = sentence(failure).splitlines()
     if after and failure.kind != "user":
@@ -144,4 +149,5 @@ def report(failure: Failure, after: str = "") -> str:
     if failure.message == "ended by SIGKILL":
         lines.append("the system sends SIGKILL when memory runs out, unless somebody did")
     text = "\n".join(f"pipebench: error: {line}" for line in lines)
-    return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text
+    shows = failure.traceback and (verbose or failure.kind != "user")
+    return f"{text}\n{failure.traceback.rstrip()}" if shows else text

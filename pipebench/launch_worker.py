@@ -15,12 +15,16 @@ from pipebench.launch_join import RUN
 _listeners: list[Callable[[str], None]] = []
 
 
-def worker_main(function: Callable[[], object]) -> int:
+def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int:
     """Do a worker process's work, and end the process at once if it fails.
 
     A failure is recorded for the launcher, which reports it; under another launcher than pipebench's own (torchrun) the
     worker that was the cause prints its sentence. Threads of Gloo and NCCL may wait for peers that are gone, so a
     failing process doesn't wait for them.
+
+    Args:
+        function: the work.
+        verbose: print the traceback of an error in the user's code, too.
 
     Returns:
         0: the work was done. What came of it (a target reached or missed) is no matter of processes.
@@ -30,7 +34,7 @@ def worker_main(function: Callable[[], object]) -> int:
     try:
         function()
     except BaseException as error:
-        fail(of_exception(error, _rank()))
+        fail(of_exception(error, _rank()), verbose=verbose)
     return 0
 
 
@@ -39,14 +43,14 @@ def launched_by_us() -> bool:
     return RUN in os.environ
 
 
-def fail(failure: Failure) -> NoReturn:
-    """Record a failure and end this process now; from any thread."""
+def fail(failure: Failure, *, verbose: bool = False) -> NoReturn:
+    """Record a failure and end this process now; from any thread. `verbose` is as for `report`."""
     try:
         record(failure)
         if not launched_by_us() and failure.kind not in ("lost", "interrupted"):
             joined = world.current()
             if joined is None or joined.first("report"):
-                print(report(failure), file=sys.stderr)
+                print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:  # whoever read our output may be gone

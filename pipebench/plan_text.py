@@ -31,11 +31,9 @@ def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     """
     replicas = _replicas(given, mode, num_workers)
     if not _has_shape(replicas, mode.shape):
-        raise PlanError(f"got {format_plan(replicas)[:40]}, this mode takes {SHAPES[mode.shape]}")
+        raise PlanError(f"got {_shown(given)}, this mode takes {SHAPES[mode.shape]}")
     if sum(replicas) > num_workers:
-        raise PlanError(
-            f"got {format_plan(replicas)[:40]}, which needs {sum(replicas)} workers; the cluster has {num_workers}"
-        )
+        raise PlanError(f"got {_shown(given)}, which needs {sum(replicas)} workers; the cluster has {num_workers}")
     return replicas
 
 
@@ -66,6 +64,12 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
         raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or replicas per stage such as 15-1, 2-1-1 or 16")
     return tuple(int(part) for part in text.split("-"))
+
+
+def _shown(given: object) -> str:
+    """Return a plan as it was given: `1-1-1`, though it is `straight`."""
+    text = str(given).strip()
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _has_shape(replicas: Sequence[int], shape: str) -> bool:

@@ -33,7 +33,7 @@ from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profiling import plain_name
 from pipebench.progress import searching
 from pipebench.recipe.clusters import load_cluster
-from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
@@ -191,11 +191,8 @@ def parse_levels(text: str, latency_s: float = 0.0) -> tuple[Level, ...]:
 def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
     recipe = loaded.recipe
     own = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    try:
-        with torch_settings(recipe.engine), preparing(recipe.name, _progress(asked)) as on_progress:
-            made = profiled(recipe, own, on_progress, whole_minibatches=True)
-    except (GraphError, PlanError, ProfileError) as error:
-        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
+    with faults_of(loaded), torch_settings(recipe.engine), preparing(recipe.name, _progress(asked)) as on_progress:
+        made = profiled(recipe, own, on_progress, whole_minibatches=True)
     cluster = own if asked.levels is None else _cluster(asked, own.device)
     parallelism = recipe.parallelism
     request = plan_request(recipe, cluster, made.profile, made.dataset)

@@ -5,7 +5,8 @@ Every step is a function of what the steps before it gave, so that each can be c
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -23,6 +24,7 @@ from pipebench.evaluation import evaluation_of
 from pipebench.graph import LayerGraph, as_one_layer, trace
 from pipebench.modes import AUTO, resolve
 from pipebench.optimizer import make_optimizer
+from pipebench.own_schedule import own_schedule
 from pipebench.plan import Plan, explicit_plan, make_plan
 from pipebench.plan_text import parse_plan, streams_problem
 from pipebench.planner.compare import compare
@@ -36,6 +38,7 @@ from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.trace_check import check_traced
+from zoo.plain import seeded
 from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.prepare")
@@ -148,9 +151,12 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
         recipe: a validated recipe.
         device: `cpu`, or `meta` for shapes without weights: no memory, no time.
     """
-    seed_default_generator(torch.device("cpu"), mix(recipe.train.seed, name_hash("initial weights")))
-    with torch.device(device):
-        made: nn.Module = options.make_model(recipe.model)
+    seed = mix(recipe.train.seed, name_hash("initial weights"))
+    # Whatever a model's author draws from: every process makes the model itself, and all have to make the same.
+    with seeded(seed) if recipe.model.get("target") is not None else nullcontext():
+        seed_default_generator(torch.device("cpu"), seed)
+        with torch.device(device):
+            made: nn.Module = options.make_model(recipe.model)
     return made
 
 
@@ -214,21 +220,22 @@ def profiled(
     """
     device = choose_device(recipe.engine.device)
     dataset: Dataset = options.make_dataset(recipe.dataset)
-    on_meta = not trains and "target" not in recipe.model and not profiles.is_measured(recipe, cluster)
+    on_meta = not trains and recipe.model.get("target") is None and not profiles.is_measured(recipe, cluster)
     model = initial_model(recipe, "meta" if on_meta else "cpu")
-    graph = layer_graph(recipe, model, len(dataset.inputs))
+    graph = layer_graph(recipe, model, dataset.argument_names or len(dataset.inputs))
+    dataset, called = dataset.feeding(graph.inputs), recipe.dataset.get("name") or recipe.dataset.get("target")
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
             f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "
-            f"but dataset {recipe.dataset.get('name')} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
+            f"but dataset {called} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
         )
     writes = dataset.generates_with
     if writes is not None and not callable(getattr(model, writes, None)):
         raise PlanError(
-            f"dataset {recipe.dataset.get('name')} scores what the model writes, and {type(model).__name__} has no "
+            f"dataset {called} scores what the model writes, and {type(model).__name__} has no "
             f"method {writes} to write with"
         )
-    _check_ids(graph, dataset, str(recipe.dataset.get("name")))
+    _check_ids(graph, dataset, str(called))
     sizes = travelling_sizes(recipe, dataset)
     if whole_minibatches:
         sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
@@ -241,25 +248,25 @@ def profiled(
     return Profiled(dataset, graph, device, profile)
 
 
-def layer_graph(recipe: Recipe, model: nn.Module, num_inputs: int) -> LayerGraph:
+def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:
     """Return a model as layers; as one, where it can't be traced and nothing is to be cut.
 
     Args:
         recipe: says which modules are layers, and how it is run.
         model: its model.
-        num_inputs: how many inputs the data set feeds.
+        fed: how many arguments of its forward the data set feeds, or which.
 
     Raises:
         GraphError: it can't be traced, and would have to be cut.
     """
     mode = recipe.parallelism.mode
     try:
-        return trace(model, list(recipe.model.get("leaves") or ()), num_inputs)
+        return trace(model, list(recipe.model.get("leaves") or ()), fed)
     except TracingError as error:
         if mode == AUTO or resolve(recipe.parallelism).shape not in ("one", "one-stage"):
             raise
         _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
-        return as_one_layer(model, num_inputs)
+        return as_one_layer(model, fed)
 
 
 def kept_profile(decided: Decided) -> Profile:
@@ -338,6 +345,7 @@ def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Cal
     in flushing modes all stages have the same.
     """
     schedule, base = train.schedule, train.optimizer.lr
+    factor_of = None if schedule.target is None else own_schedule(schedule)
     scaled = train.optimizer.lr_scaling == "replicas"
     scale = [pipeline.round_size(s) / pipeline.round_size(0) if scaled else 1.0 for s in range(pipeline.num_stages)]
     warmup, total = schedule.warmup_epochs * num_train, train.max_epochs * num_train
@@ -346,6 +354,8 @@ def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Cal
         factor = 1.0
         if before < warmup:
             factor = min(1.0, (before + own) / warmup)
+        elif factor_of is not None:
+            factor = factor_of(before / total)
         elif schedule.name == "step":
             assert schedule.every_epochs is not None
             assert schedule.factor is not None

@@ -32,7 +32,7 @@ from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.together import mean_profile
 from pipebench.progress import Silent
-from pipebench.recipe.load import LoadedRecipe, load, load_file
+from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml
 from pipebench.result import INTERRUPTED as STOPPED
@@ -49,7 +49,8 @@ _DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 # What a checkpoint's weights, position in the data and clock depend on: the same in a run that goes on.
 _FIXED = (
-    "model", "dataset", "train.seed", "train.minibatch_size", "train.streams", "train.optimizer.name", "engine.kind",
+    "model", "dataset", "train.seed", "train.minibatch_size", "train.streams", "train.optimizer.name",
+    "train.optimizer.target", "engine.kind",
 )  # fmt: skip
 _USER_ERROR = 2
 _MEASURED = "measured"
@@ -119,7 +120,7 @@ def run_in_processes(
     resume = ["--resume", str(folder.path)] if asked.resumed else []
     command = [sys.executable, "-m", "pipebench", "run", *resume, *asked.words]
     workers = prepared.setup.pipeline.num_workers
-    code = run_workers(command, workers, folder.path, max_restarts=recipe.engine.max_restarts)
+    code = run_workers(command, workers, folder.path, max_restarts=recipe.engine.max_restarts, verbose=asked.verbose)
     if code or not folder.result_path.exists():
         if code == _USER_ERROR:  # nothing has run: the record of what ran before stands
             if before is not None:
@@ -143,8 +144,8 @@ def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, LoadedRecipe
     folder = run_folder.find(run)
     if not folder.checkpoints.steps():
         raise UserError(f"--resume: run {folder.run_id} has no checkpoint; run its recipe anew")
-    before = load_file(folder.recipe_path)
-    loaded = load(str(folder.recipe_path), overrides)
+    before = folder.recipe()
+    loaded = folder.recipe(overrides)
     changed = [key for key in _FIXED if _value(before.recipe, key) != _value(loaded.recipe, key)]
     if changed:
         raise UserError(
@@ -266,6 +267,7 @@ def _create(loaded: LoadedRecipe, seed: int, name: str, asked: Asked, parent_run
         words=asked.words,
         parent_mlflow_run_id=parent_run_id,
         verbose=asked.verbose,
+        code_folders=loaded.folders,
     )
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from pipebench import console
 from pipebench import profile as profiles
 from pipebench.device import torch_settings
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.errors import UserError
 from pipebench.prepare import profiled
 from pipebench.profile.model import Profile
 from pipebench.profile_picture import draw_profile, is_our_picture
 from pipebench.profile_report import print_profile
 from pipebench.recipe.clusters import load_cluster
-from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.load import LoadedRecipe, faults_of
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,8 @@ def show_and_write(name: str, profile: Profile, wanted: Wanted) -> None:
 def _profiled(loaded: LoadedRecipe) -> Profile:
     recipe = loaded.recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    try:
-        with torch_settings(recipe.engine), console.preparing(recipe.name) as on_progress:
-            return profiled(recipe, cluster, on_progress).profile
-    except (GraphError, PlanError, ProfileError) as error:
-        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
+    with faults_of(loaded), torch_settings(recipe.engine), console.preparing(recipe.name) as on_progress:
+        return profiled(recipe, cluster, on_progress).profile
 
 
 def _refuse_to_overwrite(wanted: Wanted) -> None:

@@ -23,6 +23,7 @@ from pipebench.json_rules import JsonError, finite, flag, list_of, optional, rec
 
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints
+    from pipebench.recipe.load import LoadedRecipe
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE, _RESULT = "run.json", "recipe.yaml", "result.json"
@@ -34,6 +35,7 @@ _RULE = record(
         "suite": text,
         "seed": whole(0, 2**63 - 1),
         "words": list_of(text),
+        "code_folders": list_of(text),
         "parent_mlflow_run_id": optional(text),
         "mlflow_run_id": optional(text),
         "verbose": flag,
@@ -55,6 +57,7 @@ class RunFacts:
         parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
         mlflow_run_id: its own, once there is one.
         verbose: whether workers log every instruction.
+        code_folders: where the modules of the recipe's targets were found first.
         started_at_s: seconds since the epoch when its first processes were ready; None before.
     """
 
@@ -66,6 +69,7 @@ class RunFacts:
     parent_mlflow_run_id: str | None = None
     mlflow_run_id: str | None = None
     verbose: bool = False
+    code_folders: tuple[str, ...] = ()
     started_at_s: float | None = None
 
 
@@ -90,6 +94,18 @@ class RunFolder:
         """Return where the result is written."""
         return self.path / _RESULT
 
+    def recipe(self, overrides: Sequence[str] = ()) -> "LoadedRecipe":
+        """Return the recipe, which finds the code it names where the run did.
+
+        Raises:
+            UserError: the folder isn't whole, or an override is wrong.
+        """
+        from pipebench.recipe.load import load
+
+        loaded = load(str(self.recipe_path), overrides)
+        folders = dict.fromkeys((*map(Path, self.read().code_folders), *loaded.folders))
+        return replace(loaded, folders=tuple(folders))
+
     @cached_property
     def checkpoints(self) -> "Checkpoints":
         """Return the run's checkpoints."""
@@ -106,6 +122,8 @@ class RunFolder:
         path = self.path / _RUN
         try:
             data = json.loads(self.read_bytes(_RUN))
+            if isinstance(data, dict):
+                data.setdefault("code_folders", [])  # of a run before recipes could name code by folder
             _RULE(data, "")
         except JsonError as error:
             raise UserError(f"{path}: isn't the description of a run of pipebench: {error}") from None
@@ -113,7 +131,7 @@ class RunFolder:
             raise UserError(f"{path}: isn't the description of a run of pipebench") from None
         if data["run_id"] != self.run_id:
             raise UserError(f"{path}: run_id: got {shown(data['run_id'])}, allowed is the folder's name, {self.run_id}")
-        return RunFacts(**{**data, "words": tuple(data["words"])})
+        return RunFacts(**{**data, "words": tuple(data["words"]), "code_folders": tuple(data["code_folders"])})
 
     def read_bytes(self, name: str) -> bytes:
         """Return what is in one of the run's files.
@@ -175,6 +193,7 @@ def create(
     words: Sequence[str] = (),
     parent_mlflow_run_id: str | None = None,
     verbose: bool = False,
+    code_folders: Sequence[Path] = (),
 ) -> RunFolder:
     """Make the folder of a new run in the working directory.
 
@@ -187,12 +206,16 @@ def create(
         words: the command line's recipe and overrides.
         parent_mlflow_run_id: of the run it belongs to.
         verbose: whether workers log every instruction.
+        code_folders: where the modules of the recipe's targets are looked for first.
 
     Raises:
         UserError: nothing can be written to the working directory.
     """
     run_id = f"{recipe}-{secrets.token_hex(4)}"
-    facts = RunFacts(run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose)
+    facts = RunFacts(
+        run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose,
+        code_folders=tuple(map(str, code_folders)),
+    )  # fmt: skip
     folder = RunFolder(RUNS.absolute() / run_id)
     try:
         folder.path.mkdir(parents=True)

@@ -19,13 +19,13 @@ from pipebench import console, pictures, run_folder
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.device import environment, torch_settings
 from pipebench.engine.gate import StopRequest
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.errors import UserError
 from pipebench.prediction import compare, prediction_markdown
 from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
 from pipebench.process_run import Asked, kept_decision, run_in_processes
 from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
-from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
 from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
@@ -265,11 +265,8 @@ def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, *, tells: bool = False
         RecipeError: the model doesn't allow it.
     """
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    try:
-        with console.preparing(recipe.name, tells=tells) as on_progress:
-            return prepare(recipe, cluster, on_progress, **how)
-    except (PlanError, GraphError, ProfileError) as error:
-        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
+    with faults_of(loaded), console.preparing(recipe.name, tells=tells) as on_progress:
+        return prepare(recipe, cluster, on_progress, **how)
 
 
 def _trained(
@@ -341,6 +338,7 @@ class _LateFolder:
         made = run_folder.create(
             self._name, recipe=recipe.name, recipe_yaml=recipe_yaml(self._loaded, recipe.train.seed), suite=suite.name,
             seed=recipe.train.seed, words=(str(self._loaded.path), *suite.overrides), verbose=suite.verbose,
+            code_folders=self._loaded.folders,
         )  # fmt: skip
         with self._changing:  # MLflow's id may come in another thread now
             self.made = made

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
 from pipebench.graph import LayerGraph, forget_states
-from pipebench.tracing import fed_arguments
 from zoo.registry import Dataset
 
 _SAMPLES = 2  # one alone would be refused by BatchNorm behind a global pool
@@ -39,23 +38,22 @@ def check_traced(graph: LayerGraph, dataset: Dataset) -> None:
     """
     model = graph.model
     fetched = dataset.fetch("train", range(min(_SAMPLES, dataset.num_train)), [*dataset.inputs, *dataset.targets])
-    inputs = [fetched[field] for field in dataset.inputs]
     targets = {name: fetched[name] for name in dataset.targets}
-    positional, by_keyword = fed_arguments(type(model).forward, len(inputs))
 
-    def whole(values: list[torch.Tensor]) -> Any:
-        return model(*values[: len(positional)], **dict(zip(by_keyword, values[len(positional) :], strict=True)))
+    def whole(fields: Mapping[str, torch.Tensor]) -> Any:
+        positional, named = dataset.arguments(fields)
+        return model(*positional, **named)
 
     for training, traced in ((True, graph), (False, graph.evaluated)):
 
-        def run(forward: Callable[[list[torch.Tensor]], Any], training: bool = training) -> _Found:
+        def run(forward: Callable[[Mapping[str, torch.Tensor]], Any], training: bool = training) -> _Found:
             with _as_it_was(model, training=training):
-                output = forward([value.clone() for value in inputs])
+                output = forward({name: fetched[name].clone() for name in dataset.inputs})
                 loss = (lambda: dataset.loss(output, targets)) if training else None
                 return _left_behind(model, output, loss)
 
         expected = run(whole)
-        found = run(lambda values, root=traced.root: root(*values))  # type: ignore[misc]
+        found = run(lambda fields, root=traced.root: root(*fields.values()))  # type: ignore[misc]
         different = _first_difference(expected, found)
         if different is None:
             continue

@@ -9,7 +9,7 @@ import linecache
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,16 @@ from torch.overrides import TorchFunctionMode
 from pipebench.errors import TracingError
 
 IsLeaf = Callable[[nn.Module, str], bool]
+Fed = int | Collection[str] | None  # how many arguments of a forward are fed with data, or which; None: not known
 
 
-def record(model: nn.Module, is_leaf: IsLeaf, num_inputs: int | None = None) -> fx.GraphModule:
+def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule:
     """Trace a model in the mode that its modules are in. It shares its parameters, buffers and leaves with the graph.
 
     Args:
         model: any module that torch.fx traces.
         is_leaf: whether a module, of that qualified name, is one layer though torch.fx would trace into it.
-        num_inputs: how many of the forward's arguments are fed with data, if that is known.
+        fed: how many of the forward's arguments are fed with data, or which, if that is known.
 
     Raises:
         TracingError: it can't be traced, or something would be frozen; names the module, the line and the way out.
@@ -36,7 +37,7 @@ def record(model: nn.Module, is_leaf: IsLeaf, num_inputs: int | None = None) -> 
     versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     try:
         with _nothing_drawn():
-            graph = _Tracer(is_leaf, num_inputs).trace(model)
+            graph = _Tracer(is_leaf, fed).trace(model)
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
         raise TracingError(_why_not_traced(model, error)) from error
     for name, buffer, version in versions:
@@ -48,25 +49,28 @@ def record(model: nn.Module, is_leaf: IsLeaf, num_inputs: int | None = None) -> 
     return fx.GraphModule(model, graph)
 
 
-def fed_arguments(forward: Callable[..., Any], num_inputs: int | None = None) -> tuple[list[str], list[str]]:
+def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[str], list[str]]:
     """Return the names of the arguments of a forward that are fed with data: by position, and by keyword.
 
     Args:
         forward: a function of a module's class; `self` is left out.
-        num_inputs: how many are fed, if that is known. Arguments beyond keep their defaults, if they have any.
+        fed: how many are fed, or which, if that is known. Others keep their defaults, if they have any.
     """
     positional: list[str] = []
     by_keyword: list[str] = []
+    count = fed if isinstance(fed, int) else 0
+    skipped = False
     for parameter in list(inspect.signature(inspect.unwrap(forward)).parameters.values())[1:]:
-        needed = parameter.default is parameter.empty
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            if needed or (num_inputs is not None and len(positional) < num_inputs):
-                positional.append(parameter.name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            wanted = range(len(positional), 1 if num_inputs is None else num_inputs)
-            positional += [f"{parameter.name}_{index}" for index in wanted]
-        elif parameter.kind is parameter.KEYWORD_ONLY and needed:
-            by_keyword.append(parameter.name)
+        name, kind = parameter.name, parameter.kind
+        named = not isinstance(fed, int | None) and name in fed
+        if kind is parameter.VAR_POSITIONAL:
+            positional += [f"{name}_{index}" for index in range(len(positional), count or 1)]
+        elif kind is not parameter.VAR_KEYWORD:
+            by_position = kind is not parameter.KEYWORD_ONLY and not skipped
+            if parameter.default is parameter.empty or named or (by_position and len(positional) < count):
+                (positional if by_position else by_keyword).append(name)
+            else:
+                skipped = True
     return positional, by_keyword
 
 
@@ -94,10 +98,10 @@ class _Tracer(fx.Tracer):
     # Buffers are values, as parameters are: what is done to a buffer alone would otherwise be done while tracing.
     proxy_buffer_attributes = True
 
-    def __init__(self, is_leaf: IsLeaf, num_inputs: int | None) -> None:
+    def __init__(self, is_leaf: IsLeaf, fed: Fed) -> None:
         super().__init__()
         self._is_leaf = is_leaf
-        self._num_inputs = num_inputs
+        self._fed = fed
         self._contexts = _contexts()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -120,7 +124,7 @@ class _Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
         """Return the forward and what it is called with: values for what is fed; the rest keeps its defaults."""
-        positional, by_keyword = fed_arguments(root_fn, self._num_inputs)
+        positional, by_keyword = fed_arguments(root_fn, self._fed)
         values = [self.create_proxy("placeholder", name, (), {}) for name in positional]
         named = {name: self.create_proxy("placeholder", name, (), {}) for name in by_keyword}
 

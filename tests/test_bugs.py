@@ -1,19 +1,24 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from pipebench.errors import ProfileError
+from pipebench.graph import trace
 from pipebench.planner.planner import Planner
 from pipebench.prepare import plan_request, prepare
+from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.drawing import draw_cells
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
+from pipebench.tracking.run_log import _one_line
 from tests.models import SkipNet
-from tests.support import Blobs, make_engine, make_setup
+from tests.support import Blobs, make_engine, make_setup, unit_profile
 
 
 def test_short_group_of_a_replicated_flush_deadlocked() -> None:
@@ -91,3 +96,18 @@ def test_a_fixed_plan_of_a_tied_model_is_cut_where_the_planner_cuts_it(
     assert len(stages) == num_stages
     planner = Planner(plan_request(recipe, given.cluster, given.profile, given.setup.dataset), "pipedream")
     assert tuple(stage.start for stage in stages[1:]) == planner.given(given.setup.plan.replicas).starts
+
+
+def test_a_profile_without_any_time_was_taken_and_could_not_be_drawn() -> None:
+    """0.1.0: only each time's range was checked; `draw` then looked for the smallest time above 0, and found none."""
+    profile = unit_profile(trace(SkipNet()), Blobs(), [4])
+    rows = tuple(replace(row, forward_s=0.0, backward_s=0.0) for row in profile.layers[4])
+    with pytest.raises(ProfileError, match=r"^layers at 4 samples: every forward_s and backward_s is 0, allowed is"):
+        Profile.from_json(replace(profile, layers={4: rows}).to_json())
+
+
+def test_a_store_that_does_not_exist_was_told_by_the_key_that_was_looked_up() -> None:
+    """0.1.0: the deepest cause was told; of a scheme that MLflow doesn't know that is the KeyError of a dictionary."""
+    error = ValueError("got unsupported URI 'foo://bar'")
+    error.__cause__ = KeyError("foo")
+    assert _one_line(error) == "got unsupported URI 'foo://bar'"

@@ -14,6 +14,7 @@ from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.suite import Suite
 from tests.recipe.conftest import VALID
+from tests.support import raise_as_ours
 
 
 class FakeRunner(types.ModuleType):
@@ -28,7 +29,7 @@ class FakeRunner(types.ModuleType):
         asked = {"suite": suite.name, "verbose": suite.verbose, "overrides": suite.overrides}
         self.calls.append({"names": [each.recipe.name for each in loaded], "loaded": loaded, **asked, **options})
         if isinstance(self.answer, BaseException):
-            raise self.answer
+            raise_as_ours(self.answer)
         return self.answer
 
     def draw(self, loaded: LoadedRecipe) -> str:

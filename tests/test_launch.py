@@ -21,6 +21,7 @@ from pipebench.errors import UserError
 from pipebench.launch import run_workers, worker_settings, worth_restart
 from pipebench.launch_failure import Failure, closed_apart, of_exception, read, record, report, root_cause
 from pipebench.launch_join import PeerLostError
+from tests.support import raise_as_ours
 
 ROOT = Path(__file__).parents[1]
 # Far more than anything needs on a loaded machine: only a test that fails waits for so long.
@@ -58,7 +59,7 @@ def test_exceptions_are_recorded_by_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     try:
-        raise error
+        raise_as_ours(error)
     except BaseException as raised:
         failure = of_exception(raised, 3)
     assert (failure.rank, failure.kind, failure.message, failure.exit_code) == (3, kind, message, exit_code)
@@ -178,7 +179,7 @@ def test_a_failing_worker_speaks_only_where_nobody_else_will(
     monkeypatch.setattr(launch_worker, "_handle_signals", lambda: None)
 
     def work(error: Exception) -> None:
-        raise error
+        raise_as_ours(error)
 
     with pytest.raises(_EndedError, match="3"):
         launch_worker.worker_main(lambda: work(ValueError("x")))

@@ -1,5 +1,6 @@
 """From a recipe to what an engine needs: what of model, data and plan doesn't fit together is said in a sentence."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def few():
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # of another test's folder
     (tmp_path / "text.yaml").write_text(TEXT)
     (tmp_path / "pairs.yaml").write_text(PAIRS)
     (tmp_path / "models.py").write_text(MODELS)

@@ -190,11 +190,11 @@ class Masked(nn.Module):
 
 
 def test_arguments_that_nothing_is_fed_to_keep_their_defaults() -> None:
-    graph = trace(Masked(), num_inputs=1)
+    graph = trace(Masked(), 1)
     assert graph.inputs == ("x",)
     assert [layer.kind for layer in graph.layers] == ["mul"]
     assert trace(Masked()).inputs == ("x",)
-    assert trace(Masked(), num_inputs=2).inputs == ("x", "mask")
+    assert trace(Masked(), 2).inputs == ("x", "mask")
     assert as_one_layer(Masked(), 2).inputs == ("x", "mask")
 
 

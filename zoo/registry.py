@@ -20,6 +20,10 @@ import torch
 from torch import nn
 
 
+class DataError(ValueError):
+    """Data, a loss or a metric of a user's own that isn't what it has to be; `__cause__` is what their code raised."""
+
+
 class Dataset(ABC):
     """What a dataset is: samples by index, a loss and metrics.
 
@@ -97,6 +101,19 @@ class Dataset(ABC):
             model: in evaluation mode, on any device; has the method that `generates_with` names.
         """
         return {}
+
+    @property
+    def argument_names(self) -> Sequence[str]:
+        """The arguments of a model's forward that the inputs are for, where the data set knows them by name."""
+        return ()
+
+    def feeding(self, names: Sequence[str]) -> "Dataset":
+        """Return this data set with its inputs in the order of a model's, where it knows them by the model's names."""
+        return self
+
+    def arguments(self, fields: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the inputs among these fields as the positional and the named arguments of a whole model's call."""
+        return [fields[name] for name in self.inputs], {}
 
     def check_logits(self, logits: torch.Tensor, field: str) -> None:
         """Raise ValueError if there are fewer logits than ids in a field of targets; called by `loss`."""

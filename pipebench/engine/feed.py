@@ -5,6 +5,7 @@ The order is fixed beforehand: what is fetched, and when it arrives, changes no 
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.utils import data
 
 from pipebench.engine.replica import Place
 from pipebench.engine.setup import Setup
+from pipebench.errors import UserCodeError
 from pipebench.sampling import microbatch_sizes, mix, name_hash
+from pipebench.users_code import as_users
 from zoo.registry import Dataset
 
 _AHEAD = 2  # minibatches that every loader process has ready
@@ -113,7 +116,10 @@ class Feed:
             prefetch_factor=_AHEAD,
             pin_memory=self._setup.device.type == "cuda",
         )
-        yield from zip(self._units(worker), loader, strict=True)
+        for unit, fetched in zip(self._units(worker), loader, strict=True):
+            if isinstance(fetched, _Mistake):
+                raise UserCodeError(f"in a process that fetches ahead, {fetched.sentence}")
+            yield unit, fetched
 
     @property
     def _processes(self) -> int:
@@ -146,13 +152,26 @@ _Task = tuple[list[int], int]
 _Ahead = Generator[tuple[int, dict[str, torch.Tensor]], None, None]
 
 
-class _Tasks(data.Dataset[dict[str, torch.Tensor]]):
+@dataclass(frozen=True)
+class _Mistake:
+    """What a user's data set raised in another process: torch would bring it back with a traceback for a message."""
+
+    sentence: str
+
+
+class _Tasks(data.Dataset[Any]):
     """A dataset as torch's loader takes it: what it calls an index is a whole fetch."""
 
     def __init__(self, dataset: Dataset, split: str, fields: Sequence[str]) -> None:
         self._dataset, self._split, self._fields = dataset, split, fields
 
-    def __getitem__(self, task: _Task) -> dict[str, torch.Tensor]:
+    def __getitem__(self, task: _Task) -> Any:
         """Fetch."""
         indices, draw = task
-        return self._dataset.fetch(self._split, indices, self._fields, draw)
+        try:
+            return self._dataset.fetch(self._split, indices, self._fields, draw)
+        except Exception as error:
+            theirs = as_users(error)
+            if theirs is None or data.get_worker_info() is None:
+                raise
+            return _Mistake(str(theirs))

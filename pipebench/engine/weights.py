@@ -125,6 +125,9 @@ class Weights:
         self.keep_from: int | None = None  # versions so new or newer may still be asked for (vertical sync)
         self.most_alive = 1
         self.optimizer = make_optimizer(self.newest.parameters) if named else None
+        groups = self.optimizer.param_groups if self.optimizer else []
+        # A user's optimizer may have groups whose rates differ: they keep their ratios.
+        self._shares = [_share(group.get("lr"), self.optimizer) for group in groups]
         self.bind(self.newest)
 
     @property
@@ -175,8 +178,8 @@ class Weights:
         target = self._target()
         for parameter, gradient in zip(target.parameters, gradients, strict=True):
             parameter.grad = gradient
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, share in zip(self.optimizer.param_groups, self._shares, strict=True):
+            group["lr"] = lr * share
         if self._overwrite and target.users:
             # The naive pipeline on purpose: graphs in flight go on with the overwritten weights, unnoticed.
             with _unsafe_preserve_version_counter((*target.flats, *target.parameters)):
@@ -201,11 +204,13 @@ class Weights:
                 parameter.copy_(parameters[name])
         if self.optimizer is None:
             return
-        given = {i: optimizer[name] for i, name in enumerate(self.names) if name in optimizer}
+        names = {id(p): name for name, p in zip(self.names, self.newest.parameters, strict=True)}
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]  # in which it counts them
+        given = {i: optimizer[names[id(p)]] for i, p in enumerate(order) if names[id(p)] in optimizer}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": given})
         # The optimizer knows on which device it wants what, but would also round it all to the parameter's type.
         for index, state in given.items():
-            taken = self.optimizer.state[self.newest.parameters[index]]
+            taken = self.optimizer.state[order[index]]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     taken[key] = value.to(taken[key].device, copy=True)
@@ -235,7 +240,9 @@ class Weights:
         for before, after in zip(old.parameters, new.parameters, strict=True):
             if before in state:
                 state[after] = state.pop(before)
-        self.optimizer.param_groups[0]["params"] = list(new.parameters)
+        moved = {id(before): after for before, after in zip(old.parameters, new.parameters, strict=True)}
+        for group in self.optimizer.param_groups:
+            group["params"] = [moved[id(parameter)] for parameter in group["params"]]
 
     def _collect(self) -> None:
         """Free the versions nobody refers to and nobody may ask for."""
@@ -245,6 +252,12 @@ class Weights:
 
     def _is_needed(self, version: Version) -> bool:
         return version.users > 0 or (self.keep_from is not None and version.number >= self.keep_from)
+
+
+def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:
+    """Return a group's rate as a multiple of the optimizer's own."""
+    whole = optimizer.defaults.get("lr") if optimizer is not None else None
+    return float(lr) / float(whole) if lr is not None and whole else 1.0
 
 
 def _places(

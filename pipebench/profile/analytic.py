@@ -74,9 +74,7 @@ def _bytes_per_parameter_byte(optimizer: OptimizerRecipe) -> int:
     Every rule reads parameter and gradient and writes the parameter: 3. Momentum is read and written besides: 5. Adam
     has two such averages: 7. Weight decay uses what is already read.
     """
-    if optimizer.name == "adam":
-        return 7
-    return 5 if optimizer.momentum else 3
+    return 3 + 2 * state_bytes_per_byte(optimizer)
 
 
 def _input_bytes(dataset: Dataset, num_samples: int) -> int:

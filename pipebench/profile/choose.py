@@ -24,6 +24,7 @@ from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
+from pipebench.recipe.targets import targets_of
 from zoo.registry import Dataset
 
 LOCAL = "local"
@@ -224,8 +225,14 @@ def _key_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int], device: 
 
 
 def _source_hash(recipe: Recipe) -> str:
-    """Return a hash of the files that make the model and the data set: edited code is profiled anew."""
+    """Return a hash of the files that make the model, the data set and the rest: edited code is profiled anew."""
     names = {name for name in list(sys.modules) if name.split(".")[0] == "zoo"}
-    if "target" in recipe.model:
-        names.add(importlib.import_module(str(recipe.model["target"]).split(":")[0]).__name__)
-    return hashlib.sha256("".join(inspect.getsource(sys.modules[name]) for name in sorted(names)).encode()).hexdigest()
+    names |= {importlib.import_module(target.split(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
+    return hashlib.sha256("".join(_source(name) for name in sorted(names)).encode()).hexdigest()
+
+
+def _source(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # a part of Python, or written in C
+        return module

@@ -179,7 +179,8 @@ def _update_s(root: nn.Module, recipe: OptimizerRecipe, clock: Clock) -> tuple[f
     trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
     if not trained:
         return 0.0, 0.0
-    floor_s = _step_s([torch.zeros(1, device=trained[0].device, requires_grad=True)], recipe, clock)
+    one = torch.zeros([1] * trained[0].dim(), device=trained[0].device, requires_grad=True)  # not every rule takes [1]
+    floor_s = _step_s([one], recipe, clock)
     whole_s = _step_s([torch.zeros_like(parameter).requires_grad_() for parameter in trained], recipe, clock)
     return max(0.0, whole_s - floor_s) / sum(parameter.nbytes for parameter in trained), floor_s
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipebench.errors import ProfileError
 from pipebench.graph import Layer, LayerGraph, attribute, bind_node, forget_states, is_inplace, run_node
 from pipebench.profile.model import LayerProfile
+from pipebench.users_code import told
 from zoo.registry import Dataset
 
 LOSS = "loss"
@@ -299,5 +300,6 @@ def _profile(step: _Step) -> LayerProfile:
 
 
 def _failed(step: _Step, what: str, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
-    return f"layer {step.name} ({step.kind}) can't be profiled, its {what} fails: {type(error).__name__}: {reason}"
+    if step.kind == LOSS:
+        return f"the loss can't be profiled: {told(error)}"
+    return f"layer {step.name} ({step.kind}) can't be profiled, its {what} fails: {told(error)}"

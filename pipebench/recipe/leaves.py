@@ -21,6 +21,13 @@ from pipebench.recipe.yaml_file import parse
 COMMAND_LINE = "command line"
 # Keys that only make sense together: a source that gives one of them replaces them all.
 TOGETHER = (("train", "evaluate_every"), ("train", "checkpoint_every"))
+# Sections that take a target's arguments beside their own keys, and the keys that belong to their named things: with a
+# target, those that nobody gives are the target's own.
+TARGETED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("train", "optimizer"): ("name", "momentum", "weight_decay", "betas", "eps"),
+    ("train", "schedule"): ("name",),
+}
+ARGUMENTS = "arguments"
 _OPTION = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Key = tuple[str, ...]
@@ -90,6 +97,13 @@ class Leaves:
         self.faults.append(Fault(file, dotted(key), problem))
         self.faulty.add(key)
 
+    def unknown(self, key: Key, allowed: Sequence[str], file: str) -> None:
+        """Note a key that there isn't; `allowed` are those of its section."""
+        names = [name for name in allowed if name != ARGUMENTS]
+        where = "here" if len(key) > 1 else "at the top of a recipe"
+        problem = f"unknown key, allowed {where} are {', '.join(names)}{nearest(key[-1][:60], names)}"
+        self.faults.append(Fault(file, dotted(key), problem))
+
     def is_faulty(self, key: Key) -> bool:
         """Return whether something is wrong with a key, with what holds it or with what it holds."""
         return any(key[: len(bad)] == bad or bad[: len(key)] == key for bad in self.faulty)
@@ -104,10 +118,12 @@ class Leaves:
     def _flatten(self, data: Mapping[Any, Any], section: type, prefix: Key, file: str) -> Iterator[tuple[Key, Any]]:
         expected = get_type_hints(section)
         for name, value in data.items():
-            if name not in expected:
-                self._unknown(prefix, name, list(expected), file)
-            else:
+            if name in expected:
                 yield from self._value((*prefix, name), value, expected[name], file)
+            elif prefix in TARGETED and isinstance(name, str) and _OPTION.fullmatch(name):
+                yield from self._value((*prefix, ARGUMENTS, name), value, Any, file)  # unknown, unless for a target
+            else:
+                self.unknown((*prefix, str(name)), list(expected), file)
 
     def _value(self, key: Key, value: Any, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
         section = _section(expected)
@@ -130,12 +146,6 @@ class Leaves:
                 yield from self._value((*key, name), value, Any, file)
             else:
                 self.fault((*key, str(name)), "is not a name an option can have (letters, digits and _)", file)
-
-    def _unknown(self, prefix: Key, name: object, allowed: list[str], file: str) -> None:
-        keys = ", ".join(allowed)
-        where = "here" if prefix else "at the top of a recipe"
-        problem = f"unknown key, allowed {where} are {keys}{nearest(str(name)[:60], allowed)}"
-        self.faults.append(Fault(file, dotted((*prefix, str(name))), problem))
 
     def _override(self, text: str) -> dict[str, Any] | None:
         name, _, written = text.partition("=")

@@ -5,20 +5,33 @@ Everything wrong with a recipe comes out together, each fault with its own file 
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipebench.errors import Fault, RecipeError
+from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.modes import AUTO, MODES, ONE
 from pipebench.plan_text import parse_plan
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
-from pipebench.recipe.leaves import TOGETHER, Key, Leaf, Leaves, defaults, dotted, expected_type, is_expression
+from pipebench.recipe.leaves import (
+    ARGUMENTS,
+    TARGETED,
+    TOGETHER,
+    Key,
+    Leaf,
+    Leaves,
+    defaults,
+    dotted,
+    expected_type,
+    is_expression,
+)  # fmt: skip
 from pipebench.recipe.schema import Recipe
+from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.validate import UNUSABLE, Draft, check
 from pipebench.recipe.yaml_file import read_mapping
@@ -37,6 +50,8 @@ class LoadedRecipe:
         source: the recipe's file as people know it.
         origins: full key to the file that gave its value (`command line` for an override); defaults are absent.
         pending: faults that only matter when the recipe runs here, such as an environment variable that isn't set.
+        folders: where the modules of targets are looked for before anywhere else: beside the files that name them, in
+            the working directory, beside the recipe.
     """
 
     recipe: Recipe
@@ -46,11 +61,38 @@ class LoadedRecipe:
     source: str
     origins: Mapping[str, str]
     pending: tuple[Fault, ...]
+    folders: tuple[Path, ...] = ()
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the recipe names code of its user's."""
+        return any(targets_of(asdict(self.recipe)))
 
     def origin(self, key: str) -> str:
         """Return the file that gave a key, or a key inside it; the recipe's own file for defaults."""
         inside = (file for name, file in self.origins.items() if name.startswith(f"{key}."))
-        return self.origins.get(key) or next(inside, self.source)
+        section, _, name = key.rpartition(".")
+        return self.origins.get(key) or self.origins.get(f"{section}.{ARGUMENTS}.{name}") or next(inside, self.source)
+
+
+def fault_of(loaded: LoadedRecipe, error: UserCodeError) -> Fault:
+    """Return what a recipe's target did as a fault of the recipe, in the file that names the target."""
+    return Fault(loaded.origin(error.key), error.key, error.problem)
+
+
+@contextmanager
+def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
+    """Tell what only the built and traced model shows to be wrong as faults of the recipe.
+
+    Raises:
+        RecipeError: in place of errors about the model, its graph, its profile or the plan.
+    """
+    try:
+        yield
+    except UserCodeError as error:
+        raise RecipeError([fault_of(loaded, error)]) from error
+    except (PlanError, GraphError, ProfileError) as error:
+        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 
 def load(reference: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -133,6 +175,7 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
         source=display(path),
         origins={dotted(key): leaf.file for key, leaf in leaves.found.items()},
         pending=tuple(pending),
+        folders=_folders(leaves.found, path),
     )
 
 
@@ -154,18 +197,27 @@ def _default_microbatches(draft: Draft) -> int:
     return next(count for count in range(stages, 0, -1) if minibatch_size % count == 0)
 
 
+def _folders(found: Mapping[Key, Leaf], path: Path) -> tuple[Path, ...]:
+    naming = (leaf.folder for key, leaf in found.items() if key[-1] == "target" or key[0] == "dataset")
+    return tuple(dict.fromkeys(folder.absolute() for folder in (*naming, Path.cwd(), path.parent)))
+
+
 def _nested(found: Mapping[Key, Leaf]) -> dict[str, Any]:
     """Return defaults and leaves as nested plain data, expressions as they are."""
     data = defaults()
     for group in {key[:2] for key in found if len(key) > 2 and key[:2] in TOGETHER}:
         data[group[0]][group[1]] = {"epochs": None, "minibatches": None}
+    for section, names in TARGETED.items():
+        target = found.get((*section, "target"))
+        if target is not None and target.value is not None:
+            data[section[0]][section[1]] |= dict.fromkeys(names)
     for key, leaf in found.items():
-        section = data
+        inside = data
         for depth, part in enumerate(key[:-1], 1):
-            if not isinstance(section.get(part), dict):
-                section[part] = _empty(key[:depth])
-            section = section[part]
-        section[key[-1]] = leaf.value
+            if not isinstance(inside.get(part), dict):
+                inside[part] = _empty(key[:depth])
+            inside = inside[part]
+        inside[key[-1]] = leaf.value
     return data
 
 
@@ -287,6 +339,7 @@ def _convert(expected: Any, value: Any) -> Any:
     if isinstance(value, dict):
         section = next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)
         return _build(section, value) if section else value
-    if float not in parts or value is None or isinstance(value, bool | str):
-        return value
-    return [float(item) for item in value] if isinstance(value, list) else float(value)
+    if isinstance(value, list):
+        lists = [get_args(part)[0] for part in parts if get_origin(part) is list]
+        return [_convert(lists[0], item) for item in value] if lists else value
+    return float(value) if float in parts and isinstance(value, int) and not isinstance(value, bool) else value

@@ -1,17 +1,26 @@
 """The options of a model or data set are the typed keyword arguments of the function that makes it."""
 
-import importlib
+import contextlib
 import inspect
-import os
-import sys
+import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
-from pipebench.errors import nearest
-from pipebench.recipe.typecheck import in_words, problem_with
+from pipebench.errors import UserCodeError, nearest
+from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
+from pipebench.recipe.targets import import_target
+from pipebench.recipe.typecheck import checkable, in_words, problem_with
+from pipebench.users_code import users_code
 
 RESERVED = ("name", "target", "leaves")
+# Keys of a named optimizer or schedule that a target takes too, where they are given.
+_OF_OPTIMIZERS = ("momentum", "weight_decay", "betas", "eps")
+_OF_SCHEDULES = ("every_epochs", "factor", "power")
+# Of a data set that a target makes: ours, not the target's.
+OF_PAIRS = ("loss", "metrics", "loader_processes")
 
 
 def options(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,10 +28,70 @@ def options(section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in section.items() if name not in RESERVED}
 
 
+def target_options(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a data set's target."""
+    return {name: value for name, value in options(dataset).items() if name not in OF_PAIRS}
+
+
+def given_arguments(section: OptimizerRecipe | ScheduleRecipe) -> dict[str, Any]:
+    """Return the arguments of an optimizer's or schedule's target: its own, and those keys of ours that were given."""
+    keys = _OF_OPTIMIZERS if isinstance(section, OptimizerRecipe) else _OF_SCHEDULES
+    ours = {key: getattr(section, key) for key in keys}
+    return {**{key: value for key, value in ours.items() if value is not None}, **section.arguments}
+
+
 def option_problems(make: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield option and problem for every option that the function doesn't take, or not like this."""
     parameters = inspect.signature(make).parameters
     hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    yield from _problems(parameters, hints, given)
+
+
+def target_problems(
+    make: Callable[..., Any], given: Mapping[str, Any], passed: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield option and problem for every argument that a target doesn't take, or not like this.
+
+    Of its annotations only those are checked that say what a recipe's plain values are. Classes written in C have
+    none, and no signature either.
+
+    Args:
+        make: what the target names.
+        given: its arguments in the recipe.
+        passed: names of what pipebench passes itself, in the order of the parameters; `*` for any name.
+    """
+    try:
+        parameters = dict(inspect.signature(make).parameters)
+    except (TypeError, ValueError):
+        return
+    positional = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.KEYWORD_ONLY)]
+    for name, taker in zip(passed, [*positional, *passed], strict=False):
+        parameters.pop(taker if name == "*" else name, None)
+    hints = _hints(make.__init__ if inspect.isclass(make) else make)
+    known = {name: checkable(hints.get(name, Any)) for name in parameters}
+    known = {
+        name: hint | None if hint is not Any and name in parameters and parameters[name].default is None else hint
+        for name, hint in known.items()
+    }
+    yield from _problems(parameters, known, given)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a user's function that can be read, one by one.
+
+    One may hold a name that is only there for type checkers, or anything else.
+    """
+    hints: dict[str, Any] = {}
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    for name, given in getattr(function, "__annotations__", {}).items():
+        with contextlib.suppress(Exception):
+            hints |= typing.get_type_hints(SimpleNamespace(__annotations__={name: given}), names)
+    return hints
+
+
+def _problems(
+    parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], given: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     allowed = [
         name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
@@ -37,40 +106,49 @@ def option_problems(make: Callable[..., Any], given: Mapping[str, Any]) -> Itera
             yield name, f"is missing, needed is {in_words(hints.get(name, Any))}"
 
 
-def import_target(target: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names; modules in the working directory are found too.
-
-    Raises:
-        ImportError: there is no such module, or no such function in it.
-    """
-    module_name, _, function_name = target.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    function = getattr(importlib.import_module(module_name), function_name, None)
-    if not callable(function):
-        raise ImportError(f"module {module_name} has no function {function_name}")
-    return typing.cast("Callable[..., Any]", function)
-
-
 def make_model(model: Mapping[str, Any]) -> Any:
     """Return the `torch.nn.Module` that a recipe's `model` asks for, from the zoo or from a `target`.
 
     Raises:
-        ImportError: the `target` isn't there.
-        TypeError, ValueError: the options don't suit it.
+        UserCodeError: the `target` isn't there, raises, or returns something else.
+        TypeError, ValueError: the options don't suit a model of the zoo.
     """
-    from zoo import MODELS
+    target = model.get("target")
+    if target is None:
+        from zoo import MODELS
 
-    make = import_target(model["target"]) if model.get("target") else MODELS[model["name"]].make
-    return make(**options(model))
+        return MODELS[model["name"]].make(**options(model))
+    from torch import nn
+
+    make = import_target(target)
+    with users_code(f"{target} can't make the model{_with(options(model))}", "model.target"):
+        made = make(**options(model))
+    if not isinstance(made, nn.Module):
+        raise UserCodeError(f"{target} returned {type(made).__name__}, needed is a torch.nn.Module", "model.target")
+    return made
 
 
 def make_dataset(dataset: Mapping[str, Any]) -> Any:
-    """Return the `zoo.Dataset` that a recipe's `dataset` asks for; its data needn't be there.
+    """Return the `zoo.Dataset` that a recipe's `dataset` asks for; a zoo's data needn't be there.
 
     Raises:
-        TypeError, ValueError: the options don't suit it.
+        UserCodeError: a `target` isn't there, raises, or returns something else.
+        TypeError, ValueError: the options don't suit a data set of the zoo.
     """
+    if dataset.get("target") is not None:
+        return _own_dataset(json.dumps(dict(dataset), sort_keys=True))
     from zoo import DATASETS
 
     return DATASETS[dataset["name"]].make(**options(dataset))
+
+
+@lru_cache(maxsize=4)
+def _own_dataset(text: str) -> Any:
+    """Make a data set once per process: reading it may take long, and it is a function of its options."""
+    from pipebench.recipe.own_data import own_dataset
+
+    return own_dataset(json.loads(text))
+
+
+def _with(given: Mapping[str, Any]) -> str:
+    return f" with {', '.join(f'{name}={value}' for name, value in given.items())}" if given else ""

@@ -1,13 +1,15 @@
 """Preflight: is everything here that this run uses? Validation has passed; nothing has started."""
 
-import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
-from pipebench.errors import Fault, RecipeError
+from pipebench.errors import Fault, RecipeError, UserCodeError
 from pipebench.recipe.clusters import load_cluster
-from pipebench.recipe.load import LoadedRecipe
-from pipebench.recipe.options import import_target, make_dataset, options
+from pipebench.recipe.load import LoadedRecipe, fault_of
+from pipebench.recipe.options import given_arguments, make_dataset, options, target_options, target_problems
+from pipebench.recipe.targets import import_target, targets_of
+from pipebench.users_code import users_code
 
 _WORDS = ("auto", "measured", "analytic")
 
@@ -29,16 +31,62 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     local = load_cluster(cluster.name, cluster.servers, loaded.path.parent).device == "local"
     measured = engine.timing == "measured" or (engine.timing == "auto" and local)
     needs_data = (trains and engine.kind != "simulated") or measured
-    checks = (*([_dataset] if needs_data else []), *_CHECKS)
-    problems = (problem for check in checks for problem in check(loaded))
-    faults = [Fault(loaded.origin(key), key, problem) for key, problem in problems]
+    _refuse(loaded, _targets(loaded))  # first: everything else may call them
+    own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
+    checks = (*own, *([_dataset] if needs_data else []), *_CHECKS)
+    _refuse(loaded, (problem for check in checks for problem in check(loaded)))
+
+
+def _refuse(loaded: LoadedRecipe, problems: Iterator[tuple[str, str]]) -> None:
+    faults: list[Fault] = []
+    cause: UserCodeError | None = None
+    try:
+        for key, problem in problems:
+            faults.append(Fault(loaded.origin(key), key, problem))
+    except UserCodeError as error:
+        cause = error
+        faults.append(fault_of(loaded, error))
     if faults:
-        raise RecipeError(faults)
+        raise RecipeError(faults) from cause
+
+
+def _targets(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    """Import what the recipe names by target, and compare its arguments with its parameters."""
+    recipe = loaded.recipe
+    given = {
+        "model": (options(recipe.model), ()),
+        "dataset": (target_options(recipe.dataset), ()),
+        "train.optimizer": (given_arguments(recipe.train.optimizer), ("*", "lr")),
+        "train.schedule": (given_arguments(recipe.train.schedule), ("*",)),
+    }
+    for key, target in targets_of(asdict(recipe)):
+        try:
+            make = import_target(target, loaded.folders)
+        except UserCodeError as error:
+            raise UserCodeError(error.problem, key) from error.__cause__
+        section = key.removesuffix(".target")
+        if section in given:
+            for name, problem in target_problems(make, *given[section]):
+                yield f"{section}.{name}", f"{problem} ({target})"
+
+
+def _own_dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    """Make a data set of the user's own, and check against it what the rules check against a data set of the zoo."""
+    from pipebench.recipe.rules_zoo import dataset_problems
+
+    recipe = loaded.recipe
+    cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
+    yield from dataset_problems(recipe, cluster, make_dataset(recipe.dataset))
 
 
 def _dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    dataset = loaded.recipe.dataset
+    if dataset.get("target") is not None:
+        with users_code(f"{dataset['target']} makes data that can't be used", "dataset.target"):
+            make_dataset(dataset).check()
+        return
     try:
-        make_dataset(loaded.recipe.dataset).check()
+        make_dataset(dataset).check()
     except (OSError, ImportError, ValueError) as error:
         yield "dataset", _one_line(error)
 
@@ -62,19 +110,7 @@ def _timing(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
         yield "engine.timing", f"the profile file {timing!r} can't be read: {reason}"
 
 
-def _target(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    model = loaded.recipe.model
-    if not model.get("target"):
-        return
-    try:
-        inspect.signature(import_target(model["target"])).bind(**options(model))
-    except ImportError as error:
-        yield "model.target", f"{model['target']} can't be imported: {_one_line(error)}"
-    except TypeError as error:
-        yield "model", f"the options don't suit {model['target']}: {_one_line(error)}"
-
-
-_CHECKS: tuple[Callable[[LoadedRecipe], Iterator[tuple[str, str]]], ...] = (_device, _timing, _target)
+_CHECKS: tuple[Callable[[LoadedRecipe], Iterator[tuple[str, str]]], ...] = (_device, _timing)
 
 
 def _one_line(error: Exception) -> str:

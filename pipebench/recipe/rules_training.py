@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.modes import ALL_FORWARDS, AUTO, MODES, ONE, ORDERS, WEIGHT_POLICIES
 from pipebench.plan_text import parse_plan
 from pipebench.recipe.clusters import SERVERS, load_cluster
+from pipebench.recipe.leaves import ARGUMENTS, TARGETED
+from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
+from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
-from pipebench.recipe.validate import Draft, Problems, rule
+from pipebench.recipe.validate import CHOICES, UNUSABLE, Draft, Problems, rule
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _TIMINGS = ("auto", "measured", "analytic")
@@ -31,8 +35,29 @@ def _cluster(draft: Draft, name: str, servers: int) -> Problems:
             yield ("cluster.servers", fault.problem) if fault.key == SERVERS else ("cluster.name", str(fault))
 
 
+@rule("@draft")
+def _targets(draft: Draft) -> Problems:
+    """Optimizer and schedule have a name or a target; arguments of a target that isn't there are unknown keys."""
+    for (section, name), _ in TARGETED.items():
+        key = f"{section}.{name}"
+        given, target = draft.get(f"{key}.name"), draft.get(f"{key}.target")
+        if target is None:
+            names = [field.name for field in fields(OptimizerRecipe if name == "optimizer" else ScheduleRecipe)]
+            for found, leaf in list(draft.leaves.found.items()):
+                if found[:3] == (section, name, ARGUMENTS):
+                    draft.leaves.unknown((section, name, *found[3:]), names, leaf.file)
+        elif target is not UNUSABLE and not is_target(target):
+            yield f"{key}.target", f"got {shown(target)}, allowed is {ALLOWED}"
+        if given is not UNUSABLE and target is not UNUSABLE and (given is None) == (target is None):
+            allowed = ", ".join(CHOICES[f"{key}.name"])
+            said = "neither" if given is None else "both"
+            yield key, f"got {said} of name and target, allowed is one of the names {allowed} or a target, {ALLOWED}"
+
+
 @rule("train.schedule.name", "train.schedule.every_epochs", "train.schedule.factor", "train.schedule.power")
-def _schedule(name: str, every_epochs: float | None, factor: float | None, power: float | None) -> Problems:
+def _schedule(name: str | None, every_epochs: float | None, factor: float | None, power: float | None) -> Problems:
+    if name is None:  # a target, which takes what it takes
+        return
     takers = (("every_epochs", every_epochs, "step"), ("factor", factor, "step"), ("power", power, "polynomial"))
     for key, value, taker in takers:
         if name == taker and value is None:
@@ -48,9 +73,18 @@ def _warmup(warmup_epochs: float, max_epochs: int) -> Problems:
 
 
 @rule("train.optimizer.name", "train.optimizer.momentum")
-def _momentum(name: str, momentum: float) -> Problems:
-    if name == "adam" and momentum:
-        yield "train.optimizer.momentum", f"got {momentum:g}, which only sgd takes; adam has betas and needs 0 here"
+def _momentum(name: str | None, momentum: float | None) -> Problems:
+    if name not in (None, "sgd") and momentum:
+        yield "train.optimizer.momentum", f"got {momentum:g}, which only sgd takes; {name} has betas and needs 0 here"
+
+
+@rule("train.optimizer")
+def _no_nulls(optimizer: Mapping[str, Any]) -> Problems:
+    if optimizer["name"] is None:
+        return
+    for key in TARGETED["train", "optimizer"][1:]:
+        if optimizer[key] is None:
+            yield f"train.optimizer.{key}", f"got null, which only a target takes; {optimizer['name']} needs a value"
 
 
 @rule("train.evaluate_every", "train.checkpoint_every")

@@ -1,18 +1,21 @@
 """Rules on model and data: names and options against the zoo's registry, target and streams against the data set."""
 
-import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, choice
 from pipebench.modes import AUTO, MODES
 from pipebench.plan_text import parse_plan, streams_problem
-from pipebench.recipe.options import RESERVED, make_dataset, option_problems, options
+from pipebench.recipe.options import OF_PAIRS, make_dataset, option_problems, options
+from pipebench.recipe.schema import Recipe
+from pipebench.recipe.targets import ALLOWED, is_target, target_in
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.validate import Draft, Problems, rule
 
-_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_MOST_PROCESSES = 1024
 FRACTIONS = ("top1", "top5", "token_accuracy", "meteor")
 
 
@@ -29,8 +32,8 @@ def _model(draft: Draft) -> Problems:
         given = "neither" if name is None else "both"
         yield "model", f"got {given} of name and target, allowed is one of the names {', '.join(MODELS)} or a target"
     elif target is not None:
-        if not isinstance(target, str) or not _TARGET.fullmatch(target):
-            yield "model.target", f"got {shown(target)}, allowed is package.module:function"
+        if not is_target(target):
+            yield "model.target", f"got {shown(target)}, allowed is {ALLOWED}"
     elif not isinstance(name, str) or name not in MODELS:
         yield "model.name", choice(shown(name).strip("'"), MODELS)
     else:
@@ -44,9 +47,12 @@ def _dataset(draft: Draft) -> Problems:
     dataset = _known(draft, "dataset")
     if dataset is None:
         return
-    name = dataset.get("name")
+    name, target = dataset.get("name"), dataset.get("target")
+    if target is not None:
+        yield from _own_dataset(draft, dataset)
+        return
     if name is None:
-        yield "dataset.name", f"is missing, allowed are {', '.join(DATASETS)}"
+        yield "dataset.name", f"is missing, allowed are {', '.join(DATASETS)}; or a target, {ALLOWED}"
         return
     if not isinstance(name, str) or name not in DATASETS:
         yield "dataset.name", choice(shown(name).strip("'"), DATASETS)
@@ -60,6 +66,48 @@ def _dataset(draft: Draft) -> Problems:
     except (TypeError, ValueError) as error:
         if not any(key.startswith("dataset.") for key in draft.pending):
             yield "dataset", _one_line(error)
+
+
+def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
+    """Check what a data set with a target says; what the target returns is looked at when the recipe runs."""
+    from pipebench.recipe.own_data import directions
+    from zoo.plain import LOSSES, METRICS
+
+    loss, metrics, processes = (dataset.get(name) for name in OF_PAIRS)
+    problems: list[tuple[str, str]] = []
+    if dataset.get("name") is not None:
+        problems.append(("dataset", f"got both of name and target, allowed is one of them, a target is {ALLOWED}"))
+    elif not is_target(dataset["target"]):
+        problems.append(("dataset.target", f"got {shown(dataset['target'])}, allowed is {ALLOWED}"))
+    if loss is not None and loss not in [*LOSSES] and target_in(loss) is None:
+        problems.append(("dataset.loss", f"{choice(shown(loss).strip(chr(39)), LOSSES)}, or a target, {ALLOWED}"))
+    if processes is not None and (problem_with(processes, int) or not 0 <= processes <= _MOST_PROCESSES):
+        allowed = f"a whole number from 0 to {_MOST_PROCESSES}"
+        problems.append(("dataset.loader_processes", f"got {shown(processes)}, allowed is {allowed}"))
+    problems += _own_metrics(metrics, METRICS)
+    yield from ((key, problem) for key, problem in problems if key not in draft.pending)
+    if metrics is not None and not problems:
+        draft.made["@metrics"] = directions(metrics)
+
+
+def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
+    form = f"{{NAME: {{target: {ALLOWED}, best: max}}}}, best: min where lower is better"
+    if isinstance(metrics, list):
+        for name in metrics:
+            if not isinstance(name, str) or name not in known:
+                yield "dataset.metrics", f"{choice(shown(name).strip(chr(39)), known)}; or {form}"
+    elif metrics is not None and not isinstance(metrics, Mapping):
+        yield "dataset.metrics", f"got {shown(metrics)}, allowed is a list of {', '.join(known)}, or {form}"
+    for name, given in metrics.items() if isinstance(metrics, Mapping) else ():
+        key = f"dataset.metrics.{name}"
+        if is_target(given):
+            yield key, f"got {shown(given)}, which doesn't say whether higher or lower is better: allowed is {form}"
+        elif isinstance(given, Mapping) and target_in(given) is not None:
+            if given.get("best") not in ("max", "min"):
+                said = "is missing" if given.get("best") is None else f"got {shown(given['best'])}"
+                yield f"{key}.best", f"{said}, allowed are max (higher is better) and min"
+        elif not isinstance(given, str) or given not in known:
+            yield key, f"{choice(shown(given).strip(chr(39)), known)}; or {form}"
 
 
 @rule("@draft", "model")
@@ -84,11 +132,20 @@ def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
 
 @rule("train.target", "@dataset")
 def _target(target: Mapping[str, Any] | None, dataset: Any) -> Problems:
+    yield from _reachable(target, dataset.metrics)
+
+
+@rule("train.target", "@metrics")
+def _reachable(target: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> Problems:
     if target is None:
         return
     metric, value = target["metric"], target["value"]
-    if metric not in dataset.metrics:
-        yield "train.target.metric", choice(metric[:60], dataset.metrics)
+    if metric not in metrics:
+        allowed = "null, for there is no metric" if not metrics else None
+        yield (
+            "train.target.metric",
+            f"got {metric[:60]!r}, allowed is {allowed}" if allowed else choice(metric[:60], metrics),
+        )
     elif metric in FRACTIONS and not 0 < value <= 1:
         hint = f"; did you mean {value / 100:g}?" if 1 < value <= 100 else ""
         yield "train.target.value", f"got {value:g}, allowed is a fraction above 0, at most 1{hint}"
@@ -142,6 +199,18 @@ def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str,
         yield "train.streams", f"got {problem}"
 
 
+def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems:
+    """Yield what a data set that had to be made first turns out not to allow: key and problem."""
+    train, parallelism = recipe.train, recipe.parallelism
+    target, evaluate, checkpoint = (
+        None if each is None else asdict(each) for each in (train.target, train.evaluate_every, train.checkpoint_every)
+    )
+    yield from _target(target, dataset)
+    yield from _minibatch(train.minibatch_size, dataset)
+    yield from _streams(dataset, train.streams, train.minibatch_size, evaluate or {}, checkpoint)
+    yield from _streams_of_plan(dataset, cluster, train.streams, parallelism.mode, parallelism.plan)
+
+
 def _known(draft: Draft, section: str) -> dict[str, Any] | None:
     """Return a section that is there, even if one of its values is pending or one of its keys is faulty."""
     value = draft.values.get(section)
@@ -150,9 +219,8 @@ def _known(draft: Draft, section: str) -> dict[str, Any] | None:
 
 
 def _options(draft: Draft, section: str, make: Any, given: Mapping[str, Any]) -> Problems:
-    for name in RESERVED:
-        if section == "dataset" and name != "name" and name in given:
-            yield f"dataset.{name}", "is for models, a data set has a name and its own options"
+    if section == "dataset" and "leaves" in given:
+        yield "dataset.leaves", "is for models, a data set has a name and its own options"
     for name, problem in option_problems(make, options(given)):
         if f"{section}.{name}" not in draft.pending:
             yield f"{section}.{name}", problem

@@ -15,25 +15,30 @@ class OptimizerRecipe:
     """How a stage's parameters are updated.
 
     Attributes:
-        name: `sgd` or `adam`.
+        name: `sgd`, `adam` or `adamw`; null with a target.
         lr: learning rate of the input stage.
-        momentum: SGD only.
-        weight_decay: L2 penalty added to the gradient, as torch.optim does.
+        momentum: SGD only. This and the next three: with a target null, the target's own, unless given.
+        weight_decay: L2 penalty added to the gradient, as torch.optim does; adamw shrinks the weights instead.
         betas: Adam only.
         eps: Adam only.
         lr_scaling: `replicas` scales a stage's rate by its samples per update over the input stage's (the
             PipeDream artifact's rule); `none` gives every stage the same rate.
         clip_norm: largest gradient norm; null for no clipping. Exact in flushing modes; per stage otherwise.
+        target: instead of a name, `package.module:function`: a class such as `torch.optim:RMSprop`, or a function, that
+            makes an optimizer of a list of parameters and `lr`.
+        arguments: the target's own; written beside the other keys.
     """
 
-    name: str = "sgd"
+    name: str | None = "sgd"
     lr: float = MISSING
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
+    momentum: float | None = 0.0
+    weight_decay: float | None = 0.0
+    betas: list[float] | None = field(default_factory=lambda: [0.9, 0.999])
+    eps: float | None = 1e-8
     lr_scaling: str = "replicas"
     clip_norm: float | None = None
+    target: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,18 +47,24 @@ class ScheduleRecipe:
 
     Attributes:
         name: `constant`, `step` (times `factor` every `every_epochs`), `cosine` or `polynomial` (both to zero at
-            `max_epochs`; the latter as the `power` of what is left of them, the PipeDream artifact's with 2).
+            `max_epochs`; the latter as the `power` of what is left of them, the PipeDream artifact's with 2); null with
+            a target.
         every_epochs: step only.
         factor: step only.
         power: polynomial only.
         warmup_epochs: the rate grows linearly over so many epochs first.
+        target: instead of a name, `package.module:function`: a function that maps the fraction of all training samples
+            that were seen, from 0 to below 1, to a factor of the rate.
+        arguments: the target's own; written beside the other keys.
     """
 
-    name: str = "constant"
+    name: str | None = "constant"
     every_epochs: float | None = None
     factor: float | None = None
     power: float | None = None
     warmup_epochs: float = 0.0
+    target: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,7 +183,9 @@ class Recipe:
         name: names the run; letters, digits, `.`, `_`, `-`.
         model: `name` (of the zoo) or `target` (`package.module:function`), `leaves` (modules not traced into), and
             the model's own options.
-        dataset: `name`, `root` and `loader_processes` where the dataset takes them, and its own options.
+        dataset: `name`, `root` and `loader_processes` where the dataset takes them, and its own options; or `target`
+            (`package.module:function`), `loss`, `metrics` and `loader_processes` where it returns a pair of torch's
+            data sets, and the function's own options.
     """
 
     name: str = MISSING

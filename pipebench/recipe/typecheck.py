@@ -52,6 +52,26 @@ def problem_with(value: object, expected: Any) -> str | None:
     return f"got {shown(value)}, allowed is {in_words(expected)}{hint}"
 
 
+def checkable(expected: Any) -> Any:
+    """Return a type if it only speaks of a recipe's plain values, so that they can be checked against it; else Any.
+
+    >>> checkable(list[float]), checkable(list[object])
+    (list[float], typing.Any)
+    """
+    return expected if _is_checkable(expected) else Any
+
+
+def _is_checkable(expected: Any) -> bool:
+    if _is_union(expected):
+        return all(map(_is_checkable, get_args(expected)))
+    if get_origin(expected) is Literal:
+        return all(isinstance(name, str) for name in get_args(expected))
+    if get_origin(expected) in (list, tuple):
+        inside = [part for part in get_args(expected) if part is not Ellipsis]
+        return bool(inside) and len(set(inside)) == 1 and _is_checkable(inside[0])
+    return any(expected is each for each in _WORDS)
+
+
 def _cut(value: object) -> object:
     return value if isinstance(value, str) and len(value) <= 60 else shown(value)
 

@@ -424,6 +424,8 @@ def _now_ms() -> int:
 
 def _one_line(reason: BaseException | str) -> str:
     while isinstance(reason, BaseException) and (deeper := reason.__cause__ or reason.__context__) is not None:
+        if isinstance(deeper, LookupError):  # the key alone, `'foo'`, says nothing: what looked it up does
+            break
         reason = deeper  # MLflow and urllib3 wrap `Connection refused` in paragraphs
     text = " ".join(str(reason).split()) or type(reason).__name__
     return text if len(text) <= 160 else f"{text[:157]}..."

@@ -6,8 +6,9 @@ Everything is called by name in a process of its own, so arguments are plain val
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.graph import trace
 from pipebench.modes import ONE, STASH, VERTICAL_SYNC
 from pipebench.network import Network
+from pipebench.optimizer import make_optimizer
+from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.world import World
 from tests.models import ConvNet, RandomNet, SkipNet
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
@@ -30,12 +33,13 @@ class Case:
     """A recipe in small.
 
     Attributes:
-        model: `conv`, `skip`, `mlp` or `random-` and a seed.
+        model: `conv`, `skip`, `mlp`, `matrices` or `random-` and a seed.
         starts: first layers of all stages but the first.
         replicas: per stage.
         columns: of `make_setup`.
         segments: minibatches between drains.
         devices: of every worker; empty for its own number.
+        optimizer: `package.module:class`; empty for `momentum`.
     """
 
     model: str
@@ -44,6 +48,7 @@ class Case:
     columns: Mapping[str, Any] = field(default_factory=dict)
     segments: tuple[int, ...] = (7, 5)
     devices: tuple[int, ...] = ()
+    optimizer: str = ""
 
 
 def random_case(seed: int, num_workers: int) -> Case:
@@ -72,8 +77,21 @@ def model_of(name: str) -> nn.Module:
     if name.startswith("random-"):
         draw = random.Random(name)
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
-    kinds: dict[str, type[nn.Module]] = {"conv": ConvNet, "skip": SkipNet, "mlp": Mlp}
+    kinds: dict[str, Callable[[], nn.Module]] = {"conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "matrices": matrices}
     return kinds[name]()
+
+
+def matrices() -> nn.Module:
+    """Return a model all of whose parameters have two dimensions; double precision."""
+    torch.default_generator.manual_seed(3)
+    layers = [
+        nn.Linear(6, 7, bias=False),
+        nn.Tanh(),
+        nn.Linear(7, 5, bias=False),
+        nn.Tanh(),
+        nn.Linear(5, 4, bias=False),
+    ]
+    return nn.Sequential(*layers).double()
 
 
 def images() -> Blobs:
@@ -88,6 +106,11 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01, fused=True)
 
 
+def own_optimizer(target: str) -> OptimizerRecipe:
+    """Return a recipe's optimizer with a target, everything else its own."""
+    return OptimizerRecipe(None, 0.05, None, None, None, None, target=target)
+
+
 def small_setup(case: Case) -> Setup:
     """Return the setup of a case."""
     num_workers = sum(case.replicas)
@@ -96,7 +119,7 @@ def small_setup(case: Case) -> Setup:
         model_of(case.model),
         (list(case.starts), list(case.replicas)),
         dataset=images() if case.model == "conv" else Blobs(num_train=46),
-        make_optimizer=momentum,
+        make_optimizer=partial(make_optimizer, own_optimizer(case.optimizer)) if case.optimizer else momentum,
         **columns,
     )
 

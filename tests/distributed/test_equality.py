@@ -6,6 +6,7 @@ import torch
 from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
 from tests.processes import Processes
 from tests.support import flat_cluster
+from tests.test_optimizer import OPTIMIZERS
 
 TWO = {
     "single-stage dp": Case("conv", (), (2,), {"weights": "one", "depth": 1}),
@@ -44,6 +45,16 @@ def check(case: Case, found: list[Outcome], tolerance: float = 0.0) -> None:
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_end_with_the_virtual_engine_s_weights(two: Processes, name: str) -> None:
     check(TWO[name], two.run("tests.distributed.cases:distributed", TWO[name]))
+
+
+def test_optimizers_of_torch_s_own_end_with_the_virtual_engine_s_weights(two: Processes) -> None:
+    cases = [
+        Case("matrices" if name == "Muon" else "mlp", (3,), (1, 1), optimizer=f"torch.optim:{name}", segments=(4, 3))
+        for name in OPTIMIZERS
+    ]
+    found = two.run("tests.distributed.cases:all_distributed", cases)
+    for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
+        check(case, list(outcomes))
 
 
 @pytest.mark.parametrize("name", THREE)

@@ -1,0 +1,91 @@
+"""Data sets of the user's own: what `dataset.target` returns, with the loss and metrics that the recipe names."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from pipebench.errors import UserCodeError
+from pipebench.recipe.options import OF_PAIRS, target_options
+from pipebench.recipe.targets import import_target, target_in
+from pipebench.users_code import users_code
+from zoo.plain import LOSSES, METRICS, Measure, Metric, Plain, seeded
+from zoo.registry import Dataset
+
+# Data that a function makes up must be the same in every process and every run, whatever the run's seed.
+_SEED = 0
+
+
+def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
+    """Return the data set that a recipe's `dataset` with a `target` asks for.
+
+    Raises:
+        UserCodeError: the target isn't there, raises, or doesn't go with the rest.
+    """
+    target = dataset["target"]
+    make = import_target(target)
+    with users_code(f"{target} can't make the data set", "dataset.target"), seeded(_SEED):
+        made = make(**target_options(dataset))
+    if isinstance(made, Dataset):
+        return _with_its_own(made, dataset)
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise UserCodeError(
+            f"{target} returned {type(made).__name__}, needed is a zoo.Dataset or a pair of torch data "
+            "sets, to train on and held out",
+            "dataset.target",
+        )
+    if dataset.get("loss") is None:
+        raise UserCodeError(
+            f"is missing, which a pair of torch data sets needs: {', '.join(LOSSES)} or a target",
+            "dataset.loss",
+        )
+    with users_code(f"{target} makes data that can't be used", "dataset.target"):
+        metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
+        return Plain(made[0], made[1], _loss(dataset["loss"]), metrics, processes)
+
+
+def directions(metrics: Any) -> dict[str, str]:
+    """Return a recipe's `dataset.metrics`, which has passed validation, as name to `max` or `min`."""
+    if isinstance(metrics, Mapping):
+        return {
+            name: METRICS[given].best if isinstance(given, str) else given["best"] for name, given in metrics.items()
+        }
+    return {name: METRICS[name].best for name in metrics or ()}
+
+
+def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
+    given = [name for name in OF_PAIRS[:2] if dataset.get(name) is not None]
+    if given:
+        raise UserCodeError(
+            f"is for pairs of torch data sets, and {dataset['target']} gives a zoo.Dataset, which has its own",
+            f"dataset.{given[0]}",
+        )
+    if dataset.get("loader_processes") is not None:
+        made.loader_processes = dataset["loader_processes"]
+    return made
+
+
+def _loss(given: Any) -> Measure:
+    return LOSSES[given] if isinstance(given, str) and given in LOSSES else _measure(given)
+
+
+def _metrics(given: Any) -> dict[str, Metric]:
+    if not isinstance(given, Mapping):
+        return {name: METRICS[name] for name in given or ()}
+    return {
+        name: METRICS[each] if isinstance(each, str) else Metric(_measure(each), each["best"])
+        for name, each in given.items()
+    }
+
+
+def _measure(given: Any) -> Measure:
+    """Return the function of a target, with its arguments bound."""
+    target = target_in(given)
+    assert target is not None
+    return partial(import_target(target), **measure_options(given))
+
+
+def measure_options(given: Any) -> dict[str, Any]:
+    """Return the arguments that a recipe gives to the target of a loss or metric."""
+    if not isinstance(given, Mapping):
+        return {}
+    return {name: value for name, value in given.items() if name not in ("target", "best")}

@@ -1,0 +1,115 @@
+"""Targets: functions and classes that a recipe names as `package.module:function`, found where its user keeps them."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipebench.errors import UserCodeError, nearest
+from pipebench.users_code import users_code
+
+TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+ALLOWED = "package.module:function"
+
+
+def is_target(value: object) -> bool:
+    """Return whether a value is written as a target is."""
+    return isinstance(value, str) and TARGET.fullmatch(value) is not None
+
+
+def import_target(target: str, folders: Sequence[Path] = ()) -> Callable[..., Any]:
+    """Return the function or class that a target names; modules in the working directory are found too.
+
+    Args:
+        target: `package.module:function`.
+        folders: where its module is looked for first; needed once, the module stays imported.
+
+    Raises:
+        UserCodeError: there is no such module or no such function in it, or importing it raises.
+    """
+    module_name, _, function_name = target.partition(":")
+    with users_code(f"{target} can't be imported"):
+        module = _module(module_name, [*folders, Path.cwd()])
+    function = getattr(module, function_name, None)
+    if function is None:
+        names = [name for name in dir(module) if not name.startswith("_")]
+        raise UserCodeError(
+            f"{target} can't be imported: module {module_name} has no function {function_name}"
+            f"{nearest(function_name[:60], names)}"
+        )
+    if not callable(function) or not (isinstance(function, type | partial) or hasattr(function, "__name__")):
+        raise UserCodeError(f"{target} is a {type(function).__name__}, needed is a function or a class that makes one")
+    made: Callable[..., Any] = function
+    return made
+
+
+def targets_of(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield key and target for every target in a recipe's plain data."""
+    dataset, train = recipe["dataset"], recipe["train"]
+    places = {
+        "model.target": recipe["model"].get("target"),
+        "dataset.target": dataset.get("target"),
+        "train.optimizer.target": train["optimizer"]["target"],
+        "train.schedule.target": train["schedule"]["target"],
+    }
+    if dataset.get("target") is not None:
+        places["dataset.loss"] = target_in(dataset.get("loss"))
+        metrics = dataset.get("metrics")
+        for name, given in metrics.items() if isinstance(metrics, dict) else ():
+            places[f"dataset.metrics.{name}"] = target_in(given)
+    yield from ((key, target) for key, target in places.items() if target is not None)
+
+
+def target_in(given: object) -> str | None:
+    """Return the target of a loss or metric: it is written alone, or as a mapping with arguments; None for a name."""
+    target = given.get("target") if isinstance(given, dict) else given
+    return target if isinstance(target, str) and is_target(target) else None
+
+
+def _module(name: str, folders: Sequence[Path]) -> ModuleType:
+    """Import a module; one of the user's folders has it before anything installed has."""
+    top = name.partition(".")[0]
+    paths = [str(folder) for folder in dict.fromkeys(folders)]
+    found = PathFinder.find_spec(top, paths)
+    if found is None or found.origin is None:  # not there, or a folder that may only look like a package
+        found = None
+    elif top in sys.modules and not _is_from(sys.modules[top], found):
+        taken = getattr(sys.modules[top], "__file__", None) or "a part of Python"
+        raise ImportError(f"{found.origin} has the name of another module in use, {taken}: rename one of them")
+    before = [] if found is None or found.origin is None else [_folder_of(found)]
+    try:
+        with _first_on_path(before):
+            return importlib.import_module(name)
+    finally:
+        sys.path.extend(path for path in [*before, *paths] if path not in sys.path)
+
+
+def _folder_of(found: ModuleSpec) -> str:
+    """Return the folder on the search path that holds a module or package."""
+    origin = Path(str(found.origin))
+    return str(origin.parent.parent if found.submodule_search_locations else origin.parent)
+
+
+@contextlib.contextmanager
+def _first_on_path(folders: Sequence[str]) -> Iterator[None]:
+    """Let a user's module find its neighbours before installed modules of the same names, as it does when it is run."""
+    importlib.invalidate_caches()
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+
+
+def _is_from(module: ModuleType, found: ModuleSpec) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and os.path.realpath(file) == os.path.realpath(str(found.origin))

@@ -1,0 +1,127 @@
+"""Errors out of the user's own code: whose an exception is, where it was raised, and the sentence about it.
+
+A recipe's `target`s are programs that we haven't written. What they raise is theirs to mend: it is told in one sentence
+with file and line, like any other mistake in what was given. Standard library only.
+"""
+
+import contextlib
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from pipebench.errors import PipebenchError, UserCodeError, UserError
+
+_PACKAGE = Path(__file__).resolve().parent
+# torch.fx takes the frames of the code that it made from a model's forward out of tracebacks, its own line stays last.
+_TRACED = os.path.join("torch", "fx", "graph_module.py")
+# What operations raise on data that doesn't suit them; memory that runs out and failing devices have other classes.
+_OF_DATA = (IndexError, ValueError, TypeError)
+_LONGEST = 300  # characters of an exception's own words
+
+
+@contextlib.contextmanager
+def users_code(what: str, key: str = "") -> Iterator[None]:
+    """Tell whatever is raised in here as the user's, in one sentence.
+
+    Args:
+        what: begins the sentence, such as `my_model:Net can't make the model`.
+        key: full key of the recipe's target, if it is known.
+
+    Raises:
+        UserCodeError: in place of anything but an error of our own and Ctrl-C; ending the program counts as an error.
+    """
+    try:
+        yield
+    except PipebenchError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{what}: {told(error)}", key) from error
+
+
+def as_users(error: BaseException) -> UserError | None:
+    """Return an exception as the user's mistake, if it was raised in the user's own code; None if it is ours."""
+    place = _place(error)
+    if isinstance(error, PipebenchError | KeyboardInterrupt) or (place is None and not _is_about_data(error)):
+        return None
+    theirs = UserCodeError(f"{place}: {reason(error)}" if place else told(error))
+    theirs.__cause__ = error
+    return theirs
+
+
+def told(error: BaseException) -> str:
+    """Return an exception as the end of a sentence: its class, its words, and the line of the user's, if there is one.
+
+    >>> told(ValueError("no such width"))
+    'ValueError: no such width'
+    """
+    if _is_about_data(error):
+        return " ".join(str(error).split()) + (f": {told(error.__cause__)}" if error.__cause__ else "")
+    place = _place(error)
+    return reason(error) + (f" ({place})" if place else "")
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception's class and words on one printable line."""
+    if isinstance(error, SystemExit):
+        return "it ends the program (SystemExit)"
+    text = " ".join(str(error).split())
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of a user's mistake that began as an exception of other code; "" if it didn't."""
+    root: BaseException = error
+    while isinstance(root, PipebenchError) and root.__cause__ is not None:
+        root = root.__cause__
+    return "" if isinstance(root, PipebenchError) else "".join(traceback.format_exception(error)).rstrip()
+
+
+def _is_about_data(error: BaseException) -> bool:
+    """Return whether the zoo says in a sentence of its own what is wrong with a user's data, loss or metric."""
+    registry = sys.modules.get("zoo.registry")
+    return registry is not None and isinstance(error, registry.DataError)
+
+
+def _place(error: BaseException) -> str | None:
+    """Return file, line and function of the user's own code that an exception was raised in, or None.
+
+    That is the last of its frames that is neither a library's nor ours; if one of ours comes after it, the user's code
+    only called what failed.
+    """
+    if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
+        if Path(error.filename).is_relative_to(_PACKAGE):
+            return None
+        return f"{_display(error.filename)}:{error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_relative_to(_PACKAGE):
+            return None
+        if frame.filename.endswith(_TRACED) and type(error) in _OF_DATA:
+            return "the model's forward, as traced"
+        if not _is_library(frame.filename):
+            return f"{_display(frame.filename)}:{frame.lineno}, in {frame.name}"
+    return None
+
+
+def _is_library(file: str) -> bool:
+    """Return whether a file is the zoo's, the standard library's, installed, or no file at all."""
+    return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in _libraries())
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found |= {*site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE.parent / "zoo")}
+    return tuple({path for folder in found for path in (folder, os.path.realpath(folder))})
+
+
+def _display(file: str) -> str:
+    path = Path(os.path.abspath(file))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

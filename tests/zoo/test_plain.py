@@ -1,0 +1,173 @@
+"""A pair of torch data sets as a data set of the zoo."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from zoo.plain import LOSSES, METRICS, Metric, Plain
+from zoo.registry import DataError
+
+POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of their index."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 8) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Endless(IterableDataset[Any]):
+    """No length, no order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def plain(
+    make: Callable[[int], Any], loss: str = "cross_entropy", metrics: Mapping[str, Metric] = MappingProxyType({})
+) -> Plain:
+    return Plain(Made(make), Made(make, 4), LOSSES[loss], metrics)
+
+
+def test_fields_are_fetched_by_index() -> None:
+    data = Plain(TensorDataset(POINTS, LABELS), TensorDataset(POINTS[:4], LABELS[:4]), LOSSES["cross_entropy"], METRICS)
+    assert (data.num_train, data.num_eval, data.inputs, data.targets) == (8, 4, ("input",), ("target",))
+    fetched = data.fetch("train", [5, 0], ["input", "target"])
+    assert torch.equal(fetched["input"], POINTS[[5, 0]])
+    assert torch.equal(fetched["target"], LABELS[[5, 0]])
+    example = data.example(7)
+    assert {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in example.items()} == {
+        "input": ((7, 3), torch.float32, "meta"),
+        "target": ((7,), torch.int64, "meta"),
+    }
+    assert data.metrics == {"top1": "max", "top5": "max", "mse": "min"}
+
+
+def test_several_inputs_and_targets() -> None:
+    data = plain(lambda i: ((POINTS[i], i), {"a": LABELS[i], "b": 2.0}))
+    assert data.inputs == ("input.0", "input.1")
+    assert data.targets == ("target.a", "target.b")
+    seen: list[Any] = []
+    data._loss = lambda output, target: seen.append(target) or output.sum()  # type: ignore[func-returns-value]
+    targets = data.fetch("train", [1, 2], data.targets)
+    assert float(data.loss(torch.ones(2, 3), targets)) == 12.0
+    assert seen[0].keys() == {"a", "b"}
+
+
+def test_inputs_in_a_dict_are_named_as_the_model_names_them() -> None:
+    data = plain(lambda i: ({"mask": LABELS[i], "ids": POINTS[i]}, LABELS[i]))
+    fed = data.feeding(["ids", "mask"])
+    assert fed.inputs == ("input.ids", "input.mask")
+    assert data.feeding(["ids"]).inputs == ("input.ids",)
+    assert data.feeding(["x", "y"]) is data
+    positional, named = data.arguments(data.fetch("train", [0], data.inputs))
+    assert positional == []
+    assert named.keys() == {"mask", "ids"}
+
+
+def test_targets_are_kept_for_whoever_has_read_the_inputs() -> None:
+    read: list[int] = []
+    data = plain(lambda i: (read.append(i) or POINTS[i], LABELS[i]))  # type: ignore[func-returns-value]
+    read.clear()
+    data.fetch("train", [1, 2], ["input"], draw=3)
+    assert torch.equal(data.fetch("train", [1, 2], ["target"], draw=3)["target"], LABELS[[1, 2]])
+    assert read == [1, 2]
+
+
+def test_augmentation_is_a_function_of_the_draw_and_the_sample() -> None:
+    def noisy(index: int) -> Any:
+        noise = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+        return POINTS[index] + torch.tensor(noise), LABELS[index]
+
+    data = plain(noisy)
+    before = (torch.get_rng_state(), random.getstate())
+    whole = data.fetch("train", [0, 1, 2, 3], ["input"], draw=5)["input"]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    parts = [data.fetch("train", indices, ["input"], draw=5)["input"] for indices in ([0, 1], [2, 3])]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(data.fetch("train", [0, 1, 2, 3], ["input"], draw=6)["input"], whole)
+    assert len({tuple(row) for row in (whole - POINTS[:4]).tolist()}) == 4
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "mse"])
+def test_losses_are_those_of_torch(name: str) -> None:
+    function, target = (
+        (nn.functional.cross_entropy, LABELS) if name == "cross_entropy" else (nn.functional.mse_loss, POINTS)
+    )
+    data = plain(lambda i: (POINTS[i], target[i]), loss=name)
+    output = torch.randn(8, 3, requires_grad=True)
+    targets = data.fetch("train", range(8), ["target"])
+    torch.testing.assert_close(data.loss(output, targets) / 8, function(output, target))
+    other = Plain(Made(lambda i: (POINTS[i], target[i])), Made(lambda i: (POINTS[i], target[i])), function, {})
+    torch.testing.assert_close(other.loss(output, targets), data.loss(output, targets))
+
+
+def test_metrics_are_means_however_they_are_given() -> None:
+    right: list[Callable[..., Any]] = [
+        lambda output, target: (output.argmax(1) == target).float().mean(),
+        lambda output, target: output.argmax(1) == target,
+        lambda output, target: float((output.argmax(1) == target).double().mean()),
+    ]
+    given = {f"right{i}": Metric(function, "max") for i, function in enumerate(right)}
+    named = {name: METRICS[name] for name in ("top1", "top5")}
+    data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={**named, **given})
+    output = nn.functional.one_hot(LABELS.roll(3), 3).float() + torch.tensor([0.0, 0.1, 0.0])
+    sums = {k: float(v) for k, v in data.score(output, data.fetch("train", range(8), ["target"])).items()}
+    expected = float((output.argmax(1) == LABELS).sum())
+    assert sums == {"top1": expected, "top5": 8.0, **dict.fromkeys(given, expected)}
+    assert data.summarise(sums, 8.0)["top1"] == expected / 8
+
+
+REFUSED: list[tuple[Callable[[int], Any], str]] = [
+    (lambda i: POINTS[i], r"sample 0 of train is a tensor \[3\] float32, needed is a pair"),
+    (lambda i: (POINTS[i], LABELS[i], 1), "sample 0 of train is a tuple of .*needed is a pair"),
+    (lambda i: (POINTS[i], "a"), "target of the samples is a list of a str, needed is a tensor or number|target.0 of"),
+    (lambda i: ((POINTS[i], {"x": POINTS[i]}), LABELS[i]), "input.1 of the samples is a dict of x: a tensor"),
+    (lambda i: (POINTS[i], object()), r"sample 0 of train doesn't go into a minibatch .*a tuple of .*, a object"),
+    (lambda i: ((), LABELS[i]), "the input of a sample is empty"),
+    (
+        lambda i: (POINTS[i][: 3 - i // 4], LABELS[i]),
+        r"input of sample 4 of train is a tensor \[2\] float32, needed is a tensor \[3\] float32",
+    ),
+    (lambda i: (POINTS[i] if i < 6 else POINTS[i].double(), LABELS[i]), "input of sample 7 of train .*float64, needed"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_samples_that_make_no_minibatch_are_named(make: Callable[[int], Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        plain(make).check()
+
+
+def test_what_is_no_data_set_is_refused() -> None:
+    good = TensorDataset(POINTS, LABELS)
+    with pytest.raises(DataError, match="the data set of train is a Endless, needed is one with a length"):
+        Plain(Endless(), good, LOSSES["mse"], {})
+    with pytest.raises(DataError, match="the data set of eval has no sample"):
+        Plain(good, Made(lambda i: None, 0), LOSSES["mse"], {})
+
+
+def test_losses_that_do_not_suit_are_refused() -> None:
+    data = plain(lambda i: (POINTS[i], LABELS[i]), loss="mse")
+    targets = data.fetch("train", [0, 1], ["target"])
+    with pytest.raises(DataError, match=r"the loss fails on the output, a tensor \[2, 3\] float32") as caught:
+        data.loss(torch.ones(2, 3), targets)
+    assert isinstance(caught.value.__cause__, ValueError)
+    data._loss = lambda output, target: output
+    with pytest.raises(DataError, match=r"the loss gives a tensor \[2, 3\] float32 for 2 samples, needed is a number"):
+        data.loss(torch.ones(2, 3), targets)

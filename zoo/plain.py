@@ -1,0 +1,321 @@
+"""A pair of plain torch data sets as a `Dataset`: samples are (input, target), minibatches torch's default collation.
+
+Everything an engine relies on is seen to here: minibatches of one shape, fetched by index, random augmentation drawn
+from the caller's number, a loss and metrics as sums over samples.
+"""
+
+import copy
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, default_collate
+
+from zoo.registry import DataError, Dataset
+
+_INPUT, _TARGET = "input", "target"
+_SPLITS = ("train", "eval")
+_KEPT_TARGETS = 32  # minibatches between the fetch of an input and that of its target, in a process that does both
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step, which sets neighbouring samples far apart
+
+Measure = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of an output and a target.
+
+    Attributes:
+        function: returns its mean over the samples, or one number per sample.
+        best: `max` or `min`, whichever is better.
+    """
+
+    function: Measure
+    best: str
+
+
+class Plain(Dataset):
+    """Two torch data sets, a loss and metrics.
+
+    Fields are `input` and `target`, or `input.0`, `input.1`, ... and `input.NAME` where a sample holds several in a
+    tuple or dict; the loss and the metrics get the target as the samples have it. Inputs in a dict are known by the
+    names of the arguments of the model's `forward`.
+
+    Args:
+        train: samples (input, target) by index, with a length.
+        held_out: likewise.
+        loss: returns the mean over the samples of a minibatch, or one number per sample.
+        metrics: by name.
+        loader_processes: as `Dataset` has it.
+
+    Raises:
+        DataError: that isn't what the first samples are.
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        held_out: Any,
+        loss: Measure,
+        metrics: Mapping[str, Metric],
+        loader_processes: int = 0,
+    ) -> None:
+        self._splits = dict(zip(_SPLITS, (train, held_out), strict=True))
+        self.num_train, self.num_eval = (_length(split, data) for split, data in self._splits.items())
+        self._loss = loss
+        self._metrics = dict(metrics)
+        self.metrics = {name: metric.best for name, metric in metrics.items()}
+        self.loader_processes = loader_processes
+        first = self._collated("train", [0], 0)
+        self._inputs, self._targets = (tuple(_fields(name, first[name])) for name in (_INPUT, _TARGET))
+        self.inputs, self.targets = self._inputs, self._targets
+        self._names_inputs = isinstance(first[_INPUT], Mapping)
+        self._like = {name: value[:0].to("meta") for name, value in _flat(first).items()}
+        self._kept: OrderedDict[tuple[str, tuple[int, ...], int], dict[str, torch.Tensor]] = OrderedDict()
+
+    def check(self) -> None:
+        """Raise DataError if the first, the middle and the last samples of a split don't go into one minibatch."""
+        for split, data in self._splits.items():
+            length = _length(split, data)
+            self.fetch(split, sorted({0, length // 2, length - 1}), [*self._inputs, *self._targets])
+
+    @property
+    def argument_names(self) -> Sequence[str]:
+        """The arguments of a model's forward that the inputs are for: the keys of samples that hold them in a dict."""
+        return [name.removeprefix(f"{_INPUT}.") for name in self._inputs] if self._names_inputs else ()
+
+    def feeding(self, names: Sequence[str]) -> Dataset:
+        """Return this data set with its inputs in the order of these arguments, where samples hold them by name."""
+        wanted = [f"{_INPUT}.{name}" for name in names]
+        if not self._names_inputs or not set(wanted) <= set(self._inputs):
+            return self
+        ordered = copy.copy(self)
+        ordered.inputs = tuple(wanted)
+        return ordered
+
+    def arguments(self, fields: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the inputs among these fields as arguments: named where samples hold them in a dict."""
+        if not self._names_inputs:
+            return super().arguments(fields)
+        return [], {name.removeprefix(f"{_INPUT}."): fields[name] for name in self._inputs}
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return every field of `num_samples` samples on the meta device."""
+        return {name: like.new_empty((num_samples, *like.shape[1:])) for name, like in self._like.items()}
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return the fields asked for of the samples at `indices`, in that order.
+
+        Whoever reads a minibatch's inputs often reads its targets soon: those of the last few are kept.
+
+        Raises:
+            DataError: a sample isn't as the first one is; names it.
+        """
+        key = (split, tuple(indices), draw)
+        kept = self._kept.pop(key, {})
+        if not set(fields) <= kept.keys():
+            kept = _flat(self._collated(split, indices, draw))
+            self._check_alike(split, indices, kept)
+            if not set(fields) & set(self._targets):
+                self._kept[key] = {name: kept[name] for name in self._targets}
+                while len(self._kept) > _KEPT_TARGETS:
+                    self._kept.popitem(last=False)
+        return {name: kept[name] for name in fields}
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the loss summed over the samples.
+
+        Raises:
+            DataError: the loss fails, or isn't a number or one per sample.
+        """
+        return self._sum("loss", self._loss, output, targets)
+
+    def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return every metric summed over the samples.
+
+        Raises:
+            DataError: a metric fails, or isn't a number or one per sample.
+        """
+        return {
+            name: self._sum(f"metric {name}", metric.function, output, targets).detach()
+            for name, metric in self._metrics.items()
+        }
+
+    def _sum(self, what: str, measure: Measure, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        num_samples = next(iter(targets.values())).shape[0]
+        try:
+            value = measure(output, _shaped(self._targets, targets))
+            value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
+        except Exception as error:
+            raise DataError(f"the {what} fails on the output, {_in_words(output)}") from error
+        if value.dim() == 0:
+            return value * num_samples
+        if tuple(value.shape) == (num_samples,):
+            return value.sum()
+        raise DataError(
+            f"the {what} gives {_in_words(value)} for {num_samples} samples, needed is a number, their mean, or a "
+            "tensor of one number per sample"
+        )
+
+    def _collated(self, split: str, indices: Sequence[int], draw: int) -> dict[str, Any]:
+        data = self._splits[split]
+        with seeded(draw) as seed:
+            samples = []
+            for index in indices:
+                seed((draw + _GOLDEN * (index + 1)) % 2**63)
+                samples.append(data[index])
+        for index, sample in zip(indices, samples, strict=True):
+            if not isinstance(sample, tuple | list) or len(sample) != 2:
+                raise DataError(f"sample {index} of {split} is {_in_words(sample)}, needed is a pair (input, target)")
+        try:
+            return dict(zip((_INPUT, _TARGET), default_collate([tuple(sample) for sample in samples]), strict=True))
+        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            self._check_each(split, indices)
+            raise DataError(
+                f"sample {indices[0]} of {split} doesn't go into a minibatch (torch's default_collate): it is "
+                f"{_in_words(samples[0])}"
+            ) from error
+
+    def _check_alike(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
+        for name, like in self._like.items():
+            found = given.get(name)
+            if found is None or found.shape[1:] != like.shape[1:] or found.dtype != like.dtype:
+                self._check_each(split, indices)
+                was = "missing" if found is None else _in_words(found[0])
+                needed = _in_words(like.new_empty((1, *like.shape[1:]))[0])
+                raise DataError(
+                    f"{name} of sample {indices[0]} of {split} is {was}, needed is {needed} as in the first sample of "
+                    "train: plans and costs are for one size"
+                )
+
+    def _check_each(self, split: str, indices: Sequence[int]) -> None:
+        """Of several samples that don't go into one minibatch, name the one that isn't as the first sample is."""
+        for index in indices if len(indices) > 1 else ():
+            self._check_alike(split, [index], _flat(self._collated(split, [index], 0)))
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities."""
+    return _per_sample(nn.functional.cross_entropy(output, target, reduction="none"))
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return every sample's mean squared error; output and target have one shape."""
+    if output.shape != target.shape:
+        raise ValueError(f"the output's shape is {list(output.shape)} and the target's {list(target.shape)}")
+    return _per_sample(nn.functional.mse_loss(output, target, reduction="none"))
+
+
+def top(k: int) -> Measure:
+    """Return the metric that says of every sample whether its class is among the k largest outputs."""
+    return _Top(k)
+
+
+@dataclass(frozen=True)
+class _Top:
+    """A class of its own, so that it can be sent to other processes."""
+
+    k: int
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        best = output.topk(min(self.k, output.shape[1]), dim=1).indices
+        return (best == target.unsqueeze(1)).any(dim=1)
+
+
+LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error}
+METRICS: dict[str, Metric] = {
+    "top1": Metric(top(1), "max"),
+    "top5": Metric(top(5), "max"),
+    "mse": Metric(squared_error, "min"),
+}
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[Callable[[int], None]]:
+    """Seed what torch, NumPy and Python draw from on the CPU; give back what seeds it anew; leave it as it was."""
+    states = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
+
+    def seed_all(number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        numpy.random.seed(number % 2**32)
+        random.seed(number)
+
+    seed_all(seed)
+    try:
+        yield seed_all
+    finally:
+        torch.set_rng_state(states[0])
+        numpy.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def _per_sample(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(values.shape[0], -1).mean(1)
+
+
+def _length(split: str, data: Any) -> int:
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        what = f"the data set of {split} is a {type(data).__name__}"
+        raise DataError(f"{what}, needed is one with a length and samples by index (torch.utils.data.Dataset)")
+    if len(data) < 1:
+        raise DataError(f"the data set of {split} has no sample")
+    return len(data)
+
+
+def _fields(name: str, value: Any) -> Iterator[str]:
+    """Yield the names of the tensors of an input or target.
+
+    Raises:
+        DataError: there is something else in it, or deeper.
+    """
+    parts = _parts(name, value)
+    if not parts:
+        raise DataError(f"the {name} of a sample is empty")
+    for field, part in parts.items():
+        if not isinstance(part, torch.Tensor):
+            raise DataError(
+                f"{field} of the samples is {_in_words(part)}, needed is a tensor or number; a sample's input and "
+                "target are each one, or a tuple or dict of them"
+            )
+        yield field
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {f"{name}.{key}": part for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return {f"{name}.{index}": part for index, part in enumerate(value)}
+    return {name: value}
+
+
+def _flat(collated: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: part for name, value in collated.items() for field, part in _parts(name, value).items()}
+
+
+def _shaped(fields: Sequence[str], given: Mapping[str, torch.Tensor]) -> Any:
+    """Return the target as a sample has it: alone, in a tuple or in a dict."""
+    if list(fields) == [_TARGET]:
+        return given[_TARGET]
+    keys = [field.partition(".")[2] for field in fields]
+    if keys == [str(index) for index in range(len(keys))]:
+        return tuple(given[field] for field in fields)
+    return {key: given[field] for key, field in zip(keys, fields, strict=True)}
+
+
+def _in_words(value: Any) -> str:
+    """Return what a value is: a tensor's shape and type, a container's content, anything else's class."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple | list) and len(value) <= 4:
+        return f"a {type(value).__name__} of {', '.join(_in_words(part) for part in value) or 'nothing'}"
+    if isinstance(value, Mapping) and len(value) <= 4:
+        return f"a {type(value).__name__} of {', '.join(f'{key}: {_in_words(part)}' for key, part in value.items())}"
+    return f"a {type(value).__name__}"
