@@ -15,7 +15,6 @@ from rich.console import Console
 from pipebench import profile as profiles
 from pipebench.cluster import Cluster, Level
 from pipebench.console import preparing, print_written, standard_error, standard_output
-from pipebench.device import torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError, choice
 from pipebench.graph import LayerGraph
 from pipebench.modes import AUTO, MODES, resolve
@@ -185,7 +184,7 @@ def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
     recipe = loaded.recipe
     own = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
-        with torch_settings(recipe.engine), preparing(recipe.name, _progress(asked)) as on_progress:
+        with preparing(recipe.name, _progress(asked)) as on_progress:
             made = profiled(recipe, own, on_progress, whole_minibatches=True)
     except (GraphError, PlanError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error

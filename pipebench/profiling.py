@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pipebench import console
 from pipebench import profile as profiles
-from pipebench.device import torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
 from pipebench.prepare import profiled
 from pipebench.profile.model import Profile
@@ -94,7 +93,7 @@ def _profiled(loaded: LoadedRecipe) -> Profile:
     recipe = loaded.recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
-        with torch_settings(recipe.engine), console.preparing(recipe.name) as on_progress:
+        with console.preparing(recipe.name) as on_progress:
             return profiled(recipe, cluster, on_progress).profile
     except (GraphError, PlanError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error

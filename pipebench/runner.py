@@ -123,8 +123,7 @@ def _run_one(
     kind = recipe.engine.kind
     if kind == DISTRIBUTED:
         decided = kept_decision(suite.resumed, suite.overrides)
-        with torch_settings(recipe.engine):
-            prepared = prepared_recipe(loaded, recipe, trains=False, decided=decided)
+        prepared = prepared_recipe(loaded, recipe, trains=False, decided=decided)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
         if suite.resumed is not None:

@@ -1,8 +1,14 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from click.testing import CliRunner
 
+from pipebench.cli import cli
+from pipebench.profile import DEVICES, Profile, analytic_profile, measure
 from pipebench.schedule.drawing import draw_cells
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
@@ -60,3 +66,38 @@ def test_a_whole_run_shorter_than_a_round(plan: tuple[list[int], list[int]]) -> 
     engine = make_engine(make_setup(SkipNet(), plan))
     engine.train(0, 1)
     assert {replica.weights.newest.number for replica in engine.replicas} == {1}
+
+
+SETTINGS = ("engine.threads=2", "engine.tf32=true", "engine.deterministic=false")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "quickstart/dp", "quickstart/model", "engine.kind=simulated"),
+        ("draw", "quickstart/model"),
+        ("plan", "quickstart/model"),
+        ("profile", "quickstart/model"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_profiles_were_measured_without_the_recipe_s_settings(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0: a comparison (and `draw`) measured before threads, TF32 and determinism were set as the recipe says.
+
+    The profile was kept under a key that said otherwise, so the recipe's own run found it there.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    found = set()
+
+    def measured(graph: Any, dataset: Any, sizes: Any, optimizer: Any, device: Any, text: str, *_: Any) -> Profile:
+        found.add((torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+        return analytic_profile(graph, dataset, sizes, DEVICES["V100"], optimizer, text)
+
+    monkeypatch.setattr(measure, "_measured", measured)
+    result = CliRunner().invoke(cli, [*words, "cluster.name=local", "model.width=0.05", *SETTINGS])
+    assert result.exit_code == 0, result.output
+    assert found == {(2, "high", True)}

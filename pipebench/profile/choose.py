@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pipebench.cluster import Cluster
+from pipebench.device import torch_settings
 from pipebench.errors import ProfileError
 from pipebench.graph import LayerGraph
 from pipebench.profile.analytic import analytic_profile
@@ -69,9 +70,13 @@ def profile_for(
             f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
             f"cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"
         )
+    with torch_settings(recipe.engine):
+        key_parts = _key_parts(recipe, graph, sizes, device)
     return cached(
-        _key_parts(recipe, graph, sizes, device),
-        lambda: measured_profile(graph, dataset, sizes, optimizer, device, text, on_progress=on_progress),
+        key_parts,
+        lambda: measured_profile(
+            graph, dataset, sizes, optimizer, device, text, on_progress=on_progress, engine=recipe.engine
+        ),
     )
 
 
@@ -190,7 +195,7 @@ def _model_text(recipe: Recipe) -> str:
 
 
 def _key_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int], device: torch.device) -> dict[str, object]:
-    """Return everything that determines a measured profile."""
+    """Return everything that determines a measured profile; called with the run's settings."""
     tensors = {**dict(graph.root.named_parameters()), **dict(graph.root.named_buffers())}
     return {
         "model": dict(recipe.model),
