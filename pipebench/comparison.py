@@ -31,8 +31,17 @@ def comparison_markdown(results: Sequence[RunResult]) -> str:
     """Return the comparison as a Markdown table, followed by what became of every run in a sentence each."""
     rows = [HEADINGS, tuple("---" for _ in HEADINGS), *comparison_rows(results)]
     table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
-    sentences = "\n".join(f"- {result.name}: {result.sentence}" for result in results)
+    sentences = "\n".join(f"- {line}" for line in [*(f"{r.name}: {r.sentence}" for r in results), *notes(results)])
     return f"{table}\n\n{sentences}\n"
+
+
+def notes(results: Sequence[RunResult]) -> list[str]:
+    """Return what to know of some runs' numbers: a line per note, with the names of all runs that have it."""
+    names: dict[str, list[str]] = {}
+    for name, result in zip(_short_names(results), results, strict=True):
+        for fact, note in result.notes.items():
+            names.setdefault(f"{fact}: {note}", []).append(name)
+    return [f"{', '.join(dict.fromkeys(who))}: {note}" for note, who in names.items()]
 
 
 def baseline(result: RunResult, results: Sequence[RunResult]) -> RunResult | None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# Facts of a summary that a note may stand beside.
+PREDICTION, WORKERS_IDLE = "prediction", "workers idle"
 REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
 
 
@@ -42,6 +44,7 @@ class RunResult:
         stages: one mapping per stage: layers, replicas, depth, and its measured numbers.
         workers: one mapping per worker of a distributed run: worker, rank, stage, replica, and what its seconds went to
             (see `pipebench.measured`); empty for other engines.
+        notes: a sentence each on numbers that need one, by the fact in the summary that it stands beside.
     """
 
     name: str
@@ -57,6 +60,7 @@ class RunResult:
     points: tuple[Point, ...] = ()
     stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
     workers: tuple[Mapping[str, Any], ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

@@ -25,7 +25,7 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, REACHED, Point, RunResult
 from pipebench.run_folder import RunFolder
 from pipebench.schedule.drawing import draw as draw_schedule
 from pipebench.simulated import predicted_metrics, simulate_epoch
@@ -206,15 +206,16 @@ def recorded_run(
 def _with_prediction(prepared: Prepared, result: RunResult, log: RunLog) -> RunResult:
     """Return a result with what the simulator says of the run beside it, where that is about the device it ran on."""
     setup = prepared.setup
+    unpredicted = replace(result, notes={fact: note for fact, note in result.notes.items() if fact != PREDICTION})
     if prepared.profile.source != "measured" and prepared.cluster.device not in environment(setup.device)["device"]:
-        return result
+        return unpredicted
     metrics = {**result.metrics}
     try:
         metrics |= compare(metrics, predicted_metrics(setup, segment_length(prepared)))
-        log.text("prediction.md", prediction_markdown(metrics))
+        log.text("prediction.md", prediction_markdown(metrics, result.notes.get(PREDICTION, "")))
     except Exception as error:  # what was measured is worth more than what was foretold
         _LOG.warning("the run could not be predicted: %s", error)
-        return result
+        return unpredicted
     return replace(result, metrics=metrics)
 
 

@@ -1,15 +1,20 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from pipebench.cli import cli
+from pipebench.engine.distributed import DistributedEngine
+from pipebench.engine.worker import UnitLoss
 from pipebench.profile import DEVICES, Profile, analytic_profile, measure
 from pipebench.schedule.drawing import draw_cells
+from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
 from tests.models import SkipNet
@@ -101,3 +106,29 @@ def test_profiles_were_measured_without_the_recipe_s_settings(
     result = CliRunner().invoke(cli, [*words, "cluster.name=local", "model.width=0.05", *SETTINGS])
     assert result.exit_code == 0, result.output
     assert found == {(2, "high", True)}
+
+
+class LossOnAGpu:
+    """Summed loss of a unit, which costs a wait to read."""
+
+    is_cuda = True
+    times_read = 0
+
+    def __float__(self) -> float:
+        LossOnAGpu.times_read += 1
+        return 6.0
+
+
+@pytest.mark.parametrize("replica", range(3))
+def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: on a GPU the loss of every unit that 50 divides was read: of two replicas one has only odd units."""
+    monkeypatch.setattr(LossOnAGpu, "times_read", 0)
+    engine: Any = DistributedEngine.__new__(DistributedEngine)
+    loss = UnitLoss(cast("torch.Tensor", LossOnAGpu()), 3, 2.0)
+    engine.worker = SimpleNamespace(forward=lambda unit: loss)
+    engine._on_loss = lambda *told: None
+    engine._origin_s, engine._latest_loss, engine._num_losses = 0.0, math.nan, 0
+    for unit in range(replica, 3 * 120, 3):
+        engine._forward(unit, Instruction(Op.FORWARD, unit))
+        assert engine._latest_loss == 3.0
+    assert LossOnAGpu.times_read == 3  # of 120

@@ -365,6 +365,8 @@ class RunLog:
         # Like a point: who was killed while closing the record has logged it.
         self._queue_values(values, end_ms, points[-1].samples if points else 0, clocked=virtual, curve=True)
         self.tag("outcome", result.outcome)
+        for fact, note in result.notes.items():
+            self.tag(f"note.{fact.replace(' ', '_')}", note)
         self.text("result.json", result.to_json())
         return end_ms
 
