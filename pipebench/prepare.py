@@ -255,7 +255,8 @@ def profiled(
     """
     device = choose_device(recipe.engine.device)
     dataset: Dataset = options.make_dataset(recipe.dataset)
-    on_meta = not trains and "target" not in recipe.model and not profiles.is_measured(recipe, cluster)
+    measures = kept is None and profiles.is_measured(recipe, cluster)
+    on_meta = not trains and "target" not in recipe.model and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
     graph = trace(model, list(recipe.model.get("leaves") or ()))
     if len(graph.inputs) != len(dataset.inputs):

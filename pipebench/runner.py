@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pipebench import console, pictures, run_folder
+from pipebench.deciding import decided_apart, measures_on_gpu
 from pipebench.device import environment, torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
 from pipebench.prediction import compare, prediction_markdown
-from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
+from pipebench.prepare import DISTRIBUTED, SIMULATED, Decided, Prepared, prepare
 from pipebench.process_run import Asked, kept_decision, run_in_processes
 from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
@@ -55,10 +56,9 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     Raises:
         WorkersFailedError: processes ended without a result.
     """
-    if len(loaded) > 1:  # what only the traced model shows to be wrong must come out before the first recipe runs
-        for each in loaded:
-            prepared_recipe(each, each.recipe, trains=False)
     several = len(loaded) > 1
+    # What only the traced model shows to be wrong must come out before the first recipe runs.
+    decisions = [_checked(each, suite, alone=not several) for each in loaded]
     processes_only = all(each.recipe.engine.kind == DISTRIBUTED for each in loaded)
     # Where all there is to record is recorded by the processes, this one has no use for MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
@@ -66,8 +66,8 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     try:
-        for each in loaded:
-            results += _run_with_seeds(each, seeds, suite, tracking, parent)
+        for each, decided in zip(loaded, decisions, strict=True):
+            results += _run_with_seeds(each, decided, seeds, suite, tracking, parent)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -93,19 +93,34 @@ def draw(loaded: LoadedRecipe) -> str:
     return f"{title}\n{draw_schedule(setup.pipeline, rounds, cells[0], cells[1])}"
 
 
+def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | None:
+    """Return what is decided for all processes of a run, with every seed; None where one process runs it."""
+    if loaded.recipe.engine.kind == DISTRIBUTED:
+        kept = kept_decision(suite.resumed, suite.overrides)
+        return kept or Decided.of(prepared_recipe(loaded, loaded.recipe, trains=False, apart=True))
+    if not alone:
+        prepared_recipe(loaded, loaded.recipe, trains=False)
+    return None
+
+
 def _run_with_seeds(
-    loaded: LoadedRecipe, seeds: Sequence[int] | None, suite: Suite, tracking: Tracking | None, parent: RunLog | None
+    loaded: LoadedRecipe,
+    decided: Decided | None,
+    seeds: Sequence[int] | None,
+    suite: Suite,
+    tracking: Tracking | None,
+    parent: RunLog | None,
 ) -> list[RunResult]:
     name = loaded.recipe.name
     if seeds is None or len(seeds) == 1:
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        return [_run_one(loaded, seed, name, suite, tracking, parent)]
+        return [_run_one(loaded, decided, seed, name, suite, tracking, parent)]
     assert tracking is not None
     group = tracking.start(name, params=loaded.flat, tags={"kind": "seeds"}, parent=parent, virtual=False)
     results: list[RunResult] = []
     try:
         for seed in seeds:
-            results.append(_run_one(loaded, seed, f"{name}-seed{seed}", suite, tracking, group))
+            results.append(_run_one(loaded, decided, seed, f"{name}-seed{seed}", suite, tracking, group))
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -117,12 +132,17 @@ def _run_with_seeds(
 
 
 def _run_one(
-    loaded: LoadedRecipe, seed: int, name: str, suite: Suite, tracking: Tracking | None, parent: RunLog | None
+    loaded: LoadedRecipe,
+    decided: Decided | None,
+    seed: int,
+    name: str,
+    suite: Suite,
+    tracking: Tracking | None,
+    parent: RunLog | None,
 ) -> RunResult:
     recipe = with_seed(loaded.recipe, seed)
     kind = recipe.engine.kind
     if kind == DISTRIBUTED:
-        decided = kept_decision(suite.resumed, suite.overrides)
         prepared = prepared_recipe(loaded, recipe, trains=False, decided=decided)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
@@ -224,20 +244,24 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, seed=seed))
 
 
-def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, **how: Any) -> Prepared:
+def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, *, apart: bool = False, **how: Any) -> Prepared:
     """Prepare a recipe, showing progress.
 
     Args:
         loaded: where the recipe comes from.
         recipe: the same, perhaps with another seed.
+        apart: this process isn't to touch a GPU: where the profile is measured on one, another process decides.
         how: see `prepare`.
 
     Raises:
         RecipeError: the model doesn't allow it.
+        WorkersFailedError: the process that decides ended without an answer.
     """
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     try:
         with console.preparing(recipe.name) as on_progress:
+            if apart and measures_on_gpu(recipe, cluster):
+                how["decided"] = decided_apart(recipe, cluster, on_progress)
             return prepare(recipe, cluster, on_progress, **how)
     except (PlanError, GraphError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
