@@ -33,6 +33,7 @@ from pipebench.recipe import options
 from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.weightless import weightless
 from zoo.registry import Dataset
 
 SIMULATED, DISTRIBUTED = "simulated", "distributed"
@@ -190,7 +191,7 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
         device: `cpu`, or `meta` for shapes without weights: no memory, no time.
     """
     seed_default_generator(torch.device("cpu"), mix(recipe.train.seed, name_hash("initial weights")))
-    with torch.device(device):
+    with weightless() if device == "meta" else torch.device(device):
         made: nn.Module = options.make_model(recipe.model)
     return made
 
