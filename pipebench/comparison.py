@@ -129,7 +129,17 @@ def comparison_markdown(results: Sequence[RunResult]) -> str:
         parts.append(f"**{group.title}**\n\n{table}" if group.title else table)
     seeded = _has_seeds(results)
     sentences = (f"- {run.name}{f', seed {run.seed}' if seeded else ''}: {run.sentence}" for run in results)
-    return "\n\n".join([*parts, "\n".join(sentences)]) + "\n"
+    lines = [*sentences, *(f"- {note}" for note in notes(results))]
+    return "\n\n".join([*parts, "\n".join(lines)]) + "\n"
+
+
+def notes(results: Sequence[RunResult]) -> list[str]:
+    """Return what to know of some runs' numbers: a line per note, with the names of all runs that have it."""
+    names: dict[str, list[str]] = {}
+    for result in results:
+        for fact, note in result.notes.items():
+            names.setdefault(f"{fact}: {note}", []).append(result.name)
+    return [f"{', '.join(dict.fromkeys(who))}: {note}" for note, who in names.items()]
 
 
 def baseline(entry: Entry, others: Iterable[Entry]) -> Entry | None:

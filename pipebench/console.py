@@ -8,11 +8,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipebench.comparison import comparison_markdown, groups, headings, rows, time_to_accuracy_s
+from pipebench.comparison import comparison_markdown, groups, headings, notes, rows, time_to_accuracy_s
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
 from pipebench.prediction import prediction_line
 from pipebench.progress import RunProgress, preparing
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, SEED_METRICS, RunResult
+from pipebench.result import (
+    COMPLETED,
+    DIVERGED,
+    INTERRUPTED,
+    MISSED,
+    PREDICTION,
+    REACHED,
+    SEED_METRICS,
+    WORKERS_IDLE,
+    RunResult,
+)
 from pipebench.tables import new_table, print_groups, print_table
 from pipebench.terminal import is_terminal, print_plain, standard_error, standard_output
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
@@ -105,6 +115,8 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console |
             table.add_row(Text(name, style="bold"), *(Text(cell, style=style) for cell in cells))
         tables.append((group.title, table))
     print_groups(console, tables)
+    for line in notes(results):
+        print_plain(console, Padding(Text(line), (0, 0, 0, 2)))
     _print_link(console, link)
 
 
@@ -174,14 +186,14 @@ def _facts(result: RunResult) -> list[tuple[str, str]]:
         ("durations", result.timing),
         ("time to accuracy", _time_to_accuracy(result)),
         ("epochs", _epochs(result)),
-        ("prediction", prediction_line(result.metrics)),
+        (PREDICTION, prediction_line(result.metrics)),
         ("throughput", _throughput(result)),
         ("sent per sample", _bytes_by_kind(result.metrics)),
-        ("workers idle", _idle(result.metrics)),
+        (WORKERS_IDLE, _idle(result.metrics)),
         ("memory", _memory(result.metrics)),
         ("this took", seconds(result.metrics["wall_time_s"]) if "wall_time_s" in result.metrics else ""),
     ]
-    return [(name, text) for name, text in facts if text]
+    return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in facts if text]
 
 
 def _time_to_accuracy(result: RunResult) -> str:

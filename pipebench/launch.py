@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pipebench.cores import usable_cores
 from pipebench.launch_elastic import Attempt
 from pipebench.launch_failure import Failure, report, root_cause, sentence
 from pipebench.launch_join import RUN
@@ -86,15 +87,10 @@ def worker_settings(num_workers: int) -> dict[str, str]:
         # torch's C++ side prints pages about every connection that a dead worker leaves behind.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         # Every worker would take all cores for itself.
-        "OMP_NUM_THREADS": str(max(1, _num_cores() // num_workers)),
+        "OMP_NUM_THREADS": str(max(1, int(usable_cores() / num_workers))),
         **HEAP,
     }
     return {name: value for name, value in settings.items() if name not in os.environ}
-
-
-def _num_cores() -> int:
-    """Return how many cores this process may use; a batch system or `taskset` gives it fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Signals:

@@ -18,11 +18,7 @@ def main(words: Sequence[str]) -> None:
     """Become the command: `words` are the parent's process id, settings of the environment, `--` and the command."""
     end = words.index("--")
     parent, settings, command = int(words[0]), words[1:end], list(words[end + 1 :])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            # It died before it was watched.
-            sys.exit(1)
+    end_with(parent)
     # The parent hears of Ctrl-C and asks the workers to stop; whoever else sends it to them means the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for setting in settings:
@@ -32,6 +28,15 @@ def main(words: Sequence[str]) -> None:
     with open(os.path.join(os.path.dirname(error_file), PID_FILE), "w", encoding="ascii") as file:
         file.write(f"{os.environ['RANK']} {os.getpid()}\n")
     os.execvp(command[0], command)
+
+
+def end_with(parent: int) -> None:
+    """Let this process end when its parent, whose process id is given, does; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            # It died before it was watched.
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What a recipe can name, one line each: models, data sets, clusters, modes, cost models, recipes."""
+"""What a recipe can name, one line each: models, data sets, clusters, modes, cost models, recipes.
+
+Each kind is imported when it is asked for: models and data sets need torch, which takes seconds.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipebench.modes import MODES
-from pipebench.planner.cost_models import COST_MODELS
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 
 
@@ -23,8 +24,12 @@ def lines(what: str, indent: str = "") -> Iterator[str]:
 
 def _rows(what: str) -> dict[str, str]:
     if what == "modes":
+        from pipebench.modes import MODES
+
         return {name: mode.summary for name, mode in MODES.items()}
     if what == "cost-models":
+        from pipebench.planner.cost_models import COST_MODELS
+
         return {name: model.summary for name, model in COST_MODELS.items()}
     if what == "clusters":
         return {name: summary(find_cluster(name)) for name in cluster_names()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipebench.meter import COMPUTE, RECORDED_SPANS, fractions, span_of
+from pipebench.result import WORKERS_IDLE
 from pipebench.schedule.drawing import worker_names
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
@@ -25,6 +26,8 @@ _WAIT_COLUMNS = {
     Op.LOAD_INPUT: "waiting_load_s",
 }
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+_OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # what their times go into
+_UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
 
 
 @dataclass
@@ -85,18 +88,21 @@ class MeasuredMeter:
         evaluating: set while an evaluation runs.
     """
 
-    def __init__(self, pipeline: Pipeline, worker: int, rank: int) -> None:
+    def __init__(self, pipeline: Pipeline, worker: int, rank: int, *, times_transfers: bool = True) -> None:
         """Prepare for one worker.
 
         Args:
             pipeline: the pipeline's shape.
             worker: whose events these are.
             rank: the rank it runs on.
+            times_transfers: whether the times of transfers mean anything; else they, and stalls, are left out of what
+                `merge` returns.
         """
         self.evaluating = False
         self._pipeline = pipeline
         self._worker = worker
         self._rank = rank
+        self._times_transfers = times_transfers
         self._phases = {False: _Totals(), True: _Totals()}  # by `evaluating`
         self._recorded: list[tuple[Event, bool]] = []
         self._transfers: list[Transfer] = []
@@ -147,13 +153,14 @@ class MeasuredMeter:
         # Clocks of two hosts differ a little: what arrived before it was sent took no time.
         duration_s = max(0.0, transfer.end_s - transfer.start_s) / members
         totals.transfer_s[key] = totals.transfer_s.get(key, 0.0) + duration_s
-        if not self._truncated:
+        if not self._truncated and self._times_transfers:
             alone = members == 1
             self._transfers.append(transfer if alone else replace(transfer, senders=(self._worker,), num_bytes=part))
 
     def state(self) -> dict[str, Any]:
         """Return the totals as JSON-able values, for a checkpoint."""
-        return {"training": self._phases[False].to_json(), "evaluation": self._phases[True].to_json()}
+        phases = {"training": self._phases[False].to_json(), "evaluation": self._phases[True].to_json()}
+        return {**phases, "times_transfers": self._times_transfers}
 
     def begin(self, clock_s: float) -> None:
         """Let the recorded timeline begin at this time on the run's clock."""
@@ -162,6 +169,8 @@ class MeasuredMeter:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: `state` is what `state` returned."""
         self._phases = {False: _Totals.from_json(state["training"]), True: _Totals.from_json(state["evaluation"])}
+        # Where one part of a run was timed and the other wasn't, the sum says nothing.
+        self._times_transfers = self._times_transfers and bool(state.get("times_transfers", True))
 
     def share(self) -> dict[str, Any]:
         """Return everything measured here as JSON-able values, for `merge`."""
@@ -189,8 +198,9 @@ class Measured:
         workers: a row per worker, for `RunResult.workers`.
         timeline: the recorded part, of all workers; seconds since the run began or resumed.
         busy_s: forward, backward and update seconds over all workers, training only.
-        stall_s: seconds waited for bytes on their way, likewise.
+        stall_s: seconds waited for bytes on their way, likewise; nothing to go by where a note says so.
         num_bytes: payload by (kind, level) as the receivers saw it, training only.
+        notes: what to know of some of these numbers, see `RunResult.notes`.
     """
 
     metrics: dict[str, float]
@@ -199,6 +209,7 @@ class Measured:
     busy_s: float
     stall_s: float
     num_bytes: Counter[tuple[str, str]]
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 def merge(shares: Sequence[Mapping[str, Any]], pipeline: Pipeline, training_s: float) -> Measured:
@@ -220,10 +231,15 @@ def merge(shares: Sequence[Mapping[str, Any]], pipeline: Pipeline, training_s: f
     rows = tuple(_row(share, each, pipeline, training_s) for share, each in zip(shares, totals, strict=True))
     busy_s, stall_s = sum(each.busy_s for each in totals), sum(each.stall_s for each in totals)
     metrics = fractions(busy_s, stall_s, pipeline.num_workers, training_s) | _sums(rows) | _transfer_metrics(totals)
+    timed = all(share["times_transfers"] for share in shares)
+    if not timed:
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(_OF_TRANSFERS)}
+        rows = tuple({key: value for key, value in row.items() if not key.startswith(_OF_TRANSFERS)} for row in rows)
     num_bytes: Counter[tuple[str, str]] = Counter()
     for each in totals:
         num_bytes.update(each.num_bytes)
-    return Measured(metrics, rows, _timeline(shares, pipeline), busy_s, stall_s, num_bytes)
+    notes = {} if timed else {WORKERS_IDLE: _UNTIMED}
+    return Measured(metrics, rows, _timeline(shares, pipeline), busy_s, stall_s, num_bytes, notes)
 
 
 def _row(share: Mapping[str, Any], totals: _Totals, pipeline: Pipeline, training_s: float) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from rich.console import Console
 from pipebench import profile as profiles
 from pipebench.cluster import Cluster, Level
 from pipebench.console import preparing, print_written, standard_error, standard_output
-from pipebench.device import torch_settings
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError, choice
 from pipebench.graph import LayerGraph
 from pipebench.modes import AUTO, MODES, resolve
@@ -191,7 +190,7 @@ def parse_levels(text: str, latency_s: float = 0.0) -> tuple[Level, ...]:
 def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
     recipe = loaded.recipe
     own = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    with faults_of(loaded), torch_settings(recipe.engine), preparing(recipe.name, _progress(asked)) as on_progress:
+    with faults_of(loaded), preparing(recipe.name, _progress(asked)) as on_progress:
         made = profiled(recipe, own, on_progress, whole_minibatches=True)
     cluster = own if asked.levels is None else _cluster(asked, own.device)
     parallelism = recipe.parallelism

@@ -38,11 +38,12 @@ def compare(measured: Mapping[str, float], predicted: Mapping[str, float]) -> di
     return metrics
 
 
-def prediction_markdown(metrics: Mapping[str, float]) -> str:
+def prediction_markdown(metrics: Mapping[str, float], note: str = "") -> str:
     """Return a Markdown table of what was measured and predicted.
 
     Args:
         metrics: the run's metrics, those of `compare` among them.
+        note: what to know of the prediction; stands below.
     """
     lines = ["| | measured | predicted | difference |", "| --- | ---: | ---: | ---: |"]
     for name in _COMPARED:
@@ -51,7 +52,7 @@ def prediction_markdown(metrics: Mapping[str, float]) -> str:
             continue
         cells = (name, measure(name, measured), measure(name, predicted), _difference(name, measured, predicted))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
 
 
 def prediction_line(metrics: Mapping[str, float]) -> str:

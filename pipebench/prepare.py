@@ -38,6 +38,7 @@ from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.trace_check import check_traced
+from pipebench.weightless import weightless
 from zoo.plain import seeded
 from zoo.registry import Dataset
 
@@ -155,7 +156,7 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
     # Whatever a model's author draws from: every process makes the model itself, and all have to make the same.
     with seeded(seed) if recipe.model.get("target") is not None else nullcontext():
         seed_default_generator(torch.device("cpu"), seed)
-        with torch.device(device):
+        with weightless() if device == "meta" else torch.device(device):
             made: nn.Module = options.make_model(recipe.model)
     return made
 
@@ -220,7 +221,9 @@ def profiled(
     """
     device = choose_device(recipe.engine.device)
     dataset: Dataset = options.make_dataset(recipe.dataset)
-    on_meta = not trains and recipe.model.get("target") is None and not profiles.is_measured(recipe, cluster)
+    measures = kept is None and profiles.is_measured(recipe, cluster)
+    is_users = recipe.model.get("target") is not None
+    on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
     graph = layer_graph(recipe, model, dataset.argument_names or len(dataset.inputs))
     dataset, called = dataset.feeding(graph.inputs), recipe.dataset.get("name") or recipe.dataset.get("target")
@@ -243,7 +246,8 @@ def profiled(
         profile = profiles.fitting(kept, KEPT, graph, sizes)
     else:
         profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-    if trains and kept is None and len(graph.layers) > 1:  # a model that is one layer runs as it is
+    decides = kept is None and (trains or recipe.engine.kind == DISTRIBUTED)
+    if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
         check_traced(graph, dataset)
     return Profiled(dataset, graph, device, profile)
 

@@ -314,7 +314,9 @@ def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world:
     """Measure the profile again, in all processes at the same time."""
     sizes = travelling_sizes(recipe, known.dataset)
     world.barrier()
-    mine = measured_profile(known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model)
+    mine = measured_profile(
+        known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
+    )
     return mean_profile([Profile.from_json(text) for text in world.exchange(mine.to_json())])
 
 

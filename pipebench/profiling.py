@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pipebench import console
 from pipebench import profile as profiles
-from pipebench.device import torch_settings
 from pipebench.errors import UserError
 from pipebench.prepare import profiled
 from pipebench.profile.model import Profile
@@ -93,7 +92,7 @@ def show_and_write(name: str, profile: Profile, wanted: Wanted) -> None:
 def _profiled(loaded: LoadedRecipe) -> Profile:
     recipe = loaded.recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    with faults_of(loaded), torch_settings(recipe.engine), console.preparing(recipe.name) as on_progress:
+    with faults_of(loaded), console.preparing(recipe.name) as on_progress:
         return profiled(recipe, cluster, on_progress).profile
 
 

@@ -7,6 +7,10 @@ from typing import Any
 
 # What the seeds of a recipe are summed up by, beside the best scores.
 SEED_METRICS = ("time_to_accuracy_s", "epochs_to_target", "epoch_time_s", "throughput_samples_per_s")
+
+
+# Facts of a summary that a note may stand beside.
+PREDICTION, WORKERS_IDLE = "prediction", "workers idle"
 REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
 
 
@@ -45,6 +49,9 @@ class RunResult:
         workers: one mapping per worker of a distributed run: worker, rank, stage, replica, and what its seconds went to
             (see `pipebench.measured`); empty for other engines.
         recipe: full key to text, as it is logged; says which runs may be compared. Empty where nobody recorded it.
+
+
+        notes: a sentence each on numbers that need one, by the fact in the summary that it stands beside.
     """
 
     name: str
@@ -61,6 +68,7 @@ class RunResult:
     stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
     workers: tuple[Mapping[str, Any], ...] = ()
     recipe: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

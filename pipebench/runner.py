@@ -17,18 +17,19 @@ from typing import Any
 
 from pipebench import console, pictures, run_folder
 from pipebench.checkpoint.store import Checkpoints
+from pipebench.deciding import decided_apart, measures_on_gpu
 from pipebench.device import environment, torch_settings
 from pipebench.engine.gate import StopRequest
 from pipebench.errors import UserError
 from pipebench.prediction import compare, prediction_markdown
-from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
+from pipebench.prepare import DISTRIBUTED, SIMULATED, Decided, Prepared, prepare
 from pipebench.process_run import Asked, kept_decision, run_in_processes
 from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import Recipe
 from pipebench.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, REACHED, Point, RunResult
 from pipebench.resume import newest, nothing_to_go_on_from
 from pipebench.schedule.drawing import draw as draw_schedule
 from pipebench.simulated import predicted_metrics, simulate_epoch
@@ -59,10 +60,9 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
         WorkersFailedError: processes ended without a result.
     """
     require_writable()
-    if len(loaded) > 1:  # what only the traced model shows to be wrong must come out before the first recipe runs
-        for each in loaded:
-            prepared_recipe(each, each.recipe, trains=False)
     several = len(loaded) > 1
+    # What only the traced model shows to be wrong must come out before the first recipe runs.
+    decisions = [_checked(each, suite, alone=not several) for each in loaded]
     processes_only = all(each.recipe.engine.kind == DISTRIBUTED for each in loaded)
     # Where all there is to record is recorded by the processes, this one has no use for MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
@@ -76,8 +76,8 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     try:
-        for each in loaded:
-            results += _run_with_seeds(each, seeds, suite, tracking, parent, begin)
+        for each, decided in zip(loaded, decisions, strict=True):
+            results += _run_with_seeds(each, decided, seeds, suite, tracking, parent, begin)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -106,8 +106,19 @@ def draw(loaded: LoadedRecipe) -> str:
     return f"{title}\n{draw_schedule(setup.pipeline, rounds, cells[0], cells[1], width=width)}"
 
 
+def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | None:
+    """Return what is decided for all processes of a run, with every seed; None where one process runs it."""
+    if loaded.recipe.engine.kind == DISTRIBUTED:
+        kept = kept_decision(suite.resumed, suite.overrides)
+        return kept or Decided.of(prepared_recipe(loaded, loaded.recipe, trains=False, apart=True))
+    if not alone:
+        prepared_recipe(loaded, loaded.recipe, trains=False)
+    return None
+
+
 def _run_with_seeds(
     loaded: LoadedRecipe,
+    decided: Decided | None,
     seeds: Sequence[int] | None,
     suite: Suite,
     tracking: Tracking | None,
@@ -118,7 +129,7 @@ def _run_with_seeds(
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        return [_run_one(loaded, seed, name, suite, tracking, parent)]
+        return [_run_one(loaded, decided, seed, name, suite, tracking, parent)]
     assert tracking is not None
     group = tracking.start(
         name, params=logged_params(loaded.flat), tags={"kind": "seeds"}, parent=parent, virtual=False
@@ -127,7 +138,7 @@ def _run_with_seeds(
     try:
         for seed in seeds:
             begin(f"{name}-seed{seed}")
-            results.append(_run_one(loaded, seed, f"{name}-seed{seed}", suite, tracking, group))
+            results.append(_run_one(loaded, decided, seed, f"{name}-seed{seed}", suite, tracking, group))
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -138,14 +149,18 @@ def _run_with_seeds(
 
 
 def _run_one(
-    loaded: LoadedRecipe, seed: int, name: str, suite: Suite, tracking: Tracking | None, parent: RunLog | None
+    loaded: LoadedRecipe,
+    decided: Decided | None,
+    seed: int,
+    name: str,
+    suite: Suite,
+    tracking: Tracking | None,
+    parent: RunLog | None,
 ) -> RunResult:
     recipe = with_seed(loaded.recipe, seed)
     kind = recipe.engine.kind
     if kind == DISTRIBUTED:
-        decided = kept_decision(suite.resumed, suite.overrides)
-        with torch_settings(recipe.engine):
-            prepared = prepared_recipe(loaded, recipe, tells=True, trains=False, decided=decided)
+        prepared = prepared_recipe(loaded, recipe, tells=True, trains=False, decided=decided)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
         if suite.resumed is not None:
@@ -235,15 +250,16 @@ def recorded_run(
 def _with_prediction(prepared: Prepared, result: RunResult, log: RunLog) -> RunResult:
     """Return a result with what the simulator says of the run beside it, where that is about the device it ran on."""
     setup = prepared.setup
+    unpredicted = replace(result, notes={fact: note for fact, note in result.notes.items() if fact != PREDICTION})
     if prepared.profile.source != "measured" and prepared.cluster.device not in environment(setup.device)["device"]:
-        return result
+        return unpredicted
     metrics = {**result.metrics}
     try:
         metrics |= compare(metrics, predicted_metrics(setup, segment_length(prepared)))
-        log.text("prediction.md", prediction_markdown(metrics))
+        log.text("prediction.md", prediction_markdown(metrics, result.notes.get(PREDICTION, "")))
     except Exception as error:  # what was measured is worth more than what was foretold
         _LOG.warning("the run could not be predicted: %s", error)
-        return result
+        return unpredicted
     return replace(result, metrics=metrics)
 
 
@@ -252,20 +268,26 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, seed=seed))
 
 
-def prepared_recipe(loaded: LoadedRecipe, recipe: Recipe, *, tells: bool = False, **how: Any) -> Prepared:
+def prepared_recipe(
+    loaded: LoadedRecipe, recipe: Recipe, *, apart: bool = False, tells: bool = False, **how: Any
+) -> Prepared:
     """Prepare a recipe, showing progress.
 
     Args:
         loaded: where the recipe comes from.
         recipe: the same, perhaps with another seed.
         tells: say so in plain lines where there is no terminal.
+        apart: this process isn't to touch a GPU: where the profile is measured on one, another process decides.
         how: see `prepare`.
 
     Raises:
         RecipeError: the model doesn't allow it.
+        WorkersFailedError: the process that decides ended without an answer.
     """
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), console.preparing(recipe.name, tells=tells) as on_progress:
+        if apart and measures_on_gpu(recipe, cluster):
+            how["decided"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)
 
 

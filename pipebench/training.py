@@ -222,7 +222,7 @@ def train_to_target(
     metrics |= {"total_time_s": total_s, "wall_time_s": time.perf_counter() - started}
     result = RunResult(
         **describe(prepared), outcome=outcome, sentence=sentence, metrics=metrics, points=tuple(run.points),
-        stages=stage_rows(prepared, facts), workers=measured.workers,
+        stages=stage_rows(prepared, facts), workers=measured.workers, notes=measured.notes,
     )  # fmt: skip
     return result, measured.timeline
 

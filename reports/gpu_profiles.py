@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pipebench.device import torch_settings
 from pipebench.errors import Fault, ProfileError, RecipeError
 from pipebench.graph import LayerGraph, trace
 from pipebench.prepare import initial_model
@@ -133,9 +132,8 @@ def measure(loaded: LoadedRecipe, device: torch.device, text: str, repeats: int)
     size, optimizer = recipe.train.minibatch_size, recipe.train.optimizer
     real: Dataset = make_dataset(recipe.dataset)
     dataset = MadeUp(real, _num_outputs(loaded, real))
-    with torch_settings(recipe.engine):
-        graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
-        profile = measured_profile(graph, dataset, [size], optimizer, device, text, repeats)
+    graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
+    profile = measured_profile(graph, dataset, [size], optimizer, device, text, repeats, engine=recipe.engine)
     return _without_loading(profile), _computed(loaded, graph, dataset, profile), dataset
 
 

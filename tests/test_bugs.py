@@ -1,19 +1,28 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from pipebench.cli import cli
+from pipebench.engine.distributed import DistributedEngine
+from pipebench.engine.worker import UnitLoss
 from pipebench.errors import ProfileError
 from pipebench.graph import trace
 from pipebench.planner.planner import Planner
 from pipebench.prepare import plan_request, prepare
+from pipebench.profile import DEVICES, Profile, analytic_profile, measure
 from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.drawing import draw_cells
+from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
 from pipebench.tracking.run_log import _one_line
@@ -111,3 +120,64 @@ def test_a_store_that_does_not_exist_was_told_by_the_key_that_was_looked_up() ->
     error = ValueError("got unsupported URI 'foo://bar'")
     error.__cause__ = KeyError("foo")
     assert _one_line(error) == "got unsupported URI 'foo://bar'"
+
+
+SETTINGS = ("engine.threads=2", "engine.tf32=true", "engine.deterministic=false")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "quickstart/dp", "quickstart/model", "engine.kind=simulated"),
+        ("draw", "quickstart/model"),
+        ("plan", "quickstart/model"),
+        ("profile", "quickstart/model"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_profiles_were_measured_without_the_recipe_s_settings(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0: a comparison (and `draw`) measured before threads, TF32 and determinism were set as the recipe says.
+
+    The profile was kept under a key that said otherwise, so the recipe's own run found it there.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    found = set()
+
+    def measured(graph: Any, dataset: Any, sizes: Any, optimizer: Any, device: Any, text: str, *_: Any) -> Profile:
+        found.add((torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+        return analytic_profile(graph, dataset, sizes, DEVICES["V100"], optimizer, text)
+
+    monkeypatch.setattr(measure, "_measured", measured)
+    result = CliRunner().invoke(cli, [*words, "cluster.name=local", "model.width=0.05", *SETTINGS])
+    assert result.exit_code == 0, result.output
+    assert found == {(2, "high", True)}
+
+
+class LossOnAGpu:
+    """Summed loss of a unit, which costs a wait to read."""
+
+    is_cuda = True
+    times_read = 0
+
+    def __float__(self) -> float:
+        LossOnAGpu.times_read += 1
+        return 6.0
+
+
+@pytest.mark.parametrize("replica", range(3))
+def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: on a GPU the loss of every unit that 50 divides was read: of two replicas one has only odd units."""
+    monkeypatch.setattr(LossOnAGpu, "times_read", 0)
+    engine: Any = DistributedEngine.__new__(DistributedEngine)
+    loss = UnitLoss(cast("torch.Tensor", LossOnAGpu()), 3, 2.0)
+    engine.worker = SimpleNamespace(forward=lambda unit: loss)
+    engine._on_loss = lambda *told: None
+    engine._origin_s, engine._latest_loss, engine._num_losses = 0.0, math.nan, 0
+    for unit in range(replica, 3 * 120, 3):
+        engine._forward(unit, Instruction(Op.FORWARD, unit))
+        assert engine._latest_loss == 3.0
+    assert LossOnAGpu.times_read == 3  # of 120

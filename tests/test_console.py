@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipebench import console
 from pipebench.progress import RunProgress, preparing, searching
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, Point
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, WORKERS_IDLE, Point
 from pipebench.tracking import summarise_seeds
 from tests.results import DP, PIPEDREAM
 
@@ -58,6 +58,21 @@ def test_the_summary_has_a_row_per_worker_and_the_prediction() -> None:
     assert ["worker", "stage", "rank", "compute", "waiting", "sending", "other", "all-reduce", "bubble"] in lines
     assert ["0", "1", "2", "5.00", "s", "3.00", "s", "500", "ms", "1.50", "s", "0", "s", "50.0%"] in lines
     assert ["prediction", "epoch", "1.50", "s", "predicted,", "1.80", "s", "measured", "(+20.0%)"] in lines
+
+
+def test_a_note_stands_beside_its_number() -> None:
+    notes = {PREDICTION: "4 processes x 1 thread share 2 usable cores", WORKERS_IDLE: "times aren't known"}
+    crowded = replace(DP, metrics={**DP.metrics, "predicted_epoch_time_s": 1.5}, notes=notes)
+    to = plain(160)
+    console.print_summary(crowded, "", "", to)
+    text = " ".join(written(to).split())
+    assert "1.80 s measured (+20.0%); 4 processes x 1 thread share 2 usable cores" in text
+    assert "waiting for communication; times aren't known" in text
+    to = plain()
+    console.print_comparison([crowded, PIPEDREAM, replace(crowded, name="quickstart-gpipe")], "", to)
+    assert "dp, gpipe: prediction: 4 processes x 1 thread share 2 usable cores" in written(to)
+    assert "- dp: workers idle: times aren't known" in console.comparison_markdown([crowded, PIPEDREAM]).splitlines()
+    assert RunResult.from_json(crowded.to_json()) == crowded
 
 
 def test_the_summary_has_a_row_per_stage() -> None:

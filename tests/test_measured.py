@@ -171,3 +171,42 @@ def test_an_event_costs_little() -> None:
     for _ in range(20_000):
         meter.event(event)
     assert (time.perf_counter() - begin_s) / 20_000 < 2e-5  # about 0.5 us on an idle machine
+
+
+def untimed(worker: int) -> MeasuredMeter:
+    """Return a meter of a GPU's worker, told of what a host can tell."""
+    meter = MeasuredMeter(STRAIGHT, worker, rank=worker, times_transfers=False)
+    play(meter, worker, "RA0<0:2 F0:1 B0:3", stall_s=0.125)
+    meter.transfer(message(0, 1, 1.5, 2.0))
+    meter.transfer(bucket(0.0, 2.0))
+    return meter
+
+
+def test_where_gpus_compute_the_times_of_transfers_are_left_out_and_a_note_says_so() -> None:
+    """0.1.0: they were times of headers on the host's clock, which runs ahead of its GPU."""
+    meters = [untimed(0), untimed(1)]
+    measured = merge([json.loads(json.dumps(meter.share())) for meter in meters], STRAIGHT, 10.0)
+    assert {name for name in measured.metrics if name.startswith("comm_")} == {
+        "comm_transfers_activation", "comm_transfers_all_reduce",
+    }  # fmt: skip
+    assert measured.metrics["bubble_fraction"] == pytest.approx(1 - 8 / 20)
+    assert measured.metrics["waiting_activation_s"] == 4
+    assert measured.num_bytes == {(ACTIVATION, "server"): 200, (ALL_REDUCE, "cluster"): 101}
+    assert not {"stall_s", "all_reduce_s", "comm_stall_fraction"} & measured.workers[0].keys()
+    assert measured.timeline.transfers == ()
+    assert "aren't known where GPUs compute" in measured.notes["workers idle"]
+
+
+def test_a_run_partly_on_gpus_has_no_times_of_transfers() -> None:
+    meters = [MeasuredMeter(STRAIGHT, worker, rank=worker) for worker in range(2)]
+    for before, meter in zip((untimed(0), untimed(1)), meters, strict=True):
+        meter.restore(json.loads(json.dumps(before.state())))
+        meter.transfer(message(0, 1, 3.0, 4.0))
+    measured = merge([meter.share() for meter in meters], STRAIGHT, 10.0)
+    assert "comm_time_activation_s" not in measured.metrics
+    assert measured.metrics["comm_transfers_activation"] == 4
+
+
+def test_on_processors_nothing_is_left_out(two: Measured) -> None:
+    assert two.notes == {}
+    assert two.workers[0]["all_reduce_s"] == 0

@@ -53,6 +53,10 @@ def test_the_table_has_measured_predicted_and_difference() -> None:
     ]
 
 
+def test_a_note_stands_below_the_table() -> None:
+    assert prediction_markdown(MEASURED, "cores are shared").splitlines()[-2:] == ["", "cores are shared"]
+
+
 def test_the_line_says_both_epoch_times() -> None:
     line = prediction_line({**MEASURED, **compare(MEASURED, PREDICTED)})
     assert line == "epoch 1.00 s predicted, 1.25 s measured (+25.0%)"

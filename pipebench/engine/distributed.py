@@ -8,12 +8,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from pipebench.checkpoint.state import ModelState
+from pipebench.cores import core_share, crowding
 from pipebench.engine.control import Control
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import admitted_program
@@ -28,6 +30,7 @@ from pipebench.engine.whole import WholeModel, gather_tensors
 from pipebench.engine.worker import Worker, training_feed
 from pipebench.errors import DivergedError
 from pipebench.measured import Measured, MeasuredMeter, merge
+from pipebench.result import PREDICTION
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import forward_programs, programs
 from pipebench.timeline import ACTIVATION, EVALUATION, GRADIENT, Transfer
@@ -74,16 +77,18 @@ class DistributedEngine:
         self._on_unit = on_unit
         self._ranks = ranks_of(setup)
         self.worker = Worker(setup, self._ranks.index(world.rank))
-        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank)
+        on_gpu = setup.device.type == "cuda"
+        # The host runs ahead of its GPU: when it hands over a message says nothing about when that travels.
+        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, times_transfers=not on_gpu)
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self.clock_s = 0.0
         self._origin_s = time.perf_counter()
         self._not_training_s = 0.0
         self._segment = 0
         self._latest_loss = math.nan
+        self._num_losses = 0
         self._stop: str | None = None
         self._norm: torch.Tensor | None = None
-        on_gpu = setup.device.type == "cuda"
         self._watch: Watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
         self._transport = Transport(setup, world, self.worker.index, self.clock)
         self._together = Together(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
@@ -261,7 +266,10 @@ class DistributedEngine:
 
     def measured(self, training_s: float) -> Measured:
         """Return what all workers measured; all call it."""
-        return merge(self.exchange(self.meter.share()), self.setup.pipeline, training_s)
+        shares = self.exchange([self.meter.share(), core_share(self.setup.device)])
+        found = merge([share for share, _ in shares], self.setup.pipeline, training_s)
+        crowded = crowding([cores for _, cores in shares])
+        return replace(found, notes={**found.notes, PREDICTION: crowded}) if crowded else found
 
     # The loop.
 
@@ -315,8 +323,10 @@ class DistributedEngine:
                 self._stop = self._stop or str(diverged)
                 if self._control is not None:
                     self._control.request_stop(str(diverged))
-            if not loss.total.is_cuda or unit % _CUDA_LOSS_EVERY == 0:
+            # Of this worker's own losses: which units it has depends on how many replicas there are.
+            if not loss.total.is_cuda or self._num_losses % _CUDA_LOSS_EVERY == 0:
                 self._latest_loss = float(loss.total) / loss.weight
+            self._num_losses += 1
         return 0.0
 
     def _send_activation(self, unit: int, instruction: Instruction) -> float:

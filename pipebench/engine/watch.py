@@ -56,6 +56,8 @@ class DeviceWatch:
     """Times by events on a GPU's current stream; arguments as for `HostWatch`.
 
     A receive's time is what the stream waited for it: the wait stands in the stream between the instruction's events.
+    CUDA gives times between events in milliseconds, in single precision: after ten minutes it can't tell 30 us. So only
+    neighbours are compared, and their times are added up here.
     """
 
     def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[Event], None]) -> None:
@@ -63,7 +65,7 @@ class DeviceWatch:
         self._clock = clock
         self._report = report
         self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event, Instruction, float]] = deque()
-        self._base, self._base_s = self._mark(), clock()
+        self._latest, self._latest_s = self._mark(), clock()  # the event that was read last, and its time
 
     def timed(self, instruction: Instruction, execute: Execute) -> None:
         """Execute an instruction between two events; some that have come to pass are reported."""
@@ -79,7 +81,7 @@ class DeviceWatch:
         torch.cuda.synchronize()
         while self._waiting:
             self._tell()
-        self._base, self._base_s = self._mark(), self._clock()
+        self._latest, self._latest_s = self._mark(), self._clock()
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -88,5 +90,7 @@ class DeviceWatch:
 
     def _tell(self) -> None:
         start, end, instruction, stall_s = self._waiting.popleft()
-        start_s, end_s = (self._base_s + self._base.elapsed_time(event) / 1e3 for event in (start, end))
+        start_s = self._latest_s + self._latest.elapsed_time(start) / 1e3
+        end_s = start_s + start.elapsed_time(end) / 1e3
+        self._latest, self._latest_s = end, end_s
         self._report(Event(start_s, end_s, self._worker, instruction, stall_s))

@@ -3,17 +3,21 @@
 Times of this machine are never combined with another cluster's links.
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pipebench.cluster import Cluster
+from pipebench.device import torch_settings
 from pipebench.errors import ProfileError
 from pipebench.graph import LayerGraph
 from pipebench.profile.analytic import analytic_profile
@@ -61,7 +65,10 @@ def profile_for(
                 "engine.timing: analytic needs a device of the catalogue, cluster local has none; use auto"
             )
         spec = find_device(cluster.device)
-        return analytic_profile(graph, dataset, sizes, spec, optimizer, text, on_progress)
+        return cached(
+            {**_model_parts(recipe, graph, sizes), "computed for": asdict(spec), "by": _own_hash()},
+            lambda: analytic_profile(graph, dataset, sizes, spec, optimizer, text, on_progress),
+        )
     if timing != "measured":
         found = fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
         return _with_the_models_bytes(found, timing, graph, dataset, sizes, optimizer, text)
@@ -70,9 +77,13 @@ def profile_for(
             f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
             f"cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"
         )
+    with torch_settings(recipe.engine):
+        key_parts = {**_model_parts(recipe, graph, sizes), **_machine_parts(recipe, device)}
     return cached(
-        _key_parts(recipe, graph, sizes, device),
-        lambda: measured_profile(graph, dataset, sizes, optimizer, device, text, on_progress=on_progress),
+        key_parts,
+        lambda: measured_profile(
+            graph, dataset, sizes, optimizer, device, text, on_progress=on_progress, engine=recipe.engine
+        ),
     )
 
 
@@ -205,29 +216,46 @@ def _model_text(recipe: Recipe) -> str:
     return f"{name}({options})"
 
 
-def _key_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int], device: torch.device) -> dict[str, object]:
-    """Return everything that determines a measured profile."""
+def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dict[str, object]:
+    """Return what determines a profile wherever it is from."""
     tensors = {**dict(graph.root.named_parameters()), **dict(graph.root.named_buffers())}
     return {
         "model": dict(recipe.model),
         "dataset": dict(recipe.dataset),
-        "source": _source_hash(recipe),
+        "source": _source_hash(recipe, graph),
         "graph": str(graph.graph),
+        "modules": {name: _described(module) for name, module in graph.root.named_modules()},
         "shapes": {name: str((tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors.items()},
         "sizes": sorted(sizes),
         "optimizer": asdict(recipe.train.optimizer),
-        "device": local_device_name(device),
-        "threads": torch.get_num_threads(),
-        "deterministic": recipe.engine.deterministic,
-        "tf32": recipe.engine.tf32,
         "torch": torch.__version__,
     }
 
 
-def _source_hash(recipe: Recipe) -> str:
-    """Return a hash of the files that make the model, the data set and the rest: edited code is profiled anew."""
+def _machine_parts(recipe: Recipe, device: torch.device) -> dict[str, object]:
+    """Return what else determines a measured profile; called with the run's settings."""
+    return {
+        "device": local_device_name(device),
+        "threads": torch.get_num_threads(),
+        "deterministic": recipe.engine.deterministic,
+        "tf32": recipe.engine.tf32,
+    }
+
+
+@functools.cache
+def _own_hash() -> str:
+    """Return a hash of the code and constants that compute a profile."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
+    """Return a hash of the files that make the model and the data set: edited code is profiled anew."""
     names = {name for name in list(sys.modules) if name.split(".")[0] == "zoo"}
     names |= {importlib.import_module(target.split(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
+    # A layer's class may come from anywhere; torch's are known by its version.
+    classes = (type(module).__module__ for module in graph.root.modules())
+    names |= {name for name in classes if name.split(".")[0] != "torch"}
     return hashlib.sha256("".join(_source(name) for name in sorted(names)).encode()).hexdigest()
 
 
@@ -236,3 +264,8 @@ def _source(module: str) -> str:
         return inspect.getsource(sys.modules[module])
     except (OSError, TypeError):  # a part of Python, or written in C
         return module
+
+
+def _described(module: nn.Module) -> str:
+    """Return a module's class and options (a stride changes no shape of a weight), without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(module).__qualname__}({module.extra_repr()})")

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipebench.device import torch_settings
 from pipebench.graph import LayerGraph
 from pipebench.optimizer import make_optimizer, state_bytes_per_byte
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import Clock, Reading, idle_backward_s, walk
-from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from zoo.registry import Dataset
 
 # The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms.
@@ -37,10 +38,13 @@ def measured_profile(
     model_text: str,
     repeats: int = 11,
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    engine: EngineRecipe,
 ) -> Profile:
-    """Time every layer on a device of this machine, with torch's present number of threads.
+    """Time every layer on a device of this machine, with the settings (threads, TF32, determinism) of a run.
 
-    The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state.
+    The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. GPU
+    memory that it took is given back to the device: this process, or others, may need it.
 
     Args:
         graph: the layer graph.
@@ -51,10 +55,29 @@ def measured_profile(
         model_text: readable description of the model.
         repeats: timed passes per size.
         on_progress: told of (layers profiled, layers to profile).
+        engine: the settings.
 
     Raises:
         ProfileError: a layer fails; names it.
     """
+    try:
+        with torch_settings(engine):
+            return _measured(graph, dataset, sizes, optimizer, device, model_text, repeats, on_progress)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(
+    graph: LayerGraph,
+    dataset: Dataset,
+    sizes: Sequence[int],
+    optimizer: OptimizerRecipe,
+    device: torch.device,
+    model_text: str,
+    repeats: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> Profile:
     clock = _cuda_clock if device.type == "cuda" else _cpu_clock
     root = copy.deepcopy(graph.root).to(device).train()
     layers: dict[int, tuple[LayerProfile, ...]] = {}

@@ -113,14 +113,13 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
 @rule("@draft", "model")
 def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo without memory (on the meta device): its own checks know its options' ranges."""
-    import torch
-
     from pipebench.recipe.options import make_model
+    from pipebench.weightless import weightless
 
     if model.get("name") is None or not _is_small(model):
         return
     try:
-        with torch.device("meta"), warnings.catch_warnings():
+        with weightless(), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*zero-element")  # a layer without channels or classes
             make_model(model)
     except (TypeError, ValueError) as error:

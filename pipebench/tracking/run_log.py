@@ -384,6 +384,8 @@ class RunLog:
         # Like a point: who was killed while closing the record has logged it.
         self._queue_values(values, _now_ms(), points[-1].samples if points else 0, curve=True)
         self.tag("outcome", result.outcome)
+        for fact, note in result.notes.items():
+            self.tag(f"note.{fact.replace(' ', '_')}", note)
         self.text("result.json", result.to_json())
 
     def _keep(self, artifact: str, content: bytes) -> None:

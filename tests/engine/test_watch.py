@@ -1,5 +1,6 @@
 """Times by the host's clock and by a GPU's, the GPU made up."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Mark:
         return True
 
     def elapsed_time(self, other: "Mark") -> float:
-        return 1e3 * (other.at_s - self.at_s)
+        return float(torch.tensor(1e3 * (other.at_s - self.at_s), dtype=torch.float32))  # as CUDA has it
 
 
 @pytest.fixture
@@ -75,3 +76,26 @@ def test_the_host_s_clock() -> None:
     found: list[Event] = []
     HostWatch(1, lambda: next(times), found.append).timed(Instruction(Op.UPDATE, 0), lambda: 0.25)
     assert found == [Event(1.0, 4.0, 1, Instruction(Op.UPDATE, 0), 0.25)]
+
+
+def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
+    """0.1.0: both ends were compared with the drain, and float32 knows 30 us after 10 minutes no more."""
+    found: list[Event] = []
+    watch = DeviceWatch(0, lambda: 5.0, found.append)
+
+    def wait() -> float:
+        gpu.end_s += 10_000
+        return 0.0
+
+    def short() -> float:
+        gpu.end_s += 20e-6
+        return 0.0
+
+    for unit in range(3):
+        watch.timed(Instruction(Op.RECEIVE_ACTIVATION, unit), wait)
+        watch.timed(Instruction(Op.FORWARD, unit), short)
+    watch.settle()
+    seconds = [event.end_s - event.start_s for event in found]
+    assert seconds[1::2] == pytest.approx([20e-6] * 3, rel=1e-3)
+    assert found[-1].end_s == pytest.approx(30_005, rel=1e-6)
+    assert all(one.end_s <= other.start_s for one, other in itertools.pairwise(found))

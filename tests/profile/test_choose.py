@@ -1,16 +1,18 @@
 """Which profile a recipe gets, and what is refused."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import ProfileError
-from pipebench.graph import trace
+from pipebench.graph import LayerGraph, trace
 from pipebench.profile import (
     DEVICES,
     LayerProfile,
@@ -23,10 +25,12 @@ from pipebench.profile import (
 )
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
 from zoo.mnist5k import mnist5k
+from zoo.registry import Dataset
 from zoo.vgg import vgg16
 
 OPTIONS: dict[str, Any] = {"width": 0.125, "num_classes": 10, "in_channels": 1, "image_size": 32}
 GRAPH = trace(vgg16(**OPTIONS))
+SGD = OptimizerRecipe("sgd", lr=0.1)
 
 
 def cluster(device: str) -> Cluster:
@@ -71,6 +75,55 @@ def test_measured_once_until_something_changes(measured: list[str]) -> None:
     assert len(measured) == 1
     choice("measured", "local", dropout=0.1)
     assert measured[1] == "vgg16(width=0.125, num_classes=10, in_channels=1, image_size=32, dropout=0.1)"
+
+
+def test_computed_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[str] = []
+
+    def spy(*args: Any) -> Profile:
+        computed.append(args[3].name)
+        return analytic_profile(*args)
+
+    monkeypatch.setattr(choose, "analytic_profile", spy)
+    first = choice("analytic")  # the fixture has had it computed
+    assert computed == []
+    assert choice("analytic", "K80") != first
+    choice("analytic", width=0.25)
+    monkeypatch.setattr(choose, "_own_hash", lambda: "other code")
+    assert choice("analytic") == first
+    assert computed == ["K80", "V100", "V100"]
+
+
+class Striding(nn.Module):
+    """A convolution whose stride changes what it costs, and no shape of a parameter."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 10, 5, stride=stride)
+        self.head = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 1, height, width] float32 to [samples, 10] logits."""
+        return self.head(self.convolution(image)).flatten(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("timing", ["analytic", "measured"])
+def test_options_of_layers_are_part_of_the_key(timing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: names and shapes of weights were, so a stride changed in a helper's module found the old profile."""
+
+    def measured(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int], *_: object, **__: object) -> Profile:
+        return analytic_profile(graph, dataset, sizes, DEVICES["V100"], SGD, "")
+
+    monkeypatch.setattr(choose, "measured_profile", measured)
+    recipe = Recipe(
+        name="r", model={"name": "vgg16"}, dataset={"name": "mnist5k"}, engine=EngineRecipe(timing=timing),
+        train=TrainRecipe(minibatch_size=4, optimizer=SGD, max_epochs=1),
+    )  # fmt: skip
+    here = cluster("V100" if timing == "analytic" else "local")
+    one, two = (
+        profile_for(recipe, here, trace(Striding(stride)), mnist5k(), [4], torch.device("cpu")) for stride in (1, 2)
+    )
+    assert one.layers[4][0].output_bytes > two.layers[4][0].output_bytes
 
 
 def test_times_of_this_machine_stay_here() -> None:

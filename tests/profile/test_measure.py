@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from pipebench.errors import ProfileError
 from pipebench.graph import trace
-from pipebench.profile import Profile, measured_profile
-from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.profile import Profile, measure, measured_profile
+from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from tests.support import Blobs
 from zoo.mnist5k import mnist5k
 from zoo.vgg import VGG, vgg16
 
 SGD = OptimizerRecipe("sgd", lr=0.1, momentum=0.9)
 CPU = torch.device("cpu")
+ENGINE = EngineRecipe()
 
 
 def narrow() -> VGG:
@@ -25,7 +27,7 @@ def narrow() -> VGG:
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return measured_profile(trace(narrow()), mnist5k(), [4, 16], SGD, CPU, "narrow vgg16", repeats=3)
+    return measured_profile(trace(narrow()), mnist5k(), [4, 16], SGD, CPU, "narrow vgg16", repeats=3, engine=ENGINE)
 
 
 def test_every_layer_and_size_is_there(profile: Profile) -> None:
@@ -92,7 +94,7 @@ def test_a_language_model(kind: str) -> None:
         model.embed.requires_grad_(False)
     if kind == "tied":
         model.decode.weight = model.embed.weight
-    profile = measured_profile(trace(model), Words(), [8], SGD, CPU, kind)
+    profile = measured_profile(trace(model), Words(), [8], SGD, CPU, kind, engine=ENGINE)
     rows = {row.name: row for row in profile.layers[8]}
     assert rows["embed"].inputs == ("tokens",)
     assert rows["first"].output_parts == (8 * 20 * 64 * 4, 8 * 64 * 4, 8 * 64 * 4)
@@ -108,7 +110,7 @@ def test_a_language_model(kind: str) -> None:
 
 def test_vgg_adds_up() -> None:
     model = vgg16(width=0.25, num_classes=10, in_channels=1, image_size=32)
-    profile = measured_profile(trace(model), mnist5k(), [32], SGD, CPU, "vgg16", repeats=5)
+    profile = measured_profile(trace(model), mnist5k(), [32], SGD, CPU, "vgg16", repeats=5, engine=ENGINE)
     assert 0.25 < profile.sum_over_whole[32] < 4  # other work on the machine moves it; 0.9 to 1.1 on a quiet one
 
 
@@ -116,7 +118,7 @@ def test_model_and_random_state_are_left_as_found() -> None:
     model = narrow().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    measured_profile(trace(model), mnist5k(), [2], SGD, CPU, "narrow", repeats=1)
+    measured_profile(trace(model), mnist5k(), [2], SGD, CPU, "narrow", repeats=1, engine=ENGINE)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -126,14 +128,16 @@ def test_model_and_random_state_are_left_as_found() -> None:
 def test_progress_ends_at_the_total() -> None:
     told: list[tuple[int, int]] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    measured_profile(graph, Blobs(), [2, 3], SGD, CPU, "linear", 2, lambda done, total: told.append((done, total)))
+    measured_profile(
+        graph, Blobs(), [2, 3], SGD, CPU, "linear", 2, lambda done, total: told.append((done, total)), engine=ENGINE
+    )
     assert told == sorted(told)
     assert told[-1] == (4, 4)
 
 
 def test_a_model_without_parameters() -> None:
     graph = trace(nn.Tanh())
-    profile = measured_profile(graph, Blobs(shape=(4,)), [2], SGD, CPU, "tanh", repeats=1)
+    profile = measured_profile(graph, Blobs(shape=(4,)), [2], SGD, CPU, "tanh", repeats=1, engine=ENGINE)
     assert (profile.update_s_per_byte, profile.update_floor_s) == (0, 0)
     assert profile.layers[2][0].backward_s == 0
 
@@ -141,12 +145,47 @@ def test_a_model_without_parameters() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_optimizers(name: str) -> None:
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    assert measured_profile(graph, Blobs(), [2], OptimizerRecipe(name, lr=0.1), CPU, "", 1).update_floor_s > 0
+    assert (
+        measured_profile(graph, Blobs(), [2], OptimizerRecipe(name, lr=0.1), CPU, "", 1, engine=ENGINE).update_floor_s
+        > 0
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
-    found = measured_profile(trace(narrow()), mnist5k(), [16], SGD, torch.device("cuda"), "narrow vgg16", repeats=3)
+    found = measured_profile(
+        trace(narrow()), mnist5k(), [16], SGD, torch.device("cuda"), "narrow vgg16", repeats=3, engine=ENGINE
+    )
     assert all(row.forward_s >= 0 for row in found.layers[16])
     assert found.whole_step_s[16] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_measuring_leaves_no_cached_gpu_memory() -> None:
+    def measure_once() -> int:
+        measured_profile(trace(narrow()), mnist5k(), [16], SGD, torch.device("cuda"), "", repeats=1, engine=ENGINE)
+        return torch.cuda.memory_reserved()
+
+    first = measure_once()  # cuBLAS keeps a workspace
+    assert measure_once() <= first <= 64 << 20
+
+
+@pytest.mark.parametrize(("device", "emptied"), [("cuda", 2), ("cpu", 0)])
+def test_gpu_memory_is_given_back_whatever_came_of_it(
+    device: str, emptied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU isn't needed to see it: what measures is made up."""
+    told: list[str] = []
+
+    def fails(*_: object) -> Profile:
+        raise ProfileError("a layer fails")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
+    monkeypatch.setattr(measure, "_measured", lambda *_: None)
+    measured_profile(trace(nn.Tanh()), Blobs(), [2], SGD, torch.device(device), "", engine=ENGINE)
+    monkeypatch.setattr(measure, "_measured", fails)
+    with pytest.raises(ProfileError):
+        measured_profile(trace(nn.Tanh()), Blobs(), [2], SGD, torch.device(device), "", engine=ENGINE)
+    assert len(told) == emptied

@@ -17,6 +17,7 @@ from pipebench.profile.host import host_costs
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.together import mean_profile
+from pipebench.recipe.schema import EngineRecipe
 from pipebench.world import current
 from tests.bench.processes import crew
 from tests.bench.processes.subject import OPTIMIZER, Subject
@@ -61,7 +62,10 @@ def measure_here(width: float, minibatch_size: int, sizes: list[int]) -> tuple[s
     link = link_between_first_two()
     distributed.barrier()
     device = torch.device("cpu")
-    profile = measured_profile(subject.graph(), mnist5k(), sizes, OPTIMIZER, device, str(subject), _PASSES)
+    engine = EngineRecipe(threads=1)
+    profile = measured_profile(
+        subject.graph(), mnist5k(), sizes, OPTIMIZER, device, str(subject), _PASSES, engine=engine
+    )
     distributed.barrier()
     world = current()
     assert world is not None
