@@ -21,7 +21,7 @@ from pipebench.graph import trace
 from pipebench.modes import ONE, STASH, VERTICAL_SYNC
 from pipebench.network import Network
 from pipebench.world import World
-from tests.models import ConvNet, RandomNet, SkipNet
+from tests.models import ConvNet, RandomNet, SkipNet, Structures
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
@@ -30,7 +30,7 @@ class Case:
     """A recipe in small.
 
     Attributes:
-        model: `conv`, `skip`, `mlp` or `random-` and a seed.
+        model: `conv`, `skip`, `mlp`, `structures` or `random-` and a seed.
         starts: first layers of all stages but the first.
         replicas: per stage.
         columns: of `make_setup`.
@@ -72,7 +72,7 @@ def model_of(name: str) -> nn.Module:
     if name.startswith("random-"):
         draw = random.Random(name)
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
-    kinds: dict[str, type[nn.Module]] = {"conv": ConvNet, "skip": SkipNet, "mlp": Mlp}
+    kinds: dict[str, type[nn.Module]] = {"conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures}
     return kinds[name]()
 
 
