@@ -23,6 +23,15 @@ def tests(session: nox.Session) -> None:
     session.run(*command, env=one_thread, external=True)
 
 
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Run the tests with the lowest versions that pyproject.toml allows; arguments go to pytest."""
+    session.install("uv")
+    lowest = ("--resolution", "lowest-direct", "--python", session.virtualenv.location, "-e", ".[data,dev]")
+    session.run("uv", "pip", "install", "--quiet", *lowest)
+    session.run("python", "-m", "pytest", "--durations=15", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
     """Compare processes with the virtual engine, for every small model in every mode; `tests` does a part of it."""

@@ -3,6 +3,7 @@
 Heavy imports (torch, mlflow) wait until a command needs them: `--help` is immediate.
 """
 
+import io
 import os
 import select
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipebench import __version__
-from pipebench.errors import Fault, RecipeError, UserError, WorkersFailedError
+from pipebench.errors import Fault, RecipeError, UserError, WorkersFailedError, printable, printable_lines
 
 if TYPE_CHECKING:
     from pipebench.recipe.load import LoadedRecipe
@@ -51,10 +52,12 @@ class _Commands(click.Group):
             code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
             return code if isinstance(code, int) else 0
         except click.ClickException as error:
-            error.show()
+            told = io.StringIO()
+            error.show(told)
+            _say(told.getvalue())
             return USER_ERROR
         except UserError as error:
-            for line in str(error).splitlines() or [type(error).__name__]:
+            for line in printable_lines(str(error) or type(error).__name__):
                 click.echo(f"pipebench: error: {line}", err=True)
             return USER_ERROR
         except (click.Abort, KeyboardInterrupt):
@@ -64,9 +67,13 @@ class _Commands(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         except Exception as error:
-            click.echo(f"pipebench: internal error: {type(error).__name__}: {error}", err=True)
-            traceback.print_exc()
+            _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{traceback.format_exc()}")
             return INTERNAL_ERROR
+
+
+def _say(text: str) -> None:
+    for line in printable_lines(text):
+        click.echo(line, err=True)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -342,7 +349,7 @@ def export(run_: str, output: str | None, step: int | None) -> None:
 
     exported = exporting.export(run_, output, step)
     for sentence in exported.skipped:
-        click.echo(f"pipebench: {sentence}", err=True)
+        click.echo(f"pipebench: {printable(sentence)}", err=True)
     click.echo(exported)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipebench.errors import UserError
+from pipebench.errors import UserError, printable_lines
 from pipebench.launch_join import lost
 
 # In the order in which they are believed to be the cause.
@@ -138,10 +138,10 @@ def report(failure: Failure, after: str = "") -> str:
         failure: the cause.
         after: when it happened or what was tried, such as `after 3 restarts`; "" for nothing.
     """
-    lines = sentence(failure).splitlines()
+    lines = printable_lines(sentence(failure))
     if after and failure.kind != "user":
         lines[0] += f" ({after})"
     if failure.message == "ended by SIGKILL":
         lines.append("the system sends SIGKILL when memory runs out, unless somebody did")
     text = "\n".join(f"pipebench: error: {line}" for line in lines)
-    return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text
+    return "\n".join([text, *printable_lines(failure.traceback)]) if failure.traceback else text

@@ -21,7 +21,7 @@ from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
 from pipebench.engine.setup import ranks_of
-from pipebench.errors import UserError, WorkersFailedError
+from pipebench.errors import UserError, WorkersFailedError, printable
 from pipebench.launch import INTERRUPTED, run_workers
 from pipebench.launch_join import RUN
 from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
@@ -118,7 +118,7 @@ def run_in_processes(
             _close_record(folder, code)
         if folder.checkpoints.steps():
             hint = " ".join(["pipebench run --resume", folder.run_id, *asked.changes])
-            print(f"pipebench: its checkpoints are kept: {hint}", file=sys.stderr)
+            print(f"pipebench: its checkpoints are kept: {printable(hint)}", file=sys.stderr)
         raise WorkersFailedError(code or 3)
     return RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
 
@@ -303,7 +303,7 @@ def _keeping(world: World, folder: RunFolder, *, goes_on: bool) -> Keeping:
     if world.rank == 0 and (restarted or goes_on):
         found, skipped = folder.checkpoints.latest()
         for sentence in skipped:
-            print(f"pipebench: {sentence}", file=sys.stderr, flush=True)
+            print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
         step = -1 if found is None else found.step
         where = "the beginning" if found is None else f"minibatch {found.step}"
         print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)

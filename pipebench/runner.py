@@ -16,7 +16,7 @@ from typing import Any
 
 from pipebench import console, pictures, run_folder
 from pipebench.device import environment, torch_settings
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError, printable
 from pipebench.prediction import compare, prediction_markdown
 from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
 from pipebench.process_run import Asked, kept_decision, run_in_processes
@@ -267,7 +267,7 @@ def _keeping(loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) 
     if suite.resumed is not None:
         found, skipped = suite.resumed.checkpoints.latest()
         for sentence in skipped:
-            print(f"pipebench: {sentence}", file=sys.stderr)
+            print(f"pipebench: {printable(sentence)}", file=sys.stderr)
         if found is None:
             raise UserError(f"--resume: run {suite.resumed.run_id} has no whole checkpoint")
         return Keeping(suite.resumed.checkpoints, found), suite.resumed

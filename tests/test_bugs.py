@@ -1,12 +1,19 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from click.testing import CliRunner
 
+from pipebench.cli import cli
+from pipebench.errors import Fault
 from pipebench.schedule.drawing import draw_cells
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
 from tests.models import SkipNet
+from tests.recipe.conftest import VALID
 from tests.support import Blobs, make_engine, make_setup
 
 
@@ -60,3 +67,17 @@ def test_a_whole_run_shorter_than_a_round(plan: tuple[list[int], list[int]]) -> 
     engine = make_engine(make_setup(SkipNet(), plan))
     engine.train(0, 1)
     assert {replica.weights.newest.number for replica in engine.replicas} == {1}
+
+
+def test_a_fault_held_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: OmegaConf's message about an interpolation names keys as they are, and went to the terminal like that."""
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(VALID)
+    for key, shown in (("\ud7fc", "\\ud7fc"), ("\x1b[2J", "\\x1b[2J"), ("a\u2028b", "a\\u2028b")):
+        answer = CliRunner().invoke(cli, ["show", "r.yaml", f"model.name={{{json.dumps(key)}: {{'': '${{.seed}}'}}}}"])
+        assert answer.exit_code == 2
+        assert answer.stderr == (
+            "pipebench: error: command line: model.name: a mapping can't be resolved: "
+            f"Interpolation key '.seed' not found (resolved to 'model.name.{shown}.seed')\n"
+        )
+    assert str(Fault("r.yaml", "name", "got a\nb")) == "r.yaml: name: got a\\nb"

@@ -5,6 +5,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -83,6 +84,15 @@ def test_run_a_folder(runner: FakeRunner) -> None:
     [call] = runner.calls
     assert call["names"] == ["quickstart-dp", "quickstart-gpipe", "quickstart-model", "quickstart-pipedream"]
     assert call["suite"] == "quickstart"
+
+
+@pytest.mark.parametrize("kind", [PlanError, ScheduleError, KeyError, click.UsageError])
+def test_no_answer_moves_the_cursor(runner: FakeRunner, kind: type[Exception]) -> None:
+    runner.answer = kind("the model's \x1b, \x85, \u2028, \ud800 and \r")
+    said = invoke("run", "quickstart").stderr.split("\n")
+    assert all(line.isprintable() for line in said)
+    assert "pipebench: error: " in said[0] or kind is not PlanError
+    assert any("the model's \\x1b, \\x85, \\u2028, \\ud800 and \\r" in line for line in said) or kind is KeyError
 
 
 def test_a_path_with_an_equals_sign_is_a_path(runner: FakeRunner, folder: Path) -> None:

@@ -6,7 +6,7 @@ Everything wrong with a recipe comes out together, each fault with its own file 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -120,9 +120,10 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
     check(draft)
     if leaves.faults:
         raise RecipeError(dict.fromkeys(leaves.faults))
-    config = _config(given, resolved, leaves.found)
+    recipe = _build(Recipe, resolved)
+    config = _config(recipe, given, leaves.found)
     return LoadedRecipe(
-        recipe=_build(Recipe, resolved),
+        recipe=recipe,
         config=config,
         flat=_flat(config),
         path=path,
@@ -215,12 +216,12 @@ def _copy(data: dict[str, Any]) -> dict[str, Any]:
     return {name: _copy(value) if isinstance(value, dict) else value for name, value in data.items()}
 
 
-def _config(given: dict[str, Any], resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> DictConfig:
+def _config(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> DictConfig:
     """Return the resolved recipe, in which whatever the environment may have a part in stays an expression.
 
     An expression that so much as mentions a part of such a key stays one too: better one too many than a secret.
     """
-    plain = _copy(resolved)
+    plain = asdict(recipe)
     expressions = {key: str(leaf.value) for key, leaf in found.items() if is_expression(leaf.value)}
     kept = {key for key, text in expressions.items() if "oc.env" in text}
     parts: set[str] = set()
@@ -228,9 +229,8 @@ def _config(given: dict[str, Any], resolved: dict[str, Any], found: Mapping[Key,
         kept |= {key for key, text in expressions.items() if parts & set(re.findall(r"\w+", text))}
     for key in kept:
         _section_of(plain, key)[key[-1]] = _section_of(given, key)[key[-1]]
-    config = OmegaConf.merge(OmegaConf.structured(Recipe), plain)
-    assert isinstance(config, DictConfig)
-    return config
+    # Without the schema, which all of it has been checked against: OmegaConf 2.3 merges nothing into frozen classes.
+    return OmegaConf.create(plain)
 
 
 def _flat(config: DictConfig) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipebench.errors import printable
 from pipebench.result import Point, RunResult
 from pipebench.tracking.entries import Artifact, End, Entries, Status, outcome_status, stage_metrics, worker_metrics
 from pipebench.tracking.history import History
@@ -122,7 +123,7 @@ class Tracking:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
             message = f"MLflow at {shown_uri(self.store.uri)} failed ({_one_line(reason)}){where}. The run goes on."
-            print(f"pipebench: {message}", file=sys.stderr, flush=True)  # a run's log may go to a file only
+            print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)  # a run's log may go to a file only
             _log.info(message)
 
     def _send_forever(self) -> None:

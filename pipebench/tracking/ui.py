@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import IO
 
-from pipebench.errors import PipebenchError, UserError
+from pipebench.errors import PipebenchError, UserError, printable, printable_lines
 from pipebench.tracking.store import default_uri, quiet_environment, shown_uri, sqlite_path
 
 HOST, DEFAULT_PORT = "127.0.0.1", 5000
@@ -30,7 +30,7 @@ def open_ui(port: int | None = None) -> int:
     """
     uri = default_uri()
     if uri.startswith("http"):
-        print(f"The runs are on {shown_uri(uri)}: open it in a browser.")
+        print(f"The runs are on {printable(shown_uri(uri))}: open it in a browser.")
         return 0
     path = sqlite_path(uri)
     if path is not None and not path.exists():
@@ -60,7 +60,7 @@ def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
         print(f"MLflow: http://{HOST}:{port} (Ctrl-C ends it)", flush=True)
         return server.wait()
     log.seek(0)
-    print(log.read().decode(errors="replace"), file=sys.stderr)
+    print("\n".join(printable_lines(log.read().decode(errors="replace"))), file=sys.stderr)
     raise PipebenchError(f"the MLflow server did not come up on {HOST}:{port}; its output is above")
 
 
