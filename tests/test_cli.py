@@ -14,6 +14,7 @@ from pipebench.cli import cli
 from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.suite import Suite
+from tests.patience import PATIENCE_S
 from tests.recipe.conftest import VALID
 
 
@@ -56,7 +57,7 @@ def invoke(*arguments: str) -> Result:
 
 def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False, **options
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options
     )
 
 
@@ -209,7 +210,7 @@ def test_a_reader_that_goes_away_sees_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "pipebench", "ls", "modes"]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
     os.close(writer)
     assert (result.stderr, result.returncode) == ("", 141)
 

@@ -21,10 +21,9 @@ from pipebench.errors import UserError
 from pipebench.launch import run_workers, worker_settings, worth_restart
 from pipebench.launch_failure import Failure, closed_apart, of_exception, read, record, report, root_cause
 from pipebench.launch_join import PeerLostError
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-# Far more than anything needs on a loaded machine: only a test that fails waits for so long.
-WAIT_S = 600.0
 
 
 def killed(rank: int) -> Failure:
@@ -228,12 +227,12 @@ def script(folder: Path, text: str) -> list[str]:
 def when(exists: Sequence[Path], then: Callable[[], object]) -> Iterator[None]:
     """Do something in a thread as soon as these files exist, while the block lasts; too late is a failure.
 
-    It is done even then, after `WAIT_S`: what the block waits for would otherwise never end.
+    It is done even then, after `PATIENCE_S`: what the block waits for would otherwise never end.
     """
     over, late = threading.Event(), threading.Event()
 
     def wait() -> None:
-        until = time.monotonic() + WAIT_S
+        until = time.monotonic() + PATIENCE_S
         while not all(each.exists() and each.stat().st_size for each in exists):
             if time.monotonic() > until:
                 late.set()
@@ -250,7 +249,7 @@ def when(exists: Sequence[Path], then: Callable[[], object]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-    assert not late.is_set(), f"not within {WAIT_S:g} s: {exists}"
+    assert not late.is_set(), f"not within {PATIENCE_S:g} s: {exists}"
 
 
 def alive(folder: Path) -> list[int]:
@@ -303,7 +302,7 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
 def test_killed_workers_restart_all_up_to_the_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep({WAIT_S})\n"
+    text = f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep({PATIENCE_S})\n"
     code, said = run(script(tmp_path, text), tmp_path)
     assert code == 3
     assert said.splitlines() == [
@@ -326,7 +325,7 @@ def test_a_failing_start_is_not_repeated_and_a_stuck_worker_not_waited_for(
 def state(pid):
     return Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0]
 
-other, until = folder / "up-0-0", time.monotonic() + {WAIT_S}
+other, until = folder / "up-0-0", time.monotonic() + {PATIENCE_S}
 while rank == 1 and time.monotonic() < until:
     if other.exists() and other.read_text() and state(other.read_text()) == "T":
         sys.exit(7)
@@ -351,7 +350,7 @@ def test_workers_that_do_not_stop_are_ended(signals: list[signal.Signals], grace
 
     signals = list(signals)
     with when([tmp_path / "up-0-0", tmp_path / "up-0-1"], send):
-        code, said = run(script(tmp_path, f"time.sleep({WAIT_S})\n"), tmp_path, hear=send, grace_s=grace_s)
+        code, said = run(script(tmp_path, f"time.sleep({PATIENCE_S})\n"), tmp_path, hear=send, grace_s=grace_s)
     assert code == launch.INTERRUPTED
     assert said.splitlines() == [
         "pipebench: stopping at the next drain; Ctrl-C again ends now",
@@ -360,7 +359,7 @@ def test_workers_that_do_not_stop_are_ended(signals: list[signal.Signals], grace
 
 
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
-    command = script(tmp_path, f"time.sleep({2 * WAIT_S})\n")
+    command = script(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
     text = (
         "from pathlib import Path\nfrom pipebench.launch import run_workers\n"
         f"run_workers({command!r}, 2, Path({str(tmp_path)!r}), max_restarts=0)\n"
@@ -369,7 +368,7 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     up = [tmp_path / "up-0-0", tmp_path / "up-0-1"]
     with subprocess.Popen([sys.executable, "-c", text], env=environment) as parent, when(up, parent.kill):
         parent.wait()
-    until = time.monotonic() + WAIT_S  # before they end by themselves
+    until = time.monotonic() + PATIENCE_S  # before they end by themselves
     while alive(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -392,7 +391,7 @@ def listening():
 def work():
     import torch
     import torch.distributed as dist
-    world = join("cpu", limit_s=WAIT_S, operation_limit_s=WAIT_S)
+    world = join("cpu", limit_s=PATIENCE_S, operation_limit_s=PATIENCE_S)
     both, alone = world.new_group("gloo"), world.new_group("gloo", [1])
     world.mark_started()
     if attempt == 0:
@@ -410,7 +409,7 @@ def work():
     except UserError as error:
         facts["error"] = str(error)
     (folder / f"facts-{rank}").write_text(json.dumps(facts))
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + PATIENCE_S
     while not any(world.exchange(world.store.check(["pipebench/stop"]))):
         assert time.monotonic() < until, "nobody asks to stop"
         time.sleep(0.01)
@@ -424,7 +423,7 @@ sys.exit(worker_main(work))
 
 def test_a_job_is_restarted_and_stops_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    command = script(tmp_path, f"WAIT_S = {WAIT_S}\n{JOB}")
+    command = script(tmp_path, f"PATIENCE_S = {PATIENCE_S}\n{JOB}")
     command.remove("-S")
     ready = [tmp_path / "facts-0", tmp_path / "facts-1"]
     with when(ready, lambda: os.kill(os.getpid(), signal.SIGINT)):
