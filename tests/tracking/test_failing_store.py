@@ -83,7 +83,7 @@ def test_a_hung_server_does_not_block_the_end(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(2 * PATIENCE_S))  # so to come back is not to have waited
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{2 * PATIENCE_S:.0f}")  # so to come back is not to have waited
     monkeypatch.setattr("pipebench.tracking.run_log._PATIENCE_SERVER_S", 0.5)
     monkeypatch.chdir(tmp_path)
     tracking = Tracking("suite")
