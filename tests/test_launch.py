@@ -302,7 +302,12 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
 def test_killed_workers_restart_all_up_to_the_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep({PATIENCE_S})\n"
+    text = (
+        "while rank == 1:\n"
+        "    if (folder / f'up-{attempt}-0').exists(): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    time.sleep(0.01)\n"
+        f"time.sleep({PATIENCE_S})\n"
+    )
     code, said = run(script(tmp_path, text), tmp_path)
     assert code == 3
     assert said.splitlines() == [
@@ -339,6 +344,15 @@ os.kill(os.getpid(), signal.SIGSTOP)
     )
 
 
+@pytest.fixture
+def _hears_of_a_hangup() -> Iterator[None]:
+    """As where nohup hasn't started pytest."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hears_of_a_hangup")
 @pytest.mark.parametrize(
     ("signals", "grace_s"), [([signal.SIGINT, signal.SIGINT], 60.0), ([signal.SIGTERM], 0.2), ([signal.SIGHUP], 0.2)]
 )
