@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import venv
 from pathlib import Path
 
@@ -21,6 +22,17 @@ def tests(session: nox.Session) -> None:
     one_thread = {"OMP_NUM_THREADS": "1"}
     command = [python_with_pipebench(session), "-m", "pytest", "--durations=15", *session.posargs]
     session.run(*command, env=one_thread, external=True)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Run the tests with the lowest versions that pyproject.toml allows; arguments go to pytest."""
+    session.install("uv")
+    lowest = ("--resolution", "lowest-direct", "--python", session.virtualenv.location, "-e", ".[data,dev]")
+    session.run("uv", "pip", "install", "--quiet", *lowest)
+    if higher := above_lowest(str(session.run("uv", "pip", "freeze", silent=True))):
+        session.error(f"other requirements allow no lowest version of {', '.join(higher)}: raise it in pyproject.toml")
+    session.run("python", "-m", "pytest", "--durations=15", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none")
@@ -112,6 +124,15 @@ def data(session: nox.Session) -> None:
         session.error("where to? Set PIPEBENCH_DATA to a folder for data, or name one: nox -s data -- FOLDER")
     folder = session.posargs[0] if session.posargs else str(Path(os.environ["PIPEBENCH_DATA"]) / "gettext_pairs")
     session.run(python_with_pipebench(session), "-m", "zoo.catalogues", folder, external=True)
+
+
+def above_lowest(frozen: str) -> list[str]:
+    """Return what pyproject.toml names and is installed in a higher version than the lowest it allows."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    named = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    lowest = dict(re.findall(r"^([\w.-]+)>=([\w.]+)", "\n".join(named), re.MULTILINE))
+    found = dict(line.lower().split("==") for line in frozen.splitlines() if "==" in line)
+    return [name for name, version in lowest.items() if not f"{found[name.lower()]}.0.0".startswith(f"{version}.")]
 
 
 def python_with_pipebench(session: nox.Session) -> str:

@@ -3,6 +3,7 @@
 Heavy imports (torch, mlflow) wait until a command needs them: `--help` is immediate.
 """
 
+import io
 import os
 import select
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipebench import __version__
-from pipebench.errors import Fault, RecipeError, UserError, WorkersFailedError
+from pipebench.errors import Fault, RecipeError, UserError, WorkersFailedError, printable, printable_lines
 from pipebench.users_code import as_users, traceback_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ class _Commands(click.Group):
             code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
             return code if isinstance(code, int) else 0
         except click.ClickException as error:
-            error.show()
+            told = io.StringIO()
+            error.show(told)
+            _say(told.getvalue())
             return USER_ERROR
         except UserError as error:
             return self._mistake(error)
@@ -73,15 +76,14 @@ class _Commands(click.Group):
                 return self._mistake(theirs)
             if isinstance(error, SystemExit):
                 raise
-            click.echo(f"pipebench: internal error: {type(error).__name__}: {error}", err=True)
-            traceback.print_exc()
+            _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{traceback.format_exc()}")
             return INTERNAL_ERROR
 
     def _mistake(self, error: UserError) -> int:
-        for line in str(error).splitlines() or [type(error).__name__]:
+        for line in printable_lines(str(error) or type(error).__name__):
             click.echo(f"pipebench: error: {line}", err=True)
         if self._meta.get(_VERBOSE):
-            click.echo(traceback_of(error), err=True)
+            _say(traceback_of(error))
         return USER_ERROR
 
 
@@ -98,6 +100,11 @@ _tracebacks = click.option(
     callback=_note_verbose,
     help="Show the whole traceback of an error in your own code.",
 )
+
+
+def _say(text: str) -> None:
+    for line in printable_lines(text):
+        click.echo(line, err=True)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -387,7 +394,7 @@ def export(run_: str, output: str | None, step: int | None) -> None:
 
     exported = exporting.export(run_, output, step)
     for sentence in exported.skipped:
-        click.echo(f"pipebench: {sentence}", err=True)
+        click.echo(f"pipebench: {printable(sentence)}", err=True)
     click.echo(exported)
 
 

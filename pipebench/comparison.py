@@ -129,8 +129,8 @@ def comparison_markdown(results: Sequence[RunResult]) -> str:
         parts.append(f"**{group.title}**\n\n{table}" if group.title else table)
     seeded = _has_seeds(results)
     sentences = (f"- {run.name}{f', seed {run.seed}' if seeded else ''}: {run.sentence}" for run in results)
-    lines = [*sentences, *(f"- {note}" for note in notes(results))]
-    return "\n\n".join([*parts, "\n".join(lines)]) + "\n"
+    told = [*sentences, *(f"- {note}" for note in notes(results))]
+    return "\n\n".join([*parts, "\n".join(told)]) + "\n"
 
 
 def notes(results: Sequence[RunResult]) -> list[str]:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipebench.comparison import comparison_markdown, groups, headings, notes, rows, time_to_accuracy_s
+from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
 from pipebench.prediction import prediction_line
 from pipebench.progress import RunProgress, preparing
@@ -163,7 +164,7 @@ def print_seeds(
 
 def print_written(path: str, console: Console | None = None) -> None:
     """Say that a file was written."""
-    (console or standard_output()).print(Text.assemble(("  written  ", "dim"), path), soft_wrap=True)
+    (console or standard_output()).print(Text.assemble(("  written  ", "dim"), printable(path)), soft_wrap=True)
 
 
 def _print_link(console: Console, link: str) -> None:

@@ -15,10 +15,11 @@ from typing import Any, TextIO
 from pipebench import errors
 from pipebench import profile as profiles
 from pipebench.cluster import Cluster
+from pipebench.decision import Decided
 from pipebench.errors import UserError, WorkersFailedError
 from pipebench.launch_child import end_with
 from pipebench.launch_failure import signal_name
-from pipebench.prepare import Decided, choose_device, prepare
+from pipebench.prepare import choose_device, prepare
 from pipebench.recipe.schema import Recipe
 
 _FAILED = 3
@@ -82,7 +83,7 @@ def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Ca
         if kind == "progress":
             on_progress(*values)
         elif kind == "decided":
-            return Decided.from_json(values[0])
+            return Decided.from_json(values[0].encode(), "the process that decides")
         else:
             raise getattr(errors, kind)(values[0])
     code = process.wait()

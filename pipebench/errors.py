@@ -33,7 +33,7 @@ class Fault:
 
     def __str__(self) -> str:
         where = f"{self.file}: {self.key}" if self.key else self.file
-        return f"{where}: {self.problem}"
+        return printable(f"{where}: {self.problem}")
 
 
 class RecipeError(UserError, ValueError):
@@ -87,6 +87,20 @@ class WorkersFailedError(PipebenchError):
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(f"the run's processes ended with exit code {exit_code}")
+
+
+def printable(text: str) -> str:
+    r"""Return text on one line and without what could move a terminal's cursor: such characters as Python writes them.
+
+    >>> print(printable("a\x1b[2Jb\n"))
+    a\x1b[2Jb\n
+    """
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def printable_lines(text: str) -> list[str]:
+    """Return the lines of a message, each as `printable` has it; whatever is said is said through one of the two."""
+    return [printable(line) for line in text.rstrip("\n").split("\n")]
 
 
 def nearest(given: object, allowed: Iterable[str]) -> str:

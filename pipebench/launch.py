@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from pipebench.cores import usable_cores
+from pipebench.errors import printable_lines
 from pipebench.launch_elastic import Attempt
 from pipebench.launch_failure import Failure, report, root_cause, sentence
 from pipebench.launch_join import RUN
@@ -77,7 +78,7 @@ def run_workers(
             if signals.asked or number == max_restarts or not worth_restart(cause, started):
                 say(report(cause, _when(number, started), verbose=verbose))
                 return cause.exit_code
-            say(f"pipebench: {sentence(cause).splitlines()[0]}; restart {number + 1} of {max_restarts}")
+            say(f"pipebench: {printable_lines(sentence(cause))[0]}; restart {number + 1} of {max_restarts}")
     raise AssertionError("a run ends in its last attempt")
 
 

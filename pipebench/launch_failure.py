@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipebench.errors import UserError
+from pipebench.errors import UserError, printable_lines
 from pipebench.launch_join import lost
 from pipebench.users_code import as_users, traceback_of
 
@@ -143,11 +143,11 @@ def report(failure: Failure, after: str = "", *, verbose: bool = False) -> str:
         after: when it happened or what was tried, such as `after 3 restarts`; "" for nothing.
         verbose: show the traceback of an error in the user's code; that of a failure is always shown.
     """
-    lines = sentence(failure).splitlines()
+    lines = printable_lines(sentence(failure))
     if after and failure.kind != "user":
         lines[0] += f" ({after})"
     if failure.message == "ended by SIGKILL":
         lines.append("the system sends SIGKILL when memory runs out, unless somebody did")
     text = "\n".join(f"pipebench: error: {line}" for line in lines)
     shows = failure.traceback and (verbose or failure.kind != "user")
-    return f"{text}\n{failure.traceback.rstrip()}" if shows else text
+    return "\n".join([text, *printable_lines(failure.traceback)]) if shows else text

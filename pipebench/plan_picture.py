@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipebench import profile_picture
+from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
 from pipebench.plan_report import Answer, bottleneck_of
 from pipebench.planner.plans import Planned
 from pipebench.profile.model import LayerProfile
-from pipebench.profile_report import printable, shortened
+from pipebench.profile_report import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

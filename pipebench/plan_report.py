@@ -13,13 +13,14 @@ from rich.text import Text
 
 from pipebench.cluster import Cluster
 from pipebench.console import new_table, print_plain, print_table, standard_output
+from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.modes import Mode
 from pipebench.planner.planner import MOST_COMPONENTS, searches_levels
 from pipebench.planner.plans import Comparison, Planned, PlannedStage, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.model import LayerProfile
-from pipebench.profile_report import printable, shortened
+from pipebench.profile_report import shortened
 from pipebench.schedule.pipeline import noam
 from pipebench.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 

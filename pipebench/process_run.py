@@ -22,7 +22,7 @@ from pipebench.device import torch_settings
 from pipebench.engine.control import Control
 from pipebench.engine.distributed import DistributedEngine
 from pipebench.engine.setup import ranks_of
-from pipebench.errors import UserError, WorkersFailedError
+from pipebench.errors import UserError, WorkersFailedError, printable
 from pipebench.launch import INTERRUPTED, run_workers
 from pipebench.launch_join import RUN
 from pipebench.launch_worker import fail_stalled, launched_by_us, on_stop_request
@@ -329,7 +329,7 @@ def _keeping(world: World, folder: RunFolder, prepared: Prepared, *, goes_on: bo
         if found is None and not restarted:
             raise nothing_to_go_on_from(folder.run_id, skipped)
         for sentence in skipped:
-            print(f"pipebench: {sentence}", file=sys.stderr, flush=True)
+            print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
         where = "the beginning" if found is None else f"minibatch {found.step}"
         print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]

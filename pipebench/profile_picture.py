@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.profile_report import printable, shortened, title, trained_bytes
+from pipebench.profile_report import shortened, title, trained_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

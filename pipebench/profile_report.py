@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipebench.console import new_table, print_plain, print_table, standard_output
+from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds
 from pipebench.profile.model import LayerProfile, Profile
 
@@ -110,11 +111,6 @@ def shortened(text: str, width: int) -> str:
     """
     plain = printable(text)
     return plain if len(plain) <= width else f"{plain[: width - 2]}.."
-
-
-def printable(text: str) -> str:
-    """Return text without what could move a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:

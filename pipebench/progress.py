@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from pipebench.errors import printable
 from pipebench.formats import measure, percent, seconds
 from pipebench.result import Point
 
@@ -136,7 +137,7 @@ class RunProgress:
     def _say(self, text: str) -> None:
         """Print a line; a process among others goes on where nobody reads it, which rich answers by SystemExit."""
         with contextlib.suppress(OSError, SystemExit) if self._clock == "wall" else contextlib.nullcontext():
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(printable(text)), soft_wrap=True)
 
     def _line(self, samples: int, clock_s: float, loss: float, occupancy: float) -> Text:
         share = min(1.0, samples / self._total_samples) if self._total_samples > 0 else 0.0

@@ -18,11 +18,12 @@ from typing import Any
 from pipebench import console, pictures, run_folder
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.deciding import decided_apart, measures_on_gpu
+from pipebench.decision import Decided
 from pipebench.device import environment, torch_settings
 from pipebench.engine.gate import StopRequest
-from pipebench.errors import UserError
+from pipebench.errors import UserError, printable
 from pipebench.prediction import compare, prediction_markdown
-from pipebench.prepare import DISTRIBUTED, SIMULATED, Decided, Prepared, prepare
+from pipebench.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
 from pipebench.process_run import Asked, kept_decision, run_in_processes
 from pipebench.progress import Silent
 from pipebench.recipe.clusters import load_cluster
@@ -334,7 +335,7 @@ class _LateFolder:
             if found is None:
                 raise nothing_to_go_on_from(self.made.run_id, skipped)
             for sentence in skipped:
-                print(f"pipebench: {sentence}", file=sys.stderr)
+                print(f"pipebench: {printable(sentence)}", file=sys.stderr)
             return Keeping(self.made.checkpoints, found)
         if self._prepared.recipe.train.checkpoint_every is None:
             return Keeping(when_stopped=self._make_late)
@@ -352,7 +353,7 @@ class _LateFolder:
         try:
             return self._make()
         except UserError as error:
-            print(f"pipebench: no checkpoint is kept: {error}", file=sys.stderr)
+            print(f"pipebench: no checkpoint is kept: {printable(str(error))}", file=sys.stderr)
             return None
 
     def _make(self) -> Checkpoints:

@@ -1,5 +1,8 @@
 """Awkward little models: skip connections, in-place heads, integers, tuples, BatchNorm, dropout."""
 
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -175,3 +178,54 @@ class TiedImages(nn.Module):
 def tied_images() -> TiedImages:
     """Return a `TiedImages`."""
     return TiedImages()
+
+
+class Halves(NamedTuple):
+    """What `Halving` puts out."""
+
+    left: torch.Tensor
+    rest: dict[str, torch.Tensor]
+    note: str | None
+
+
+class Halving(nn.Module):
+    """A layer that puts out a named tuple of the user's, with an ordered dictionary in it."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> Halves:
+        """Map [n, 6] to two halves of it."""
+        left, right = self.inner(x).chunk(2, dim=1)
+        return Halves(left, OrderedDict(right=right), None)
+
+
+class Joining(nn.Module):
+    """A layer that takes them."""
+
+    one_layer = True
+
+    def forward(self, halves: Halves) -> torch.Tensor:
+        """Map two halves to [n, 6]."""
+        assert halves._fields == ("left", "rest", "note")
+        return torch.cat([halves.rest["right"], halves.left], dim=1)
+
+
+class Structures(nn.Module):
+    """Named tuples of torch's and of the user's to cut after: `max`, `halving`; double precision, [n, 6] to [n, 4]."""
+
+    def __init__(self, halving: nn.Module | None = None, *, seed: int = 3) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(seed)
+        self.halving, self.joining = halving or Halving(), Joining()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map features to scores."""
+        best: Any = torch.max(self.body(x).reshape(-1, 6, 1) * x.reshape(-1, 1, 6), dim=2)
+        output: torch.Tensor = self.head(self.joining(self.halving(best.values + best.indices)))
+        return output

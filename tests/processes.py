@@ -16,8 +16,8 @@ import torch
 from torch import multiprocessing
 
 from pipebench.launch_join import Place
+from tests.patience import PATIENCE_S
 
-ANSWER_LIMIT_S = 120.0
 _STACKS_AFTER_S = 60.0
 _AFTER_A_FAILURE_S = 5.0
 
@@ -58,7 +58,7 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(_AFTER_A_FAILURE_S if self._lost or error else ANSWER_LIMIT_S)
+            process.join(_AFTER_A_FAILURE_S if self._lost or error else PATIENCE_S)
             process.kill()
             process.join()
         if error is None and not self._lost:
@@ -80,7 +80,7 @@ class Processes:
             pipe.send((function, args, kwargs))
         self._lost |= set(lost)
         answers: dict[int, tuple[bool, Any]] = {}
-        limit_s = time.monotonic() + ANSWER_LIMIT_S
+        limit_s = time.monotonic() + PATIENCE_S
         while len(answers) < len(self._pipes):
             waiting = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in answers}
             found = connection.wait(list(waiting.values()), max(0.0, limit_s - time.monotonic()))
@@ -106,7 +106,7 @@ def _serve(rank: int, size: int, port: int, device: str, environment: dict[str, 
     from pipebench.world import join
 
     place = Place(rank, size, rank, size, "127.0.0.1", port, agent_store=False, attempt=None)
-    world = join(device, limit_s=60.0, place=place)
+    world = join(device, limit_s=PATIENCE_S, place=place)
     while True:
         try:
             name, args, kwargs = pipe.recv()

@@ -1,5 +1,6 @@
 """One test per bug that got as far as a commit or a review; the comment names the mechanism."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,11 @@ from click.testing import CliRunner
 from pipebench.cli import cli
 from pipebench.engine.distributed import DistributedEngine
 from pipebench.engine.worker import UnitLoss
-from pipebench.errors import ProfileError
+from pipebench.errors import Fault, ProfileError
 from pipebench.graph import trace
 from pipebench.planner.planner import Planner
 from pipebench.prepare import plan_request, prepare
 from pipebench.profile import DEVICES, Profile, analytic_profile, measure
-from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.drawing import draw_cells
@@ -27,6 +27,7 @@ from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.timeline import ALL_REDUCE
 from pipebench.tracking.run_log import _one_line
 from tests.models import SkipNet
+from tests.recipe.conftest import VALID
 from tests.support import Blobs, make_engine, make_setup, unit_profile
 
 
@@ -181,3 +182,17 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
         engine._forward(unit, Instruction(Op.FORWARD, unit))
         assert engine._latest_loss == 3.0
     assert LossOnAGpu.times_read == 3  # of 120
+
+
+def test_a_fault_held_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: OmegaConf's message about an interpolation names keys as they are, and went to the terminal like that."""
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(VALID)
+    for key, shown in (("\ud7fc", "\\ud7fc"), ("\x1b[2J", "\\x1b[2J"), ("a\u2028b", "a\\u2028b")):
+        answer = CliRunner().invoke(cli, ["show", "r.yaml", f"model.name={{{json.dumps(key)}: {{'': '${{.seed}}'}}}}"])
+        assert answer.exit_code == 2
+        assert answer.stderr == (
+            "pipebench: error: command line: model.name: a mapping can't be resolved: "
+            f"Interpolation key '.seed' not found (resolved to 'model.name.{shown}.seed')\n"
+        )
+    assert str(Fault("r.yaml", "name", "got a\nb")) == "r.yaml: name: got a\\nb"

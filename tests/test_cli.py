@@ -5,6 +5,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -13,6 +14,7 @@ from pipebench.cli import cli
 from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.suite import Suite
+from tests.patience import PATIENCE_S
 from tests.recipe.conftest import VALID
 from tests.support import raise_as_ours
 
@@ -56,7 +58,7 @@ def invoke(*arguments: str) -> Result:
 
 def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False, **options
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options
     )
 
 
@@ -84,6 +86,15 @@ def test_run_a_folder(runner: FakeRunner) -> None:
     [call] = runner.calls
     assert call["names"] == ["quickstart-dp", "quickstart-gpipe", "quickstart-model", "quickstart-pipedream"]
     assert call["suite"] == "quickstart"
+
+
+@pytest.mark.parametrize("kind", [PlanError, ScheduleError, KeyError, click.UsageError])
+def test_no_answer_moves_the_cursor(runner: FakeRunner, kind: type[Exception]) -> None:
+    runner.answer = kind("the model's \x1b, \x85, \u2028, \ud800 and \r")
+    said = invoke("run", "quickstart").stderr.split("\n")
+    assert all(line.isprintable() for line in said)
+    assert "pipebench: error: " in said[0] or kind is not PlanError
+    assert any("the model's \\x1b, \\x85, \\u2028, \\ud800 and \\r" in line for line in said) or kind is KeyError
 
 
 def test_a_path_with_an_equals_sign_is_a_path(runner: FakeRunner, folder: Path) -> None:
@@ -200,7 +211,7 @@ def test_a_reader_that_goes_away_sees_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "pipebench", "ls", "modes"]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
     os.close(writer)
     assert (result.stderr, result.returncode) == ("", 141)
 

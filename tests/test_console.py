@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipebench import console
 from pipebench.progress import RunProgress, preparing, searching
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, WORKERS_IDLE, Point
+from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, WORKERS_IDLE, Point, RunResult
 from pipebench.tracking import summarise_seeds
 from tests.results import DP, PIPEDREAM
 

@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from pipebench import runner
 from pipebench.cli import cli
 from pipebench.deciding import decided_apart
+from pipebench.decision import Decided
 from pipebench.errors import PlanError, ProfileError, WorkersFailedError
-from pipebench.prepare import Decided, prepare
+from pipebench.prepare import prepare
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 

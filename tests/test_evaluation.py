@@ -267,19 +267,19 @@ def test_a_model_as_one_layer_evaluates_as_it_is() -> None:
         assert_scores_are_the_weights(engine, made(Branching))
 
 
-def _swin() -> nn.Module:
+def _swin() -> Any:
     return torchvision.models.SwinTransformer(
         [4, 4], 12, [1, 1], [2, 2], [2, 2], stochastic_depth_prob=0.5, dropout=0.1, attention_dropout=0.2, num_classes=4
     )
 
 
-def _inverted() -> nn.Module:
+def _inverted() -> Any:
     block = torchvision.models.efficientnet.MBConvConfig
     setting = [block(2, 3, 2, 8, 8, 2, 1.0, 1.0), block(2, 3, 2, 8, 16, 1, 1.0, 1.0)]
     return torchvision.models.EfficientNet(setting, dropout=0.2, stochastic_depth_prob=0.5, num_classes=4)
 
 
-def _googlenet() -> nn.Module:
+def _googlenet() -> Any:
     return torchvision.models.GoogLeNet(num_classes=4, aux_logits=True, init_weights=False)
 
 

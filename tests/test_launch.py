@@ -21,11 +21,10 @@ from pipebench.errors import UserError
 from pipebench.launch import run_workers, worker_settings, worth_restart
 from pipebench.launch_failure import Failure, closed_apart, of_exception, read, record, report, root_cause
 from pipebench.launch_join import PeerLostError
+from tests.patience import PATIENCE_S
 from tests.support import raise_as_ours
 
 ROOT = Path(__file__).parents[1]
-# Far more than anything needs on a loaded machine: only a test that fails waits for so long.
-WAIT_S = 120.0
 
 
 def killed(rank: int) -> Failure:
@@ -126,6 +125,9 @@ def test_reports() -> None:
     assert report(Failure(1, "failed", "ValueError: x", "Traceback: ...\n"), "after 1 restart") == (
         "pipebench: error: rank 1: ValueError: x (after 1 restart)\nTraceback: ..."
     )
+    assert report(Failure(1, "failed", "ValueError: \x1b[2J", "Traceback: \x85\nValueError: \x1b[2J\n")) == (
+        "pipebench: error: rank 1: ValueError: \\x1b[2J\nTraceback: \\x85\nValueError: \\x1b[2J"
+    )
     assert report(killed(1)).splitlines() == [
         "pipebench: error: worker process rank 1 ended by SIGKILL",
         "pipebench: error: the system sends SIGKILL when memory runs out, unless somebody did",
@@ -223,12 +225,12 @@ def script(folder: Path, text: str) -> list[str]:
 def when(exists: Sequence[Path], then: Callable[[], object]) -> Iterator[None]:
     """Do something in a thread as soon as these files exist, while the block lasts; too late is a failure.
 
-    It is done even then, after `WAIT_S`: what the block waits for would otherwise never end.
+    It is done even then, after `PATIENCE_S`: what the block waits for would otherwise never end.
     """
     over, late = threading.Event(), threading.Event()
 
     def wait() -> None:
-        until = time.monotonic() + WAIT_S
+        until = time.monotonic() + PATIENCE_S
         while not all(each.exists() and each.stat().st_size for each in exists):
             if time.monotonic() > until:
                 late.set()
@@ -245,7 +247,7 @@ def when(exists: Sequence[Path], then: Callable[[], object]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-    assert not late.is_set(), f"not within {WAIT_S:g} s: {exists}"
+    assert not late.is_set(), f"not within {PATIENCE_S:g} s: {exists}"
 
 
 def alive(folder: Path) -> list[int]:
@@ -261,10 +263,21 @@ def _lives(pid: int) -> bool:
 
 
 def run(
-    command: list[str], folder: Path, num_workers: int = 2, max_restarts: int = 2, **options: Any
+    command: list[str],
+    folder: Path,
+    num_workers: int = 2,
+    max_restarts: int = 2,
+    hear: Callable[[str], object] = lambda text: None,
+    **options: Any,
 ) -> tuple[int, str]:
+    """Run workers; `hear` is called with everything that is said, as soon as it is said."""
     said: list[str] = []
-    code = run_workers(command, num_workers, folder, max_restarts=max_restarts, say=said.append, **options)
+
+    def say(text: str) -> None:
+        said.append(text)
+        hear(text)
+
+    code = run_workers(command, num_workers, folder, max_restarts=max_restarts, say=say, **options)
     assert alive(folder) == []
     return code, "\n".join(said)
 
@@ -287,7 +300,12 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
 def test_killed_workers_restart_all_up_to_the_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    text = (
+        "while rank == 1:\n"
+        "    if (folder / f'up-{attempt}-0').exists(): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    time.sleep(0.01)\n"
+        f"time.sleep({PATIENCE_S})\n"
+    )
     code, said = run(script(tmp_path, text), tmp_path)
     assert code == 3
     assert said.splitlines() == [
@@ -306,7 +324,17 @@ def test_a_failing_start_is_not_repeated_and_a_stuck_worker_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipebench.launch_elastic._CLOSING_S", 0.3)
-    text = "if rank == 1: time.sleep(0.3); sys.exit(7)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    text = f"""
+def state(pid):
+    return Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0]
+
+other, until = folder / "up-0-0", time.monotonic() + {PATIENCE_S}
+while rank == 1 and time.monotonic() < until:
+    if other.exists() and other.read_text() and state(other.read_text()) == "T":
+        sys.exit(7)
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
     code, said = run(script(tmp_path, text), tmp_path)
     assert code == 3
     assert said == (
@@ -314,17 +342,27 @@ def test_a_failing_start_is_not_repeated_and_a_stuck_worker_not_waited_for(
     )
 
 
+@pytest.fixture
+def _hears_of_a_hangup() -> Iterator[None]:
+    """As where nohup hasn't started pytest."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hears_of_a_hangup")
 @pytest.mark.parametrize(
     ("signals", "grace_s"), [([signal.SIGINT, signal.SIGINT], 60.0), ([signal.SIGTERM], 0.2), ([signal.SIGHUP], 0.2)]
 )
 def test_workers_that_do_not_stop_are_ended(signals: list[signal.Signals], grace_s: float, tmp_path: Path) -> None:
-    def send() -> None:
-        for each in signals:
-            os.kill(os.getpid(), each)
-            time.sleep(0.1)
+    def send(_: str = "") -> None:
+        # One at a time, the second when the first has been answered: two that wait are one to the system.
+        if signals:
+            os.kill(os.getpid(), signals.pop(0))
 
+    signals = list(signals)
     with when([tmp_path / "up-0-0", tmp_path / "up-0-1"], send):
-        code, said = run(script(tmp_path, "time.sleep(600)\n"), tmp_path, grace_s=grace_s)
+        code, said = run(script(tmp_path, f"time.sleep({PATIENCE_S})\n"), tmp_path, hear=send, grace_s=grace_s)
     assert code == launch.INTERRUPTED
     assert said.splitlines() == [
         "pipebench: stopping at the next drain; Ctrl-C again ends now",
@@ -333,7 +371,7 @@ def test_workers_that_do_not_stop_are_ended(signals: list[signal.Signals], grace
 
 
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
-    command = script(tmp_path, "time.sleep(60)\n")
+    command = script(tmp_path, f"time.sleep({2 * PATIENCE_S})\n")
     text = (
         "from pathlib import Path\nfrom pipebench.launch import run_workers\n"
         f"run_workers({command!r}, 2, Path({str(tmp_path)!r}), max_restarts=0)\n"
@@ -342,7 +380,7 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     up = [tmp_path / "up-0-0", tmp_path / "up-0-1"]
     with subprocess.Popen([sys.executable, "-c", text], env=environment) as parent, when(up, parent.kill):
         parent.wait()
-    until = time.monotonic() + 30  # before they end by themselves
+    until = time.monotonic() + PATIENCE_S  # before they end by themselves
     while alive(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -365,7 +403,7 @@ def listening():
 def work():
     import torch
     import torch.distributed as dist
-    world = join("cpu", limit_s=30, operation_limit_s=30)
+    world = join("cpu", limit_s=PATIENCE_S, operation_limit_s=PATIENCE_S)
     both, alone = world.new_group("gloo"), world.new_group("gloo", [1])
     world.mark_started()
     if attempt == 0:
@@ -383,7 +421,7 @@ def work():
     except UserError as error:
         facts["error"] = str(error)
     (folder / f"facts-{rank}").write_text(json.dumps(facts))
-    until = time.monotonic() + 240
+    until = time.monotonic() + PATIENCE_S
     while not any(world.exchange(world.store.check(["pipebench/stop"]))):
         assert time.monotonic() < until, "nobody asks to stop"
         time.sleep(0.01)
@@ -397,7 +435,7 @@ sys.exit(worker_main(work))
 
 def test_a_job_is_restarted_and_stops_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    command = script(tmp_path, JOB)
+    command = script(tmp_path, f"PATIENCE_S = {PATIENCE_S}\n{JOB}")
     command.remove("-S")
     ready = [tmp_path / "facts-0", tmp_path / "facts-1"]
     with when(ready, lambda: os.kill(os.getpid(), signal.SIGINT)):

@@ -167,10 +167,10 @@ def test_a_share_that_is_missing_is_told() -> None:
 def test_an_event_costs_little() -> None:
     meter = MeasuredMeter(STRAIGHT, 0, rank=0)
     event: Any = Event(0.0, 1.0, 0, parse("F0"))
-    begin_s = time.perf_counter()
+    begin_s = time.thread_time()  # of the processor, which others may be using
     for _ in range(20_000):
         meter.event(event)
-    assert (time.perf_counter() - begin_s) / 20_000 < 2e-5  # about 0.5 us on an idle machine
+    assert (time.thread_time() - begin_s) / 20_000 < 2e-5  # about 0.5 us on an idle machine
 
 
 def untimed(worker: int) -> MeasuredMeter:

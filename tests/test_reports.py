@@ -15,6 +15,7 @@ from pipebench.profile import DEVICES, load_profile
 from reports import gpu_profiles, planner_vs_simulator, table1_plans
 from reports.planned_models import PUBLISHED, Published, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
+from tests.patience import PATIENCE_S
 from zoo.ptb import ptb
 from zoo.wmt16 import wmt16
 
@@ -155,7 +156,7 @@ def test_gpu_profiles_refuses_unknown_models(capsys: pytest.CaptureFixture[str])
 def test_gpu_profiles_needs_no_tracker() -> None:
     code = "import sys; sys.modules['mlflow'] = None; import reports.gpu_profiles, zoo"
     root = Path(gpu_profiles.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class Net(nn.Module):
         super().__init__()
         torch.default_generator.manual_seed(3)
         self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.steps: torch.Tensor
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.middle = middle
         self.calls = 0
@@ -108,13 +109,11 @@ def test_what_would_be_frozen_is_refused(middle: Any, says: str) -> None:
         trace(Net(middle))
 
 
-def hooked(net: Net, x: torch.Tensor) -> torch.Tensor:
-    if isinstance(x, torch.fx.Proxy):  # as code does that was made for tracers, and forgets something
-        return x * 1.0
+def hooked(net: Net, x: Any) -> torch.Tensor:
     x = x * 1.0
-    if x.requires_grad:
+    if not isinstance(x, torch.fx.Proxy) and x.requires_grad:  # code may forget something where it is traced
         x.register_hook(lambda gradient: -gradient)
-    return x
+    return x  # type: ignore[no-any-return]
 
 
 def counts(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -190,11 +189,11 @@ class Masked(nn.Module):
 
 
 def test_arguments_that_nothing_is_fed_to_keep_their_defaults() -> None:
-    graph = trace(Masked(), 1)
+    graph = trace(Masked(), fed=1)
     assert graph.inputs == ("x",)
     assert [layer.kind for layer in graph.layers] == ["mul"]
     assert trace(Masked()).inputs == ("x",)
-    assert trace(Masked(), 2).inputs == ("x", "mask")
+    assert trace(Masked(), fed=2).inputs == ("x", "mask")
     assert as_one_layer(Masked(), 2).inputs == ("x", "mask")
 
 

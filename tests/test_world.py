@@ -4,8 +4,10 @@ import contextlib
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,7 @@ from pipebench import launch_join, nccl, process_run, world
 from pipebench.errors import UserError
 from pipebench.launch_join import PeerLostError, Place, connect, meet, peers, prefix, read_place, serve
 from pipebench.world import check_devices, check_world_size, lost
-
-LIMIT_S = 10.0
+from tests.patience import PATIENCE_S
 
 
 def place(rank: int = 0, size: int = 1, port: int = 1, **changes: Any) -> Place:
@@ -142,17 +143,17 @@ def test_a_pair_s_options_reach_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_store_listens_on_its_address_only() -> None:
     store = serve("127.0.0.1")
-    socket.create_connection(("127.0.0.1", store.port), timeout=LIMIT_S).close()
+    socket.create_connection(("127.0.0.1", store.port), timeout=PATIENCE_S).close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", store.port), timeout=LIMIT_S)
+        socket.create_connection(("127.0.0.2", store.port), timeout=PATIENCE_S)
     everywhere = serve("127.0.0.1", one_host=False)
-    socket.create_connection(("127.0.0.2", everywhere.port), timeout=LIMIT_S).close()
+    socket.create_connection(("127.0.0.2", everywhere.port), timeout=PATIENCE_S).close()
 
 
 @pytest.mark.parametrize("local_size", [2, 1])
 def test_a_port_in_use_is_one_sentence(local_size: int) -> None:
     with taken_port() as port, pytest.raises(UserError, match=rf"127.0.0.1:{port}: Address already in use; give"):
-        connect(place(0, 2, port, agent_store=False, local_size=local_size), LIMIT_S)
+        connect(place(0, 2, port, agent_store=False, local_size=local_size), PATIENCE_S)
 
 
 def test_an_address_that_is_not_this_host_s_is_one_sentence() -> None:
@@ -169,14 +170,14 @@ def test_an_address_that_nobody_serves_is_one_sentence() -> None:
         connect(place(1, 2, free), 0.3)
 
 
-def meeting(port: int, ranks: list[int], size: int, limit_s: float = LIMIT_S, **changes: Any) -> dict[int, Any]:
+def meeting(port: int, ranks: list[int], size: int, limit_s: float = PATIENCE_S, **changes: Any) -> dict[int, Any]:
     """Let these ranks meet, each in a thread with a connection of its own; the outcome of each."""
     outcomes: dict[int, Any] = {}
 
     def attend(rank: int) -> None:
         mine = place(rank, size, port, **changes)
         try:
-            outcomes[rank] = meet(connect(mine, LIMIT_S), mine, {"of": rank}, limit_s)
+            outcomes[rank] = meet(connect(mine, PATIENCE_S), mine, {"of": rank}, limit_s)
         except Exception as error:
             outcomes[rank] = error
 
@@ -184,7 +185,7 @@ def meeting(port: int, ranks: list[int], size: int, limit_s: float = LIMIT_S, **
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT_S)
+        thread.join(PATIENCE_S)
     return outcomes
 
 
@@ -213,15 +214,23 @@ def test_rank_0_waits_for_the_living_where_the_dead_have_said_hello() -> None:
     late = threading.Timer(0.2, lambda: found.update(meeting(store.port, [1], 2)))
     found: dict[int, Any] = {}
     late.start()
-    outcome = meeting(store.port, [0], 2, 5)[0]
+    outcome = meeting(store.port, [0], 2)[0]
     late.join()
     assert outcome[1] == [{"of": 0}, {"of": 1}]
     assert found[1] == outcome
 
 
-def test_a_missing_worker_is_told_once_with_how_many_joined() -> None:
-    store = serve("127.0.0.1")
-    outcomes = meeting(store.port, [0, 2], 4, 0.5)
+def test_a_missing_worker_is_told_once_with_how_many_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ticks = serve("127.0.0.1"), threading.local()
+
+    def now_s() -> float:
+        """Stand still until rank 2 is there, then go on at every look of a thread's own."""
+        if store.check([f"pipebench/join/{prefix(0)}/here/2"]):
+            ticks.now_s = getattr(ticks, "now_s", 0.0) + 0.1
+        return getattr(ticks, "now_s", 0.0)
+
+    monkeypatch.setattr(launch_join, "time", SimpleNamespace(monotonic=now_s, sleep=time.sleep))
+    outcomes = meeting(store.port, [0, 2], 4, 0.5, attempt=0)
     expected = (
         f"2 of 4 workers joined at 127.0.0.1:{store.port} within 0.5 s (engine.join_limit_s); missing: ranks 1, 3"
     )
@@ -242,7 +251,7 @@ def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, "lo")
     with taken_port() as port:
         free = port
-    joined = world.join("cpu", limit_s=LIMIT_S, place=place(port=free, agent_store=False, attempt=0))
+    joined = world.join("cpu", limit_s=PATIENCE_S, place=place(port=free, agent_store=False, attempt=0))
     try:
         assert (joined.rank, joined.size, joined.local_rank, joined.device) == (0, 1, 0, torch.device("cpu"))
         assert world.current() is joined

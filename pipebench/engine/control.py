@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # torch lists 
 
 from pipebench.engine.gate import Gate, Position, grain
 from pipebench.engine.stall import ADMIT, BARRIER, EXCHANGE, Doing, describe, stall_report
+from pipebench.errors import printable_lines
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 
@@ -264,7 +265,7 @@ class Control:
 
 def _print_and_exit(report: str) -> NoReturn:
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"pipebench: error: {report}\n")
+        sys.stderr.write("\n".join(printable_lines(f"pipebench: error: {report}")) + "\n")
         sys.stderr.flush()
     os._exit(_FAILED)
 

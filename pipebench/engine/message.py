@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from pipebench.engine.structure import Structure, flatten, from_words, to_words, unflatten
 
 ALIGNMENT = 64  # bytes: every tensor begins where any type may
 HEADER_BYTES = 64
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class Header(NamedTuple):
@@ -74,13 +76,13 @@ class Layout:
     """The structure of a message's values.
 
     Attributes:
-        structure: torch's pytree of the values, leaves left out.
+        structure: what holds the leaves.
         leaves: one per leaf: a tensor's, or whatever else it is (a number, text or None), which is part of the layout.
         num_bytes: of all tensors together, with the gaps that align them.
         payload_bytes: of all tensors together.
     """
 
-    structure: pytree.TreeSpec
+    structure: Structure
     leaves: tuple[Any, ...]
     num_bytes: int
     payload_bytes: int
@@ -93,25 +95,27 @@ class Layout:
     def to_text(self) -> bytes:
         """Return the layout in words, padded so that what follows it is aligned."""
         leaves = [
-            [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]
-            if isinstance(leaf, Leaf)
-            else {"is": leaf}
+            [str(leaf.dtype), list(leaf.shape), leaf.requires_grad] if isinstance(leaf, Leaf) else {"is": leaf}
             for leaf in self.leaves
         ]
-        text = json.dumps([pytree.treespec_dumps(self.structure), leaves]).encode()
+        text = json.dumps([to_words(self.structure), leaves]).encode()
         return text.ljust(aligned(len(text)))
 
     @staticmethod
     def from_text(text: bytes) -> "Layout":
-        """Read what `to_text` wrote."""
+        """Read what `to_text` wrote.
+
+        Raises:
+            CrossingError: it names a class that isn't known here.
+        """
         structure, given = json.loads(text)
         leaves: list[Any] = []
         for leaf in given:
             if isinstance(leaf, dict):
                 leaves.append(leaf["is"])
             else:
-                leaves.append((getattr(torch, leaf[0]), torch.Size(leaf[1]), leaf[2]))
-        return _laid_out(pytree.treespec_loads(structure), leaves)
+                leaves.append((_DTYPES[leaf[0]], torch.Size(leaf[1]), leaf[2]))
+        return _laid_out(from_words(structure), leaves)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return every tensor's place in a buffer of bytes, in the tensor's type and shape."""
@@ -121,29 +125,25 @@ class Layout:
     def values(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put the structure together again from its tensors, which keep whether a gradient comes back for them."""
         remaining = iter(tensors)
-        leaves = [
+        leaves = (
             next(remaining).requires_grad_(leaf.requires_grad) if isinstance(leaf, Leaf) else leaf
             for leaf in self.leaves
-        ]
-        return pytree.tree_unflatten(leaves, self.structure)
+        )
+        return unflatten(self.structure, leaves)
 
 
 def layout_of(values: Any) -> tuple[Layout, list[torch.Tensor]]:
     """Return the layout of some values, and their tensors.
 
     Raises:
-        TypeError: a leaf is neither a tensor nor a number, text or None.
+        CrossingError: something that can't be handed to another stage is among them.
     """
-    leaves, structure = pytree.tree_flatten(values)
-    shaped: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            shaped.append((leaf.dtype, leaf.shape, leaf.requires_grad))
-        elif leaf is None or isinstance(leaf, bool | int | float | str):
-            shaped.append(leaf)
-        else:
-            raise TypeError(f"a {type(leaf).__name__} crosses from stage to stage; tensors, numbers and text can")
-    return _laid_out(structure, shaped), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    leaves, structure = flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    shaped = [
+        (leaf.dtype, leaf.shape, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    ]
+    return _laid_out(structure, shaped), tensors
 
 
 def aligned(num_bytes: int) -> int:
@@ -151,7 +151,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _laid_out(structure: pytree.TreeSpec, shaped: Sequence[Any]) -> Layout:
+def _laid_out(structure: Structure, shaped: Sequence[Any]) -> Layout:
     leaves: list[Any] = []
     end, payload = 0, 0
     for leaf in shaped:

@@ -15,6 +15,7 @@ from pipebench.engine.feed import Feed
 from pipebench.engine.replica import LossFunction, OnGradient, Replica, Values
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight
 from pipebench.engine.stage import cut_stage
+from pipebench.engine.structure import CrossingError, flatten
 from pipebench.modes import NONE, VERTICAL_SYNC
 
 Gradients = dict[int, list[torch.Tensor]]  # layer index to the gradients of its output's tensors
@@ -86,6 +87,7 @@ class Worker:
         self._inputs: dict[int, list[torch.Tensor]] = {}
         self._received: dict[int, Values] = {}
         self._outgoing: dict[int, Values] = {}
+        self._can_cross: set[int] = set()
         self._arriving: dict[int, list[Gradients]] = {}
         self._returning: dict[int, Gradients] = {}
 
@@ -138,9 +140,16 @@ class Worker:
         return output
 
     def activation_for(self, unit: int, target: int) -> Values:
-        """Return the values of a unit that stage `target` reads; asked for once, in order of targets."""
+        """Return the values of a unit that stage `target` reads; asked for once, in order of targets.
+
+        Raises:
+            CrossingError: one of them can't be handed to another stage, in processes or not; names its layer.
+        """
         outgoing = self._outgoing.get(unit, {})
         values = {layer: outgoing[layer] for layer in self._stage.sends[target] if layer in outgoing}
+        if values and target not in self._can_cross:  # the first unit shows what the others will be
+            self._check_crossing(values)
+            self._can_cross.add(target)
         if target == max(self._stage.sends):
             self._outgoing.pop(unit, None)
         return values
@@ -199,6 +208,14 @@ class Worker:
     def restore(self, state: ModelState) -> None:
         """Go on from a checkpoint of the whole model, taken under any plan."""
         self.replica.restore(state, self._share)
+
+    def _check_crossing(self, values: Values) -> None:
+        graph = self.setup.graph if self._stage.evaluation is not None else self.setup.graph.evaluated
+        for layer, value in values.items():
+            try:
+                flatten(value)
+            except CrossingError as error:
+                raise CrossingError(f"layer {graph.layers[layer].name}: {error}") from None
 
     def _in_order(self, received: Values) -> Values:
         return {layer: received[layer] for layers in self._stage.receives.values() for layer in layers}

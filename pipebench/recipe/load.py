@@ -166,9 +166,10 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
         raise RecipeError(dict.fromkeys(leaves.faults))
     if ("parallelism", "microbatches") not in leaves.found:
         resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
-    config = _config(given, resolved, leaves.found)
+    recipe = _build(Recipe, resolved)
+    config = _config(recipe, given, leaves.found)
     return LoadedRecipe(
-        recipe=_build(Recipe, resolved),
+        recipe=recipe,
         config=config,
         flat=_flat(config),
         path=path,
@@ -289,12 +290,12 @@ def _copy(data: dict[str, Any]) -> dict[str, Any]:
     return {name: _copy(value) if isinstance(value, dict) else value for name, value in data.items()}
 
 
-def _config(given: dict[str, Any], resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> DictConfig:
+def _config(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> DictConfig:
     """Return the resolved recipe, in which whatever the environment may have a part in stays an expression.
 
     An expression that so much as mentions a part of such a key stays one too: better one too many than a secret.
     """
-    plain = _copy(resolved)
+    plain = asdict(recipe)
     expressions = {key: str(leaf.value) for key, leaf in found.items() if is_expression(leaf.value)}
     kept = {key for key, text in expressions.items() if "oc.env" in text}
     parts: set[str] = set()
@@ -302,9 +303,8 @@ def _config(given: dict[str, Any], resolved: dict[str, Any], found: Mapping[Key,
         kept |= {key for key, text in expressions.items() if parts & set(re.findall(r"\w+", text))}
     for key in kept:
         _section_of(plain, key)[key[-1]] = _section_of(given, key)[key[-1]]
-    config = OmegaConf.merge(OmegaConf.structured(Recipe), plain)
-    assert isinstance(config, DictConfig)
-    return config
+    # Without the schema, which all of it has been checked against: OmegaConf 2.3 merges nothing into frozen classes.
+    return OmegaConf.create(plain)
 
 
 def _flat(config: DictConfig) -> dict[str, str]:

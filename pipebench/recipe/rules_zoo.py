@@ -237,5 +237,4 @@ def _is_small(model: Mapping[str, Any]) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:300]
+    return " ".join(str(error).split())[:300]

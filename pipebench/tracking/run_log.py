@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipebench.errors import printable
 from pipebench.result import Point, RunResult
 from pipebench.tracking.entries import (
     DESCRIPTION,
@@ -130,7 +131,7 @@ class Tracking:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
             message = f"MLflow at {shown_uri(self.store.uri)} failed ({_one_line(reason)}){where}. The run goes on."
-            print(f"pipebench: {message}", file=sys.stderr, flush=True)  # a run's log may go to a file only
+            print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)  # a run's log may go to a file only
             _log.info(message)
 
     def _send_forever(self) -> None:

@@ -12,7 +12,7 @@ import urllib.request
 from contextlib import suppress
 from typing import IO
 
-from pipebench.errors import PipebenchError, UserError
+from pipebench.errors import PipebenchError, UserError, printable, printable_lines
 from pipebench.tracking.store import default_uri, quiet_environment, shown_uri, sqlite_path
 from pipebench.tracking.view import VIEW_TAG, runs_address
 
@@ -34,7 +34,7 @@ def open_ui(port: int | None = None) -> int:
     """
     uri = default_uri()
     if uri.startswith("http"):
-        print(f"The runs are on {shown_uri(uri)}: open it in a browser.")
+        print(f"The runs are on {printable(shown_uri(uri))}: open it in a browser.")
         return 0
     path = sqlite_path(uri)
     if path is not None and not path.exists():
@@ -68,7 +68,7 @@ def _watch(server: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> int:
         sys.stdout.flush()
         return server.wait()
     log.seek(0)
-    print(log.read().decode(errors="replace"), file=sys.stderr)
+    print("\n".join(printable_lines(log.read().decode(errors="replace"))), file=sys.stderr)
     raise PipebenchError(f"the MLflow server did not come up on {HOST}:{port}; its output is above")
 
 

@@ -16,6 +16,7 @@ import torch
 from pipebench.checkpoint import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import MANIFEST, Checkpoints, Part
+from tests.patience import PATIENCE_S
 
 FIRST, SECOND = 10, 20
 
@@ -336,7 +337,7 @@ print(newest(store), sorted(path.name for path in store.folder.iterdir()))
 def run_limited(folder: Path, size: int, **options: Any) -> str:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(folder), str(size)],
-        capture_output=True, text=True, timeout=60, check=False, **options,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return str(done.stdout)

@@ -24,6 +24,8 @@ TWO = {
     "clipped": Case("skip", (4,), (1, 1), {"weights": "one", "microbatches": 2, "clip_norm": 0.3}),
     "other devices": Case("conv", (4,), (1, 1), {"cluster": flat_cluster(3).placed([2, 0])}),
     "clipped dp": Case("skip", (), (2,), {"weights": "one", "depth": 1, "clip_norm": 0.3}),
+    "a named tuple of torch's crosses": Case("structures", (5,), (1, 1)),
+    "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
 }
 THREE = {
     "three stages": Case("skip", (3, 6), (1, 1, 1)),

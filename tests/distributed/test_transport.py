@@ -117,6 +117,4 @@ def test_the_others_are_told_when_a_worker_is_killed() -> None:
     with Processes(3) as processes:
         found = processes.run("tests.distributed.scenarios:killed", Case("skip", (3, 6), (1, 1, 1)), 1, lost=[1])
     for rank in (0, 2):
-        sentence, after_s = found[rank]
-        assert sentence.startswith("lost a peer: ")
-        assert after_s < 10
+        assert found[rank].startswith("lost a peer: ")

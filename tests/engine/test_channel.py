@@ -17,8 +17,7 @@ from pipebench.engine import channel as channel_module
 from pipebench.engine.channel import AHEAD, Link, Receiver, Sender
 from pipebench.engine.message import HEADER_BYTES, layout_of, read_header
 from pipebench.world import PeerLostError
-
-_PATIENCE_S = 10.0  # only a test that fails waits for so long
+from tests.patience import PATIENCE_S
 
 
 class Work:
@@ -81,7 +80,7 @@ class Wire:
         assert work.done.is_set(), "nothing was sent"
 
     def _wait_until_left(self, work: Work) -> None:
-        assert work.done.wait(_PATIENCE_S)
+        assert work.done.wait(PATIENCE_S)
         if work.broken:
             raise RuntimeError("gloo: Connection closed by peer")
 
@@ -118,7 +117,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + _PATIENCE_S
+    end_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.001)

@@ -28,9 +28,9 @@ from pipebench.engine.gate import Gate, Position, admitted_program, grain
 from pipebench.engine.stall import Doing, describe, stall_report
 from pipebench.schedule.instructions import Instruction, Op, parse
 from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam, programs
+from tests.patience import PATIENCE_S
 
 _RECEIVE_TO_SEND = Op.SEND_ACTIVATION - Op.RECEIVE_ACTIVATION
-_PATIENCE_S = 60.0  # far more than needed: only a test that fails waits for so long
 
 
 @st.composite
@@ -150,7 +150,7 @@ class _Job:
         self.controls = [
             Control(
                 store, worker, pipeline.num_workers, pipeline,
-                stall_limit_s=_PATIENCE_S, on_stall=self.fail, heartbeat_s=0.01, multiple_of=multiple_of,
+                stall_limit_s=PATIENCE_S, on_stall=self.fail, heartbeat_s=0.01, multiple_of=multiple_of,
             )
             for worker in range(pipeline.num_workers)
         ]  # fmt: skip
@@ -166,7 +166,7 @@ class _Job:
     def meet(self, parties: int, *key: int) -> None:
         with self.lock:
             barrier = self.meetings.setdefault(key, threading.Barrier(parties))
-        barrier.wait(_PATIENCE_S)
+        barrier.wait(PATIENCE_S)
 
     def execute(self, worker: int, segment: int, instruction: Instruction) -> None:
         op, number, peer, _ = instruction
@@ -174,7 +174,7 @@ class _Job:
         if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
             self.box(segment, op, number, worker, peer).put(None)
         elif op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
-            self.box(segment, op + _RECEIVE_TO_SEND, number, peer, worker).get(timeout=_PATIENCE_S)
+            self.box(segment, op + _RECEIVE_TO_SEND, number, peer, worker).get(timeout=PATIENCE_S)
         elif op == Op.WAIT_ALL_REDUCE:
             self.meet(self.pipeline.replicas[stage], segment, stage, number)
         elif op == Op.WAIT_NORM:
@@ -204,7 +204,7 @@ class _Job:
             thread.start()
         meanwhile()
         for thread in threads:
-            thread.join(_PATIENCE_S)
+            thread.join(PATIENCE_S)
         assert not any(thread.is_alive() for thread in threads), "a worker hangs"
         for control in self.controls:
             control.close()
@@ -274,7 +274,7 @@ def test_a_segment_ends_early_at_a_multiple(pipeline: Pipeline, multiple_of: int
     store, workers = HashStore(), range(pipeline.num_workers)
     controls = [
         Control(
-            store, w, len(workers), pipeline, stall_limit_s=_PATIENCE_S, multiple_of=multiple_of, heartbeat_s=0.01
+            store, w, len(workers), pipeline, stall_limit_s=PATIENCE_S, multiple_of=multiple_of, heartbeat_s=0.01
         )
         for w in workers
     ]  # fmt: skip
@@ -311,7 +311,7 @@ def server() -> TCPStore:
 
 
 def _wait_for(true: Callable[[], object]) -> None:
-    end_s = time.monotonic() + _PATIENCE_S
+    end_s = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end_s, "nothing happened"
         time.sleep(0.01)
@@ -426,7 +426,7 @@ def test_waiting_for_the_agreement_is_watched_too(server: TCPStore) -> None:
     thread.start()
     _wait_for(lambda: reports)
     server.set("pipebench/position/1", json.dumps([0, 2, "interrupted"]))
-    thread.join(_PATIENCE_S)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert control.limit == 2
     control.close()
@@ -467,7 +467,7 @@ def test_a_store_that_sleeps_is_reported_and_one_that_is_gone_ends_the_worker() 
         _wait_for(lambda: reports)
         assert not gone.is_set()
         launcher.kill()
-        assert gone.wait(_PATIENCE_S)
+        assert gone.wait(PATIENCE_S)
         control.close()
         peer.close()
     head, note, _, last = reports[0].splitlines()

@@ -37,7 +37,7 @@ def through_bytes(values: Any) -> Any:
 
 
 def same(mine: Any, theirs: Any) -> bool:
-    """Say whether two pytrees have one structure, types, bits and wishes for gradients."""
+    """Say whether two values have one structure, types, bits and wishes for gradients."""
     ours, structure = pytree.tree_flatten(mine)
     others, other_structure = pytree.tree_flatten(theirs)
     return structure == other_structure and all(_same_leaf(a, b) for a, b in zip(ours, others, strict=True))

@@ -133,7 +133,7 @@ def test_gradients_that_meet_are_added_by_the_layer_they_meet_at() -> None:
     added: list[list[str]] = []
 
     def clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             value = work()
         added.append([str(list(event.input_shapes)) for event in profile.events() if event.name == "aten::add_"])
         return value, lambda: 0.0

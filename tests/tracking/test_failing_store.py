@@ -16,6 +16,7 @@ from pipebench.errors import UserError
 from pipebench.result import RunResult
 from pipebench.tracking import Tracking, require_writable
 from pipebench.tracking.store import Row, Store
+from tests.patience import PATIENCE_S
 from tests.tracking.records import RESULT, fetch, rescued
 
 
@@ -83,16 +84,15 @@ def test_a_hung_server_does_not_block_the_end(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{2 * PATIENCE_S:.0f}")  # so to come back is not to have waited
     monkeypatch.setattr("pipebench.tracking.run_log._PATIENCE_SERVER_S", 0.5)
     monkeypatch.chdir(tmp_path)
     tracking = Tracking("suite")
     assert not tracking.wait_until_ready()
     parent = tracking.start("parent", params={}, tags={})
     run = tracking.start("child", params={}, tags={}, parent=parent)
-    begin_s = time.monotonic()
     run.finish(RESULT)
     parent.finish(None, status="FINISHED")
-    assert time.monotonic() - begin_s < 5
     assert RunResult.from_json((rescued(tmp_path, "child") / "result.json").read_text()) == RESULT
     assert capsys.readouterr().err.count("does not answer") == 1
 
@@ -179,7 +179,7 @@ def test_three_processes_at_once_on_a_new_store(tmp_path: Path, folder: Path, mo
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(PATIENCE_S)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert not (tmp_path / "pipebench-results").exists()
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")

@@ -238,12 +238,12 @@ def test_more_values_than_one_request_takes(tracking: Tracking) -> None:
 
 def test_logging_a_point_costs_microseconds(tracking: Tracking) -> None:
     run = tracking.start("cheap", params={}, tags={})
-    begin_s = time.perf_counter()
+    begin_s = time.thread_time()  # of the processor, which others may be using
     for i in range(1000):
         run.point(Point(i, float(i), {"train_loss": 1.0, "top1": 0.5}))
-    each_s = (time.perf_counter() - begin_s) / 1000
+    each_s = (time.thread_time() - begin_s) / 1000
     run.finish(None, status="FINISHED")
-    assert each_s < 1e-3  # about 5 us on an idle machine; the limit leaves room for a busy one
+    assert each_s < 1e-3  # about 5 us on an idle machine
 
 
 def test_a_deleted_experiment_is_used_again(tracking: Tracking) -> None:

@@ -32,7 +32,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 ROOT = Path(__file__).parents[3]
-_JOIN_LIMIT_S = 120.0
+_JOIN_LIMIT_S = 600.0
 _POLL_S = 0.05
 
 

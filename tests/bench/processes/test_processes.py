@@ -16,6 +16,7 @@ from tests.bench.processes.figure15 import Point
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, distance_from_plain_loop
 from tests.bench.processes.sides import OURS, Given, make_side
 from tests.bench.processes.subject import Case, Subject, cut_at
+from tests.patience import PATIENCE_S
 from tests.support import unit_profile
 from zoo.mnist5k import mnist5k
 
@@ -50,7 +51,7 @@ def fails_on_one_rank() -> None:
 
 
 def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
-    found = crew.run(sides_are_right, 2, {"fields": given.to_json()}, limit_s=60)
+    found = crew.run(sides_are_right, 2, {"fields": given.to_json()}, limit_s=PATIENCE_S)
     for rank in found:
         assert max(rank[side] for side in SAME_WORK) < 1e-4
         assert rank["cut into fewer parts"] > 1e-2  # BatchNorm sees other minibatches: the measure can tell
@@ -61,7 +62,7 @@ def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
 
 def test_a_crew_that_fails_says_why_and_ends() -> None:
     with pytest.raises(RuntimeError, match="what rank 1 says"):
-        crew.run(fails_on_one_rank, 2, {}, limit_s=60)
+        crew.run(fails_on_one_rank, 2, {}, limit_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])

@@ -1,0 +1,175 @@
+"""Structures: tuples, lists, dictionaries and named tuples around tensors, under names that both ends of a link know.
+
+torch's pytree can write structures down too, but which classes it has a name for differs from release to release:
+`torch.return_types.max` has none in 2.11 and 2.14. Names here are pipebench's own, and those of classes `module:class`.
+
+What arrives is looked up, never imported or called: a class is found among the modules that this process has imported
+already, without asking them (a module's `__getattr__` may import), and has to be a named tuple.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from pipebench.errors import UserError
+
+_SEQUENCES = {"tuple": tuple, "list": list, "torch.Size": torch.Size, "immutable_list": immutable_list}
+_MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "immutable_dict": immutable_dict}
+_KINDS: dict[str, type] = {**_SEQUENCES, **_MAPPINGS}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_IS_SEQUENCE, _IS_MAPPING = frozenset(_SEQUENCES.values()), frozenset(_MAPPINGS.values())
+# Numbers, text and None, exactly: an enumeration's member or NumPy's float64 would arrive as something else.
+_IS_PLAIN = frozenset((type(None), bool, int, float, str))
+_CAN = "tensors, numbers, text and None can, in tuples, lists, dictionaries and named tuples"
+
+
+class CrossingError(UserError, TypeError):
+    """A value that can't be handed to another stage; says what it is and what can."""
+
+
+class Node(NamedTuple):
+    """Something that holds values.
+
+    Attributes:
+        kind: its class.
+        keys: of a dictionary, in its order, each with its type: 1, 1.0 and True are equal, and not the same.
+        parts: the structure of each value, in order.
+    """
+
+    kind: type
+    keys: tuple[tuple[type, Any], ...]
+    parts: "tuple[Structure, ...]"
+
+
+Structure = Union[Node, None]  # noqa: UP007 # None is a leaf; a name in quotes can't be joined by |
+
+
+def flatten(values: Any) -> tuple[list[Any], Structure]:
+    """Return the leaves of some values (tensors, numbers, text, None) in order, and the structure around them.
+
+    Raises:
+        CrossingError: something else is among them.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(values, leaves)
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Structure:
+    kind: type = type(value)
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise CrossingError(f"a tensor of layout {value.layout} crosses from stage to stage; dense ones can")
+    elif kind in _IS_MAPPING:
+        keys = tuple((type(key), key) for key in value)
+        for key_kind, _ in keys:
+            if key_kind not in _IS_PLAIN:
+                raise CrossingError(
+                    f"a dictionary with a key of type {key_kind.__name__} crosses from stage to stage; "
+                    f"numbers, text and None can be keys"
+                )
+        return Node(kind, keys, tuple([_flatten(item, leaves) for item in value.values()]))
+    elif kind in _IS_SEQUENCE or issubclass(kind, tuple):
+        _name_of(kind)
+        return Node(kind, (), tuple([_flatten(item, leaves) for item in value]))
+    elif kind not in _IS_PLAIN:
+        raise CrossingError(f"a {kind.__name__} crosses from stage to stage; {_CAN}")
+    leaves.append(value)
+    return None
+
+
+def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
+    """Put values together again: a structure, and its leaves in order."""
+    if structure is None:
+        return next(leaves)
+    kind, keys, parts = structure
+    items = [unflatten(part, leaves) for part in parts]
+    if kind in _IS_MAPPING:
+        return kind(zip((key for _, key in keys), items, strict=True))
+    if kind in _IS_SEQUENCE or _is_struct_sequence(kind):
+        return kind(items)
+    # As it was sent, and without running what the class may do when one is made.
+    return tuple.__new__(kind, items)
+
+
+def to_words(structure: Structure) -> Any:
+    """Return a structure as JSON: null for a leaf, otherwise its name, keys and parts."""
+    if structure is None:
+        return None
+    kind, keys, parts = structure
+    return [_name_of(kind), [key for _, key in keys], [to_words(part) for part in parts]]
+
+
+def from_words(words: Any) -> Structure:
+    """Read what `to_words` wrote.
+
+    Raises:
+        CrossingError: it names a class that isn't known here.
+    """
+    if words is None:
+        return None
+    name, keys, parts = words
+    kind = _KINDS.get(name) or _class_of(name)
+    if name not in _KINDS and len(parts) != _num_fields(kind):
+        raise CrossingError(
+            f"a {name} of {len(parts)} values arrives from another stage; here it has {_num_fields(kind)}"
+        )
+    return Node(kind, tuple((type(key), key) for key in keys), tuple(from_words(part) for part in parts))
+
+
+@cache
+def _name_of(kind: type) -> str:
+    """Return the name of a class that holds values; `_class_of` finds it by that in every process."""
+    if kind in _NAMES:
+        return _NAMES[kind]
+    if not _is_named_tuple(kind):
+        raise CrossingError(f"a {kind.__name__} crosses from stage to stage; {_CAN}")
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _found(name) is not kind:
+        raise CrossingError(
+            f"a {kind.__name__} crosses from stage to stage, a named tuple that other processes can't find as {name}; "
+            f"define it at the top of a module, under its own name"
+        )
+    return name
+
+
+def _class_of(name: str) -> type:
+    found = _found(name)
+    if not isinstance(found, type) or not _is_named_tuple(found):
+        raise CrossingError(
+            f"a {name[:200]!r} arrives from another stage, and this process knows no named tuple of that name; "
+            f"import its module where the model is defined"
+        )
+    return found
+
+
+def _found(name: str) -> object:
+    """Return what stands under `module:a.b`, looked up in namespaces alone; None if nothing does."""
+    module, _, path = name.partition(":")
+    found: object = sys.modules.get(module)
+    for part in path.split("."):
+        owner = next((owner for owner in (ModuleType, type) if isinstance(found, owner)), None)
+        # Some modules import when they are asked for anything: the plain look-up asks them for nothing.
+        found = owner.__getattribute__(found, "__dict__").get(part) if owner is not None else None
+    return found
+
+
+def _is_named_tuple(kind: type) -> bool:
+    if not issubclass(kind, tuple):
+        return False
+    fields = getattr(kind, "_fields", None)
+    return _is_struct_sequence(kind) or (isinstance(fields, tuple) and all(type(field) is str for field in fields))
+
+
+def _is_struct_sequence(kind: type) -> bool:
+    """Say whether it is what an operator of torch with several results returns, such as `torch.return_types.max`."""
+    return vars(torch.return_types).get(kind.__name__) is kind and hasattr(kind, "n_sequence_fields")
+
+
+def _num_fields(kind: Any) -> int:
+    return int(kind.n_sequence_fields) if _is_struct_sequence(kind) else len(kind._fields)
