@@ -53,6 +53,7 @@ CASES = (
     Case(1500, "16 flat", flat(16), 1.0),
     Case(1500, "4x4", (SERVER, CLUSTER), 2.0),
     Case(240, "16,384 flat", flat(16_384), 1.0),
+    Case(10_000, "4x4", (SERVER, CLUSTER), 20.0),
 )
 
 
@@ -105,7 +106,7 @@ def _cells(case: Case, model: str, seeds: range) -> list[str]:
     return cells
 
 
-def planning_tables(seeds: range = SEEDS, most_layers: int = 1500, most_servers: int = 4096) -> list[Table]:
+def planning_tables(seeds: range = SEEDS, most_layers: int = 10_000, most_servers: int = 4096) -> list[Table]:
     """Measure; return a table of targets and one of growth."""
     head = ("states, s", "search, s", "whole planner, s")
     targets = Table(f"planner, {len(seeds)} random chains each", "cost model", *head, "target, s", "verdict")
