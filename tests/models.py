@@ -229,3 +229,35 @@ class Structures(nn.Module):
         best: Any = torch.max(self.body(x).reshape(-1, 6, 1) * x.reshape(-1, 1, 6), dim=2)
         output: torch.Tensor = self.head(self.joining(self.halving(best.values + best.indices)))
         return output
+
+
+class MixedTypes(nn.Module):
+    """Parameters and statistics of three types, side by side; [n, 6] float64 to [n, 4] float64."""
+
+    def __init__(self, *, seed: int = 3) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(seed)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.norm, self.c = nn.BatchNorm1d(8), nn.Linear(8, 4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map features to scores."""
+        hidden = torch.tanh(self.b(torch.relu(self.a(x.float())).bfloat16()) * self.scale)
+        output: torch.Tensor = self.c(self.norm(hidden.float()).double())
+        return output
+
+
+class FrozenPart(nn.Module):
+    """Its first layers' output is detached: their parameters never have a gradient; double precision."""
+
+    def __init__(self, *, seed: int = 3) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(seed)
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        output: torch.Tensor = self.c(torch.tanh(self.b(torch.relu(self.a(x)).detach())))
+        return output

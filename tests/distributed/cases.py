@@ -24,7 +24,7 @@ from pipebench.network import Network
 from pipebench.optimizer import make_optimizer
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.world import World
-from tests.models import ConvNet, RandomNet, SkipNet, Structures
+from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
@@ -33,7 +33,7 @@ class Case:
     """A recipe in small.
 
     Attributes:
-        model: `conv`, `skip`, `mlp`, `structures`, `matrices` or `random-` and a seed.
+        model: `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen` or `random-` and a seed.
         starts: first layers of all stages but the first.
         replicas: per stage.
         columns: of `make_setup`.
@@ -79,6 +79,7 @@ def model_of(name: str) -> nn.Module:
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
     kinds: dict[str, Callable[[], nn.Module]] = {
         "conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures, "matrices": matrices,
+        "mixed": MixedTypes, "frozen": FrozenPart,
     }  # fmt: skip
     return kinds[name]()
 

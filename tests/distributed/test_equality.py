@@ -25,6 +25,9 @@ TWO = {
     "other devices": Case("conv", (4,), (1, 1), {"cluster": flat_cluster(3).placed([2, 0])}),
     "clipped dp": Case("skip", (), (2,), {"weights": "one", "depth": 1, "clip_norm": 0.3}),
     "a named tuple of torch's crosses": Case("structures", (5,), (1, 1)),
+    "parameters of three types": Case("mixed", (4,), (1, 1), {"sizes": (2, 4)}),
+    "dp, parameters of three types": Case("mixed", (), (2,), {"weights": "one", "depth": 1, "sizes": (2, 4)}),
+    "dp, parameters without a gradient": Case("frozen", (), (2,), {"weights": "one", "depth": 1}),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
 }
 THREE = {

@@ -337,7 +337,7 @@ class _Experiments(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server's name)
+    def log_request(self, *_: object) -> None:
         """Say nothing."""
 
 
