@@ -78,10 +78,6 @@ def test_a_profile_without_any_time_was_taken_and_could_not_be_drawn() -> None:
 
 def test_a_store_that_does_not_exist_was_told_by_the_key_that_was_looked_up() -> None:
     """0.1.0: the deepest cause was told; of a scheme that MLflow doesn't know that is the KeyError of a dictionary."""
-    try:
-        try:
-            raise KeyError("foo")
-        except KeyError as error:
-            raise ValueError("got unsupported URI 'foo://bar'") from error
-    except ValueError as error:
-        assert _one_line(error) == "got unsupported URI 'foo://bar'"
+    error = ValueError("got unsupported URI 'foo://bar'")
+    error.__cause__ = KeyError("foo")
+    assert _one_line(error) == "got unsupported URI 'foo://bar'"
