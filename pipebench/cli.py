@@ -172,7 +172,9 @@ def run(words: tuple[str, ...], seeds: str | None, resume: str | None, verbose: 
         return worker_main(lambda: _work(words, seeds, resume, verbose), verbose=verbose)
     chosen_seeds = _parse_seeds(seeds)
     loaded, suite = _to_run(words, resume, verbose)
-    _preflight_all(loaded)
+    from pipebench.preflight_all import preflight_all
+
+    preflight_all(loaded)
     from pipebench import runner
 
     try:
@@ -212,9 +214,10 @@ def _work(words: Sequence[str], seeds: str | None, resume: str | None, verbose: 
         raise UserError("--seeds: processes that are started together run one seed; give train.seed=N")
     loaded, suite = _to_run(words, resume, verbose)
     from pipebench.launch_worker import launched_by_us
+    from pipebench.preflight_all import preflight_all
 
     # One tries for all; where `pipebench run` is the launcher, it has.
-    _preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
+    preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
     from pipebench.process_run import Asked, work
 
     kinds = {each.recipe.engine.kind for each in loaded}
@@ -469,6 +472,7 @@ def _load_one(words: Sequence[str]) -> "LoadedRecipe":
 
 def _load_all(references: Sequence[str], overrides: Sequence[str]) -> list["LoadedRecipe"]:
     """Load every recipe, or raise with the faults of all of them together."""
+    from pipebench.preflight_all import same_names
     from pipebench.recipe.catalog import find_recipes
     from pipebench.recipe.load import load_file
 
@@ -485,41 +489,7 @@ def _load_all(references: Sequence[str], overrides: Sequence[str]) -> list["Load
                 loaded.append(load_file(path, overrides))
             except RecipeError as error:
                 faults += error.faults
-    faults += _same_names(loaded)
+    faults += same_names(loaded)
     if faults:
         raise RecipeError(dict.fromkeys(faults))
     return loaded
-
-
-def _same_names(loaded: Sequence["LoadedRecipe"]) -> list[Fault]:
-    first: dict[str, str] = {}
-    faults = []
-    for each in loaded:
-        name = each.recipe.name
-        if name in first:
-            problem = (
-                f"got {name!r}, which {first[name]} is named already; recipes run together need names of their own"
-            )
-            faults.append(Fault(each.source, "name", problem))
-        first.setdefault(name, each.source)
-    return faults
-
-
-def _preflight_all(loaded: Sequence["LoadedRecipe"], *, tries: bool = True) -> None:
-    """Check what the runs use; `tries`: with what a recipe names by target tried out, which takes a model."""
-    from pipebench.recipe.preflight import preflight
-
-    faults: list[Fault] = []
-    cause: RecipeError | None = None
-    for each in loaded:
-        try:
-            preflight(each)
-            if tries and each.recipe.engine.kind != "simulated" and each.has_targets:
-                from pipebench.trial import try_out
-
-                try_out(each)
-        except RecipeError as error:
-            faults += error.faults
-            cause = error
-    if faults:
-        raise RecipeError(dict.fromkeys(faults)) from cause

@@ -57,6 +57,7 @@ class Reducer:
         self._group = group
         self._clock = clock
         self._next = 0  # the first bucket that hasn't set out
+        self._absent: set[int] = set()  # parameters of which this replica has no gradient in the round
 
     def connect(self) -> None:
         """Reduce zeros of every bucket's size; all replicas call it before any of them runs a backward.
@@ -87,6 +88,7 @@ class Reducer:
                 gradient = gradients[index]
                 if gradient is None:
                     bucket.places[index].zero_()
+                    self._absent.add(index)
                 else:
                     bucket.places[index].copy_(gradient)
                 bucket.missing.discard(index)
@@ -106,9 +108,11 @@ class Reducer:
                 bucket.data.copy_(bucket.travels)
             on_bucket(bucket.data.nbytes, bucket.set_out_s)
             for index, place in bucket.places.items():
-                result[index] = place
+                # Zeros of all replicas are no gradient: an optimizer leaves the parameter alone then.
+                result[index] = None if index in self._absent and not place.any() else place
             bucket.work, bucket.missing = None, set(bucket.indices)
         self._next = 0
+        self._absent.clear()
         return result
 
     def _set_out(self) -> None:

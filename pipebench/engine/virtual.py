@@ -348,7 +348,7 @@ class VirtualEngine:
             total = ring_all_reduce(flats, self._counter(ALL_REDUCE, self._replicas_of(worker.stage_index)))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
-                result[i] = piece.view(like[i].shape)
+                result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)
         return result
 
     def _average_buffers(self) -> None:

@@ -177,7 +177,10 @@ class TestPreflight:
                 "engine.timing=no/such.json",
                 "engine.timing: the profile file 'no/such.json' can't be read: No such file",
             ),
-            ("model={name: null, target: nowhere.to:be}", "model.target: nowhere.to:be can't be imported: No module"),
+            (
+                "model={name: null, target: nowhere.to:be}",
+                "model.target: nowhere.to:be can't be imported: ModuleNotFoundError: No module",
+            ),
             ("model={name: null, target: json:no}", "model.target: .*module json has no function no"),
         ],
     )
