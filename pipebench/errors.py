@@ -57,7 +57,11 @@ class TracingError(GraphError):
 
 
 class ProfileError(UserError, ValueError):
-    """A profile that can't be read or made."""
+    """A profile that can't be read or made; `layer` is the layer that couldn't be run, if that is why."""
+
+    def __init__(self, problem: str, layer: str | None = None) -> None:
+        self.layer = layer
+        super().__init__(problem)
 
 
 class UserCodeError(UserError, RuntimeError):

@@ -1,18 +1,22 @@
 """The analytic profile: computed for a device that isn't here, from shapes alone, in seconds for any size.
 
-Nothing is allocated and no arithmetic is done: the pass runs on torch's meta device.
+Nothing is allocated and no arithmetic is done: the pass runs on torch's meta device. Only where a layer needs data,
+since what it does depends on it, is the pass made on some, here.
 """
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from pipebench.errors import ProfileError
 from pipebench.graph import LayerGraph
 from pipebench.optimizer import state_bytes_per_byte
 from pipebench.profile.devices import DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED
-from pipebench.profile.model import Profile
-from pipebench.profile.roofline import priced
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.roofline import priced, priced_with_data
 from pipebench.profile.shapes import without_data
 from pipebench.profile.walk import walk
 from pipebench.recipe.schema import OptimizerRecipe
@@ -32,7 +36,7 @@ def analytic_profile(
 
     Args:
         graph: the layer graph; its parameters may be on any device, meta included.
-        dataset: gives shapes and the loss; its data needn't be there.
+        dataset: gives shapes and the loss; its data needn't be there, unless a layer needs it.
         sizes: numbers of samples that travel.
         device: the device.
         optimizer: what updates the parameters.
@@ -40,13 +44,13 @@ def analytic_profile(
         on_progress: told of (layers profiled, layers to profile).
 
     Raises:
-        ProfileError: a layer can't be run without data; names it.
+        ProfileError: a layer can't be run, or needs data that isn't there; names it.
     """
-    root = without_data(graph.root).train()
+    walks = _Walks(graph, dataset, device)
     num_layers = len(graph.layers) + 1
     layers = {}
     for done, size in enumerate(sizes, start=1):
-        layers[size] = walk(graph, root, dataset, dataset.example(size), lambda work: priced(device, work))
+        layers[size] = walks.at(size)
         if on_progress:
             on_progress(done * num_layers, len(sizes) * num_layers)
     return Profile(
@@ -58,6 +62,7 @@ def analytic_profile(
             f"({SHIPPED.convolution:g} in convolutions), {device.memory_bytes_per_s / 1e9:g} GB/s x "
             f"{SHIPPED.memory:g} ({device.source}), {SHIPPED.launch_s * 1e6:g} us per kernel; "
             "loading is the copy from the host, without decoding"
+            + (f"; {walks.needs_data} needs data: the first samples stood for all" if walks.needs_data else "")
         ),
         layers=layers,
         update_s_per_byte=_bytes_per_parameter_byte(optimizer) / (device.memory_bytes_per_s * SHIPPED.memory),
@@ -66,6 +71,38 @@ def analytic_profile(
         whole_step_s={},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
+
+
+class _Walks:
+    """Passes through a layer graph that price its operations, without data as long as that is possible.
+
+    Attributes:
+        needs_data: the layer because of which data is needed; empty if none is.
+    """
+
+    def __init__(self, graph: LayerGraph, dataset: Dataset, device: DeviceSpec) -> None:
+        self._graph, self._dataset, self._device = graph, dataset, device
+        self._root = without_data(graph.root).train()
+        self.needs_data = ""
+
+    def at(self, num_samples: int) -> tuple[LayerProfile, ...]:
+        """Return the rows at a number of samples.
+
+        Raises:
+            ProfileError: see `analytic_profile`.
+        """
+        if not self.needs_data:
+            example = self._dataset.example(num_samples)
+            try:
+                return walk(self._graph, self._root, self._dataset, example, partial(priced, self._device))
+            except ProfileError as error:
+                if error.layer is None or any(parameter.is_meta for parameter in self._graph.root.parameters()):
+                    raise
+                self.needs_data = error.layer
+        fields = [*self._dataset.inputs, *self._dataset.targets]
+        samples = self._dataset.fetch("train", range(num_samples), fields)
+        root = copy.deepcopy(self._graph.root).train()
+        return walk(self._graph, root, self._dataset, samples, partial(priced_with_data, self._device))
 
 
 def _bytes_per_parameter_byte(optimizer: OptimizerRecipe) -> int:

@@ -223,7 +223,7 @@ def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: set[int] 
         with _count_saved(step, kept) if kept is not None else nullcontext():
             value, step.forward_s = clock(call)
     except Exception as error:  # any module of the user's may raise anything
-        raise ProfileError(_failed(step, "forward", error)) from error
+        raise ProfileError(_failed(step, "forward", error), step.name) from error
     step.wanted += step.parameters.values()
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     step.output_parts = tuple(tensor.nbytes for tensor in tensors)
@@ -274,7 +274,7 @@ def _backward(step: _Step, clock: Clock, sums: Mapping[str, torch.Tensor], met: 
         try:
             found, step.backward_s = clock(call)
         except Exception as error:
-            raise ProfileError(_failed(step, "backward", error)) from error
+            raise ProfileError(_failed(step, "backward", error), step.name) from error
         for (owner, index), gradient in zip(step.origins, found, strict=False):
             if gradient is not None:
                 owner.outputs[index].num_arrived += 1

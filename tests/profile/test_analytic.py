@@ -205,3 +205,33 @@ def test_every_device_has_a_source(spec: DeviceSpec) -> None:
 def test_unknown_device() -> None:
     with pytest.raises(ProfileError, match=r"got 'V10', allowed are V100, .*; did you mean 'V100'\?$"):
         find_device("V10")
+
+
+class NeedsData(nn.Module):
+    """What comes out depends on the values that come in: shapes alone don't say it."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map the samples whose first feature is no outlier; [n, 6] to [n, 6]."""
+        found = torch.nonzero(x[:, 0] > -100).flatten()
+        output: torch.Tensor = self.linear(x[found]) if bool((found >= 0).all()) else x
+        return output
+
+
+def test_a_layer_that_needs_data_is_priced_with_some() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), NeedsData(), nn.Linear(6, 4, dtype=torch.float64))
+    profile = analytic_profile(trace(model), Blobs(), [2, 4], V100, SGD, "needs data")
+    plain = nn.Sequential(*(nn.Linear(6, n, dtype=torch.float64) for n in (6, 6, 4)))
+    expected = analytic_profile(trace(plain), Blobs(), [2, 4], V100, SGD, "plain")
+    assert "; _1 needs data" in profile.note
+    assert "needs data" not in expected.note
+    for size, rows in profile.layers.items():
+        for index in (0, 2, 3):
+            assert rows[index].forward_s == expected.layers[size][index].forward_s
+        assert rows[1].forward_s > expected.layers[size][1].forward_s
+        assert rows[1].output_bytes == expected.layers[size][1].output_bytes
