@@ -37,9 +37,12 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
-    """Compare processes with the virtual engine, for every small model in every mode; `tests` does a part of it."""
-    module = "tests/distributed/matrix.py"  # pytest finds no tests in it unless it is named
-    command = [python_with_pipebench(session), "-m", "pytest", module, "--durations=5", *session.posargs]
+    """Compare processes with the virtual engine, and scores with plain torch, for every model in every mode.
+
+    `tests` does a part of it. Arguments go to pytest.
+    """
+    modules = ["tests/distributed/matrix.py", "tests/classifiers.py"]  # pytest finds no tests there unless told to
+    command = [python_with_pipebench(session), "-m", "pytest", *modules, "--durations=5", *session.posargs]
     session.run(*command, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 

@@ -1,11 +1,11 @@
 """A model that does something else in evaluation than in training is evaluated as it evaluates, wherever it is cut."""
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 from torch.nn import functional
 
@@ -14,6 +14,7 @@ from pipebench.errors import PlanError
 from pipebench.evaluation import plan_evaluation
 from pipebench.graph import as_one_layer, trace
 from pipebench.plan import make_plan
+from tests.classifiers import check
 from tests.evaluations import MODES, Images, assert_scores_are_the_weights, mode_setup, trained
 from tests.support import Blobs
 
@@ -267,27 +268,86 @@ def test_a_model_as_one_layer_evaluates_as_it_is() -> None:
         assert_scores_are_the_weights(engine, made(Branching))
 
 
-def _swin() -> Any:
-    return torchvision.models.SwinTransformer(
-        [4, 4], 12, [1, 1], [2, 2], [2, 2], stochastic_depth_prob=0.5, dropout=0.1, attention_dropout=0.2, num_classes=4
-    )
+class Block(nn.Module):
+    """A block of a decoder as nanoGPT has it: its own mask, or torch's attention."""
+
+    mask: torch.Tensor
+
+    def __init__(self, width: int, heads: int, length: int, *, flash: bool) -> None:
+        super().__init__()
+        self.heads, self.flash, self.p = heads, flash, 0.2
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.2))
+        self.drop_attention, self.drop = nn.Dropout(0.2), nn.Dropout(0.2)
+        self.register_buffer("mask", torch.tril(torch.ones(length, length)).view(1, 1, length, length))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, length, width] to the same."""
+        n, length, width = x.size()
+        parts = self.qkv(self.before(x)).split(width, dim=2)
+        query, key, value = (part.view(n, length, self.heads, width // self.heads).transpose(1, 2) for part in parts)
+        if self.flash:
+            p = self.p if self.training else 0.0
+            y = functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        else:
+            scores = query @ key.transpose(-2, -1) * (width // self.heads) ** -0.5
+            scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
+            y = self.drop_attention(functional.softmax(scores, dim=-1)) @ value
+        x = x + self.drop(self.out(y.transpose(1, 2).contiguous().view(n, length, width)))
+        output: torch.Tensor = x + self.mlp(self.after(x))
+        return output
 
 
-def _inverted() -> Any:
-    block = torchvision.models.efficientnet.MBConvConfig
-    setting = [block(2, 3, 2, 8, 8, 2, 1.0, 1.0), block(2, 3, 2, 8, 16, 1, 1.0, 1.0)]
-    return torchvision.models.EfficientNet(setting, dropout=0.2, stochastic_depth_prob=0.5, num_classes=4)
+class Decoder(nn.Module):
+    """A decoder in the manner of nanoGPT: embeddings and head share one weight; it says only the last token."""
+
+    def __init__(self, *, flash: bool = True, tied: bool = False) -> None:
+        super().__init__()
+        self.table, self.place = nn.Embedding(12, 8), nn.Embedding(6, 8)
+        self.drop = nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(Block(8, 2, 6, flash=flash) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
+        if tied:
+            self.table.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] float64 to [n, 12] scores."""
+        ids = (x.abs() * 4).long().clamp(max=11)
+        x = self.drop(self.table(ids) + self.place(torch.arange(6, device=ids.device)))
+        for block in self.blocks:
+            x = block(x)
+        output: torch.Tensor = self.head(self.norm(x))[:, -1, :]
+        return output
 
 
-def _googlenet() -> Any:
-    return torchvision.models.GoogLeNet(num_classes=4, aux_logits=True, init_weights=False)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_decoder_with_dropout_in_its_attention(mode: str, flash: bool) -> None:
+    def decoder() -> nn.Module:
+        return Decoder(flash=flash)
+
+    num_layers = len(trace(made(decoder)).layers)
+    assert num_layers > 60  # blocks are cut inside
+    starts = [num_layers // 7, num_layers // 3, num_layers // 2, num_layers - 4]
+    assert_scores_are_the_weights(trained(mode_setup(made(decoder), mode, starts)), made(decoder))
 
 
-@pytest.mark.parametrize("model", [_swin, _inverted, _googlenet], ids=["swin", "efficientnet", "googlenet"])
-def test_models_of_torchvision_that_train_otherwise(model: Any) -> None:
-    dataset = Images()
-    num_layers = len(trace(made(model)).layers)
-    for mode in ("dp", "gpipe", "pipedream"):
-        starts = [num_layers // 5, num_layers // 2, num_layers - 3]
-        setup = mode_setup(made(model), mode, starts, dataset=dataset)
-        assert_scores_are_the_weights(trained(setup, 2), made(model))
+def test_a_decoder_whose_embedding_is_its_head() -> None:
+    def decoder() -> nn.Module:
+        return Decoder(tied=True)
+
+    assert_scores_are_the_weights(trained(mode_setup(made(decoder), "dp", [])), made(decoder))
+    with pytest.raises(PlanError, match=r"table.weight is tied"):
+        make_plan(trace(made(decoder)), [20], [1, 1])
+
+
+OF_TORCHVISION = (
+    "alexnet", "squeezenet1_1", "mobilenet_v3_small", "regnet_y_400mf", "swin_t", "vit_b_16", "shufflenet_v2_x0_5",
+    "efficientnet_b0", "googlenet", "mnasnet0_5", "resnet18", "densenet121", "convnext_tiny",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode"), [*zip(OF_TORCHVISION, itertools.cycle(MODES), strict=False)])
+def test_a_classifier_of_each_family_of_torchvision(name: str, mode: str) -> None:
+    check(name, mode, num_minibatches=1)

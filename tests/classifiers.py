@@ -1,0 +1,52 @@
+"""Every classifier of torchvision in every mode, cut at three places: `nox -s matrix`; `tests` does a part of it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from pipebench.graph import trace
+from tests.evaluations import MODES, Images, assert_scores_are_the_weights, mode_setup, trained
+
+# As small as they take them; and what a model has to be told of that.
+SIZES = {"inception_v3": 299, "maxvit_t": 224}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inception_v3": {"init_weights": False},
+    "googlenet": {"init_weights": False},
+    **{name: {"image_size": 64} for name in ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32")},
+    "vit_h_14": {"image_size": 56},
+}
+LARGEST = 100_000_000  # parameters: every one is here up to five times, with 8 bytes each
+NAMES = torchvision.models.list_models(module=torchvision.models)
+
+
+def classifier(name: str) -> nn.Module:
+    """Return a classifier of torchvision with four classes and random weights, in double precision."""
+    torch.default_generator.manual_seed(5)
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=4, **OPTIONS.get(name, {}))
+    return model.double()
+
+
+def check(name: str, mode: str, num_minibatches: int = 2) -> None:
+    """Train a little, cut at three places, and compare what is logged with the weights in plain torch."""
+    size = SIZES.get(name, OPTIONS.get(name, {}).get("image_size", 64))
+    model = classifier(name)
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
+        pytest.skip(f"{name} has more than {LARGEST} parameters: too large to be held several times here")
+    dataset = Images(size, num_train=8, num_eval=6)
+    num_layers = len(trace(model).layers)
+    starts = [num_layers // 5, num_layers // 2, num_layers - 3]
+    setup = mode_setup(model, mode, starts, dataset=dataset)
+    assert_scores_are_the_weights(trained(setup, num_minibatches), model)
+
+
+def test_they_are_all_here() -> None:
+    assert len(NAMES) >= 80
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_those_of_the_weights_in_plain_torch(name: str, mode: str) -> None:
+    check(name, mode)
