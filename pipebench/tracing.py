@@ -4,6 +4,7 @@ torch.fx records what happens to the values that flow through a model. Everythin
 it is traced, and would be frozen or lost: what would change the result by that is refused here, with its line.
 """
 
+import dis
 import inspect
 import linecache
 import random
@@ -11,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,10 +77,24 @@ def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[st
 
 
 class _Value(fx.Proxy):
-    """torch.fx's stand-in for a value, parts of which can be assigned to."""
+    """torch.fx's stand-in for a value, parts of which can be assigned to, and about which anything can be asserted."""
+
+    def __bool__(self) -> bool:
+        # An assertion holds, or the model's first forward would have failed; what it checks is no part of the result.
+        return _is_in_an_assertion(sys._getframe(1)) or super().__bool__()
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.tracer.create_proxy("call_function", set_item, (self, index, item), {})
+
+
+def _is_in_an_assertion(frame: FrameType) -> bool:
+    """Return whether a frame is about to decide if an assertion holds."""
+    if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert "):
+        return True
+    to_come = (step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti)
+    decisive = (s.opname for s in to_come if s.opname not in ("TO_BOOL", "NOT_TAKEN", "CACHE", "EXTENDED_ARG"))
+    jump, then = next(decisive, ""), next(decisive, "")
+    return jump.endswith("IF_TRUE") and then in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
 
 
 def set_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:

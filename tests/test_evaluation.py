@@ -285,8 +285,10 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, length, width] to the same."""
         n, length, width = x.size()
-        parts = self.qkv(self.before(x)).split(width, dim=2)
-        query, key, value = (part.view(n, length, self.heads, width // self.heads).transpose(1, 2) for part in parts)
+        query, key, value = self.qkv(self.before(x)).split(width, dim=2)
+        query = query.view(n, length, self.heads, width // self.heads).transpose(1, 2)
+        key = key.view(n, length, self.heads, width // self.heads).transpose(1, 2)
+        value = value.view(n, length, self.heads, width // self.heads).transpose(1, 2)
         if self.flash:
             p = self.p if self.training else 0.0
             y = functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
@@ -314,7 +316,9 @@ class Decoder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] float64 to [n, 12] scores."""
         ids = (x.abs() * 4).long().clamp(max=11)
-        x = self.drop(self.table(ids) + self.place(torch.arange(6, device=ids.device)))
+        _, length = ids.size()
+        assert length <= self.place.num_embeddings, f"can't read {length} tokens"
+        x = self.drop(self.table(ids) + self.place(torch.arange(0, length, device=ids.device)))
         for block in self.blocks:
             x = block(x)
         output: torch.Tensor = self.head(self.norm(x))[:, -1, :]

@@ -180,6 +180,23 @@ def test_parts_that_are_assigned_to_are_cut_anywhere() -> None:
     assert len(losses) == 1
 
 
+def asserts(net: Net, x: torch.Tensor) -> torch.Tensor:
+    n, width = x.shape
+    assert width == 6
+    assert (
+        width
+        == 6
+    ), f"{n} samples"  # fmt: skip
+    assert n > 0 and width == 6  # noqa: PT018 (as people write it)
+    return x
+
+
+def test_assertions_about_values_hold_while_tracing() -> None:
+    graph = trace(Net(asserts))
+    assert "b" not in [layer.name for layer in graph.layers]
+    check_traced(graph, Blobs())
+
+
 class Masked(nn.Module):
     """Takes a mask that nobody gives, and what nobody may leave out."""
 
