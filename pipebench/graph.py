@@ -280,8 +280,7 @@ def overwritten_buffer(root: nn.Module, node: fx.Node) -> str | None:
 
 def _draws(module: nn.Module) -> bool:
     fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
-    says_so = bool(getattr(module, "random_layer", False))
-    return isinstance(module, _RANDOM_MODULES) or fused or says_so or not is_torchs_own(module)
+    return isinstance(module, _RANDOM_MODULES) or fused or not is_torchs_own(module)
 
 
 def _read_overwritten_values_from_their_writer(module: nn.Module, graph: fx.Graph) -> None:

@@ -185,7 +185,7 @@ class Block(nn.Module):
 class Noise(nn.Module):
     """Draws without any module of torch's own."""
 
-    one_layer = random_layer = True
+    one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [n, 6] to [n, 6]."""

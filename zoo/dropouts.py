@@ -12,7 +12,6 @@ class VariationalDropout(nn.Module):
     """Dropout that drops the same features at every step of a sample; also called locked dropout."""
 
     one_layer = True
-    random_layer = True
 
     def __init__(self, p: float) -> None:
         """Make the layer.
@@ -41,7 +40,6 @@ class WordDropoutEmbedding(nn.Embedding):
     """
 
     one_layer = True
-    random_layer = True
 
     def __init__(self, num_embeddings: int, embedding_dim: int, p: float = 0.0) -> None:
         """Make the layer.

@@ -21,7 +21,6 @@ class CarriedLSTM(nn.Module):
     """
 
     one_layer = True
-    random_layer = True
 
     def __init__(self, input_size: int, hidden_size: int, weight_drop: float = 0.0) -> None:
         """Make the layer.

@@ -1,11 +1,9 @@
 """The zoo's registry: models and datasets by name. Nothing here knows pipebench.
 
-A model is an ordinary `nn.Module`. Three attributes of its modules tell an engine what it couldn't see by itself; it
+A model is an ordinary `nn.Module`. Two attributes of its modules tell an engine what it couldn't see by itself; it
 reads them with `getattr`, so that nothing needs to be inherited:
 
 - `one_layer = True` (class): the module is one layer, not cut inside.
-- `random_layer = True` (class): it draws random numbers from the default generator while training; an engine seeds
-  that generator before every call.
 - `carried_state` (instance; starts as None): what the module carries from one minibatch to the next, a pytree of
   detached tensors. `forward` reads it, None meaning from the start, and replaces it while training and evaluating
   alike; an engine keeps one for every stream of samples. Such a module is one layer too.
