@@ -14,14 +14,17 @@ nox.options.error_on_external_run = True
 nox.options.error_on_missing_interpreters = True
 
 SHARED = Path(".nox") / "shared"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Some tests start processes of their own, which are many even for two: so no more than four at once. A file stays whole,
+# since tests of one file share what is slow to make.
+ON_ALL_CORES = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
 
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run the tests; needs no GPU and no network. Arguments go to pytest."""
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    command = [python_with_pipebench(session), "-m", "pytest", "--durations=15", *session.posargs]
-    session.run(*command, env=one_thread, external=True)
+    command = [python_with_pipebench(session), "-m", "pytest", *ON_ALL_CORES, "--durations=15", *session.posargs]
+    session.run(*command, env=ONE_THREAD, external=True)
 
 
 @nox.session
@@ -32,7 +35,7 @@ def oldest(session: nox.Session) -> None:
     session.run("uv", "pip", "install", "--quiet", *lowest)
     if higher := above_lowest(str(session.run("uv", "pip", "freeze", silent=True))):
         session.error(f"other requirements allow no lowest version of {', '.join(higher)}: raise it in pyproject.toml")
-    session.run("python", "-m", "pytest", "--durations=15", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "pytest", *ON_ALL_CORES, "--durations=15", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -43,7 +46,7 @@ def matrix(session: nox.Session) -> None:
     """
     modules = ["tests/distributed/matrix.py", "tests/classifiers.py"]  # pytest finds no tests there unless told to
     command = [python_with_pipebench(session), "-m", "pytest", *modules, "--durations=5", *session.posargs]
-    session.run(*command, env={"OMP_NUM_THREADS": "1"}, external=True)
+    session.run(*command, env=ONE_THREAD, external=True)
 
 
 @nox.session

@@ -135,10 +135,11 @@ def comparison_markdown(results: Sequence[RunResult]) -> str:
 
 def notes(results: Sequence[RunResult]) -> list[str]:
     """Return what to know of some runs' numbers: a line per note, with the names of all runs that have it."""
+    short = _short_names([each.name for part in groups(results) for each in part.entries])
     names: dict[str, list[str]] = {}
-    for result in results:
-        for fact, note in result.notes.items():
-            names.setdefault(f"{fact}: {note}", []).append(result.name)
+    for entry in (entry for group in groups(results) for entry in group.entries):
+        for fact, note in (item for run in entry.runs for item in run.notes.items()):
+            names.setdefault(f"{fact}: {note}", []).append(short[entry.name])
     return [f"{', '.join(dict.fromkeys(who))}: {note}" for note, who in names.items()]
 
 

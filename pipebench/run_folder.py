@@ -102,6 +102,7 @@ class RunFolder:
         """
         from pipebench.recipe.load import load
 
+        self.read_bytes(_RECIPE)
         loaded = load(str(self.recipe_path), overrides)
         folders = dict.fromkeys((*map(Path, self.read().code_folders), *loaded.folders))
         return replace(loaded, folders=tuple(folders))

@@ -176,6 +176,7 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     engine: Any = DistributedEngine.__new__(DistributedEngine)
     loss = UnitLoss(cast("torch.Tensor", LossOnAGpu()), 3, 2.0)
     engine.worker = SimpleNamespace(forward=lambda unit: loss)
+    engine._pace = SimpleNamespace(step=lambda: None)
     engine._on_loss = lambda *told: None
     engine._origin_s, engine._latest_loss, engine._num_losses = 0.0, math.nan, 0
     for unit in range(replica, 3 * 120, 3):

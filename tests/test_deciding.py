@@ -14,7 +14,7 @@ from pipebench import runner
 from pipebench.cli import cli
 from pipebench.deciding import decided_apart
 from pipebench.decision import Decided
-from pipebench.errors import PlanError, ProfileError, WorkersFailedError
+from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
 from pipebench.prepare import prepare
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
@@ -31,10 +31,10 @@ cluster: {name: cluster-a}
 parallelism: {mode: single}
 """
 MODEL = """\
-import os, signal, sys
+import os, signal
 
 def exits():
-    sys.exit(7)
+    os._exit(7)
 
 def killed():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +144,6 @@ def test_a_mistake_comes_back_as_the_same_sentence(words: list[str], kind: type[
     [
         ("exits", "ended with exit code 7"),
         ("killed", "was ended by SIGKILL; the system sends SIGKILL when memory runs out, unless somebody did"),
-        ("raises", "ended with exit code 1"),
     ],
 )
 def test_an_end_without_an_answer_is_told_once(
@@ -158,7 +157,13 @@ def test_an_end_without_an_answer_is_told_once(
     assert [line for line in lines if line.startswith("pipebench:")] == [
         f"pipebench: error: the process that measures the profile {said}"
     ]
-    assert ("RuntimeError: a mistake inside" in lines) == (how == "raises")
+
+
+@pytest.mark.usefixtures("here")
+def test_what_the_user_s_code_raises_comes_back_as_the_user_s(here: Path) -> None:
+    (here / "ending.yaml").write_text(ENDING.replace("HOW", "raises"))
+    with pytest.raises(UserCodeError, match=r"RuntimeError: a mistake inside \(.*ending.py:10, in raises\)"):
+        decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda done, total: None)
 
 
 @pytest.mark.usefixtures("here")

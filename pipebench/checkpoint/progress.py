@@ -5,7 +5,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipebench.checkpoint.state import CheckpointError
-from pipebench.json_rules import JsonError, Rule, by_name, count, finite, list_of, number, record, row_of, text, wrong
+from pipebench.json_rules import (
+    JsonError,
+    Rule,
+    by_name,
+    count,
+    finite,
+    flag,
+    list_of,
+    number,
+    record,
+    row_of,
+    text,
+    wrong,
+)
 from pipebench.schedule.instructions import Op
 
 
@@ -107,7 +120,15 @@ _COUNTED: Mapping[str, Rule] = {
 }
 # What engines count: one process for all workers on the virtual clock, or one of a worker's own.
 _VIRTUAL = record({**_COUNTED, "busy_s": _amount, "stall_s": finite, "evaluation_s": _amount})
-_MEASURED = record({**_COUNTED, "meter": record({"training": _TOTALS, "evaluation": _TOTALS})})
+_METER = record({"training": _TOTALS, "evaluation": _TOTALS, "times_transfers": flag})
+
+
+def _meter(value: Any, where: str) -> None:
+    """Check what a worker's meter has kept; the first ones timed all transfers, and didn't say so."""
+    _METER({"times_transfers": True, **value} if isinstance(value, dict) else value, where)
+
+
+_MEASURED = record({**_COUNTED, "meter": _meter})
 
 
 def _facts(value: Any, where: str) -> None:
