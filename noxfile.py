@@ -15,8 +15,8 @@ nox.options.error_on_missing_interpreters = True
 
 SHARED = Path(".nox") / "shared"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Some tests start processes of their own, which are many even for two: so no more than four at once. A file stays whole,
-# since tests of one file share what is slow to make.
+# Some tests start processes of their own, which are many even for two: so no more than four at once. A file stays
+# whole, since tests of one file share what is slow to make.
 ON_ALL_CORES = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
 
 
