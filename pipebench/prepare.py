@@ -248,7 +248,7 @@ def profiled(
         profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     decides = kept is None and (trains or recipe.engine.kind == DISTRIBUTED)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
-        check_traced(graph, dataset)
+        check_traced(graph, dataset, sizes)
     return Profiled(dataset, graph, device, profile)
 
 

@@ -4,9 +4,10 @@ torch.fx records operations. What else a forward does can get lost without a wor
 function, numbers from a generator of the model's own, a decision that depends on what came before. It shows here.
 """
 
+import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipebench.errors import GraphError
 from pipebench.graph import LayerGraph, forget_states
 from zoo.registry import Dataset
 
+_LOG = logging.getLogger("pipebench.trace_check")
 _SAMPLES = 2  # one alone would be refused by BatchNorm behind a global pool
 # Of the largest number in a tensor. The same operations in the same order: there mostly is no difference at all.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -26,18 +28,32 @@ _LOW_PRECISION = 5e-2
 _Found = dict[str, torch.Tensor]  # by a name that can stand in a sentence
 
 
-def check_traced(graph: LayerGraph, dataset: Dataset) -> None:
+def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ()) -> None:
     """Compare a layer graph with its model: outputs, gradients and buffers, in training and in evaluation.
 
     Args:
         graph: in both modes, with weights on the CPU; nothing of it has changed afterwards.
         dataset: its first samples are used; the data must be there.
+        sizes: numbers of samples that travel, for models that take no two.
 
     Raises:
         GraphError: they differ: what would be trained isn't the model.
+        Exception: whatever the model, or the loss, raises for all these numbers of samples.
     """
+    *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
+    for count in first:
+        try:
+            return _compare(graph, dataset, count)
+        except GraphError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            _LOG.debug("%d samples are no minibatch for it: %s", count, error)
+    return _compare(graph, dataset, last)
+
+
+def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
     model = graph.model
-    fetched = dataset.fetch("train", range(min(_SAMPLES, dataset.num_train)), [*dataset.inputs, *dataset.targets])
+    fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
     targets = {name: fetched[name] for name in dataset.targets}
 
     def whole(fields: Mapping[str, torch.Tensor]) -> Any:

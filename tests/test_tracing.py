@@ -168,6 +168,19 @@ def test_comparing_leaves_everything_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def pairs_only(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return net.b(x.view(2, 2, 6)).view(4, 6)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_takes_one_number_of_samples_is_compared_at_that() -> None:
+    graph = trace(Net(pairs_only))
+    with pytest.raises(RuntimeError, match="shape"):
+        check_traced(graph, Blobs())
+    check_traced(graph, Blobs(), [4])
+    with pytest.raises(GraphError, match="another than"):
+        check_traced(trace(Net(lambda net, x: hooked(net, pairs_only(net, x)))), Blobs(), [4])
+
+
 def test_parts_that_are_assigned_to_are_cut_anywhere() -> None:
     layers = trace(Net(honest)).layers
     assert [layer.kind for layer in layers if layer.kind == "set_item"] == ["set_item"] * 2
