@@ -347,11 +347,11 @@ def test_a_decoder_whose_embedding_is_its_head() -> None:
 
 
 OF_TORCHVISION = (
-    "alexnet", "squeezenet1_1", "mobilenet_v3_small", "regnet_y_400mf", "swin_t", "vit_b_16", "shufflenet_v2_x0_5",
-    "efficientnet_b0", "googlenet", "mnasnet0_5", "resnet18", "densenet121", "convnext_tiny",
+    "squeezenet1_1", "mobilenet_v3_small", "regnet_y_400mf", "swin_t", "shufflenet_v2_x0_5", "efficientnet_b0",
+    "googlenet", "mnasnet0_5", "resnet18",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mode"), [*zip(OF_TORCHVISION, itertools.cycle(MODES), strict=False)])
-def test_a_classifier_of_each_family_of_torchvision(name: str, mode: str) -> None:
+def test_a_classifier_of_most_families_of_torchvision(name: str, mode: str) -> None:
     check(name, mode, num_minibatches=1)

@@ -207,7 +207,7 @@ def _switch_inplace_off_at_heads(module: fx.GraphModule) -> None:
 
     Autograd refuses to overwrite a leaf (P28), and the sender, a recomputation or the dataset may still need it.
     """
-    for node in module.graph.nodes:
+    for node in list(module.graph.nodes):
         if is_inplace(module, node) and node.args and _is_stage_input(node.args[0]):
             _out_of_place(module, node)
     module.recompile()
@@ -225,14 +225,21 @@ def _is_stage_input(node: Any) -> bool:
 
 
 def _out_of_place(module: fx.GraphModule, node: fx.Node) -> None:
+    """Let a layer leave its input as it is: by its own form for that, or by working on a copy where it has none."""
+    name = str(getattr(node.target, "__name__", node.target))
     if node.op == "call_module":
         module.get_submodule(str(node.target)).inplace = False  # type: ignore[assignment]
-    elif node.op == "call_method":
-        node.target = str(node.target).rstrip("_")
+    elif node.op == "call_method" and hasattr(torch.Tensor, name.rstrip("_")):
+        node.target = name.rstrip("_")
     elif node.target is set_item:
         node.target = with_item
     elif "inplace" in node.kwargs:
         node.kwargs = {**node.kwargs, "inplace": False}
-    else:
-        name = str(getattr(node.target, "__name__", ""))
-        node.target = getattr(operator, name[1:]) if hasattr(operator, name) else getattr(torch, name.rstrip("_"))
+    elif hasattr(operator, name):
+        node.target = getattr(operator, name[1:])
+    elif node.op == "call_function" and hasattr(torch, name.rstrip("_")):
+        node.target = getattr(torch, name.rstrip("_"))
+    else:  # random numbers into a tensor that is there, say
+        with node.graph.inserting_before(node):
+            copied = node.graph.call_method("clone", (node.args[0],))
+        node.args = (copied, *node.args[1:])

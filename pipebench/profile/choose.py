@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import zoo
 from pipebench.cluster import Cluster
 from pipebench.device import torch_settings
 from pipebench.errors import ProfileError
@@ -251,12 +252,12 @@ def _own_hash() -> str:
 
 def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
     """Return a hash of the files that make the model and the data set: edited code is profiled anew."""
-    names = {name for name in list(sys.modules) if name.split(".")[0] == "zoo"}
-    names |= {importlib.import_module(target.split(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
+    names = {importlib.import_module(target.split(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
     # A layer's class may come from anywhere; torch's are known by its version.
     classes = (type(module).__module__ for module in graph.root.modules())
-    names |= {name for name in classes if name.split(".")[0] != "torch"}
-    return hashlib.sha256("".join(_source(name) for name in sorted(names)).encode()).hexdigest()
+    names |= {name for name in classes if name.split(".")[0] not in ("torch", "zoo")}
+    sources = [file.read_text() for file in sorted(Path(zoo.__file__).parent.glob("*.py"))]
+    return hashlib.sha256("".join([*sources, *map(_source, sorted(names))]).encode()).hexdigest()
 
 
 def _source(module: str) -> str:

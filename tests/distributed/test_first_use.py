@@ -137,7 +137,7 @@ def test_a_rehearsal_leaves_no_trace_when_the_clock_starts(three: Processes, nam
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", ["gpipe", "pipedream, depth 4", "dp, parameters of three types", "clipped"])
 def test_tensors_may_travel_beside_their_messages(two: Processes, name: str) -> None:
     """0.1.0: their messages had room for them all the same: 822 MB of pinned memory for VGG-16 at 64 samples."""
     found = two.run("tests.distributed.first_use:directly", TWO[name])
@@ -145,7 +145,7 @@ def test_tensors_may_travel_beside_their_messages(two: Processes, name: str) -> 
     assert max(size for _, size in found) <= HEADER_BYTES + _ROOM_FOR_TEXT
 
 
-@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("name", ["2-1", "1-2"])
 def test_tensors_of_three_processes_may_travel_beside_their_messages(three: Processes, name: str) -> None:
     found = three.run("tests.distributed.first_use:directly", THREE[name])
     compare([outcome for outcome, _ in found], virtually(THREE[name]), 0.0)

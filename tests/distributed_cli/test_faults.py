@@ -113,9 +113,8 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     assert about["status"] == "FINISHED"
     wanted = {"engine": "distributed", "mode": "pipedream", "clock": "wall", "resumes": "1", "outcome": "completed"}
     assert about["tags"].items() >= wanted.items()
-    assert {"worker_0/compute_s", "worker_1/compute_s", "checkpoint_time_s", "comm_bytes_per_sample"} <= record[
-        "metrics"
-    ].keys()
+    assert {"checkpoint_time_s", "comm_bytes_per_sample"} <= record["metrics"].keys()
+    assert [worker["compute_s"] > 0 for worker in result["workers"]] == [True, True]
     # Costs of a V100 say nothing about this machine.
     assert not any("predict" in name for name in record["metrics"])
 
