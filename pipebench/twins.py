@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import fx
 
+_MADE = "_tensor_constant"  # how torch.fx names tensors that are made in forward, with a number: each time another one
+
 
 def twins(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:
     """Return for every layer of the evaluation its position in the training's list, or None where training has none.
@@ -29,5 +31,6 @@ def twins(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[i
 
 def _what(node: fx.Node) -> tuple[Any, ...]:
     """Return what a layer is, so that it can be found again: what it calls, and on which of the model's tensors."""
-    tensors = tuple(str(read.target) for read in node.all_input_nodes if read.op == "get_attr")
+    names = (str(read.target) for read in node.all_input_nodes if read.op == "get_attr")
+    tensors = tuple("" if name.startswith(_MADE) else name for name in names)
     return node.op, node.target, tensors

@@ -237,6 +237,26 @@ def test_layers_that_share_a_buffer_stay_together() -> None:
         make_plan(graph, [users[1]], [1, 1])
 
 
+class Constant(nn.Module):
+    """Makes a tensor in forward, which torch.fx names anew each time it traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        output: torch.Tensor = self.c(self.a(x) * torch.arange(6, dtype=torch.float64))
+        return output
+
+
+def test_tensors_made_in_forward_are_no_difference() -> None:
+    model = made(Constant)
+    assert trace(model).evaluated.twins == (0, 1, 2)
+    assert not [name for name in model.__dict__ if name.startswith("_tensor_constant")]
+    assert_scores_are_the_weights(trained(mode_setup(made(Constant), "pipedream", [1])), made(Constant))
+
+
 class EvaluatesBackwards(nn.Module):
     """Runs its layers in another order when it evaluates."""
 
