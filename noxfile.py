@@ -16,8 +16,8 @@ nox.options.error_on_missing_interpreters = True
 SHARED = Path(".nox") / "shared"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Some tests start processes of their own, which are many even for two: so no more than four at once. A file stays
-# whole, since tests of one file share what is slow to make.
-ON_ALL_CORES = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
+# whole, since tests of one file share what is slow to make; files come in order, which has the slowest early.
+ON_ALL_CORES = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder")
 
 
 @nox.session(venv_backend="none")
@@ -42,8 +42,10 @@ def oldest(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Compare processes with the virtual engine, and scores with plain torch, for every model in every mode.
 
-    `tests` does a part of it. Arguments go to pytest.
+    `tests` does a part of it. The slow tests, which it leaves out, come first. Arguments go to pytest.
     """
+    slow = [python_with_pipebench(session), "-m", "pytest", "-m", "slow", *session.posargs]
+    session.run(*slow, env=ONE_THREAD, external=True, success_codes=[0, 5])  # 5: the arguments choose none of them
     modules = ["tests/distributed/matrix.py", "tests/classifiers.py"]  # pytest finds no tests there unless told to
     command = [python_with_pipebench(session), "-m", "pytest", *modules, "--durations=5", *session.posargs]
     session.run(*command, env=ONE_THREAD, external=True)

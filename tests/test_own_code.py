@@ -369,6 +369,7 @@ def test_the_example_runs_from_anywhere(tmp_path: Path, monkeypatch: pytest.Monk
         assert f"own-{name}: reached certainty 0.9" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_example_in_processes_and_resumed_has_the_virtual_engine_s_weights(tmp_path: Path) -> None:
     words = [
         *(str(EXAMPLE / "own-pipedream.yaml"), "parallelism.plan=1-1", "dataset.num_train=200", "train.target=null"),

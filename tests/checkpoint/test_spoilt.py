@@ -381,6 +381,7 @@ def test_a_spoilt_decision_is_refused_in_one_sentence(decisions: dict[str, dict[
     assert DECISIONS[way][1] in line
 
 
+@pytest.mark.slow
 def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(in_processes: Path, room: Path, tmp_path: Path) -> None:
     """First there is one before it, then none."""
     folder = tmp_path / "copy"

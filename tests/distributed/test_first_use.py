@@ -108,6 +108,7 @@ def test_groups_that_connect_at_their_first_all_reduce_hang_nobody(
     compare(found, virtually(case), 0.0)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_changes_no_bit_of_two_processes(two: Processes) -> None:
     """Weights, statistics, losses, scores, bytes and versions are those of the virtual engine, which has none."""
     zoo = [ZooCase("vgg16", "dp", 2), ZooCase("awd_lm", "pipedream-flush", 2), ZooCase("gnmt8", "pipedream", 2)]
@@ -145,6 +146,7 @@ def test_tensors_may_travel_beside_their_messages(two: Processes, name: str) -> 
     assert max(size for _, size in found) <= HEADER_BYTES + _ROOM_FOR_TEXT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2-1", "1-2"])
 def test_tensors_of_three_processes_may_travel_beside_their_messages(three: Processes, name: str) -> None:
     found = three.run("tests.distributed.first_use:directly", THREE[name])

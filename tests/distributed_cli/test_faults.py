@@ -119,6 +119,7 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     assert not any("predict" in name for name in record["metrics"])
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_in_the_same_run_folder(virtual: Path, tmp_path: Path) -> None:
     with UnderTorchrun(tmp_path, IN_PROCESSES) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
