@@ -51,6 +51,7 @@ def test_two_processes(two: Processes, case: ZooCase) -> None:
     check(two, [case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", THREE, ids=str)
 def test_three_processes(three: Processes, case: ZooCase) -> None:
     check(three, [case])
