@@ -162,7 +162,7 @@ def forget_states(root: nn.Module) -> None:
 
 
 def is_torchs_own(module: nn.Module) -> bool:
-    """Return whether torch wrote a module's class: what it does to random numbers and buffers is known then."""
+    """Return whether torch wrote a module's class: whether it draws is known then."""
     return type(module).__module__.split(".")[0] == "torch"
 
 
