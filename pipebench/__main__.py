@@ -1,6 +1,6 @@
 """`python -m pipebench` is `pipebench`."""
 
-from pipebench.cli import main
+from pipebench.cli.main import main
 
 if __name__ == "__main__":
     main()

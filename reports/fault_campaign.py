@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pipebench import __version__
-from pipebench.exporting import export
+from pipebench.run.export import export
 from reports.planned_models import table
 from reports.watched_run import WatchedRun, recorded, tear
 
@@ -353,7 +353,7 @@ def _curves(metrics: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
 
 
 def _started_at_s(folder: Path) -> float:
-    from pipebench.run_folder import RunFolder
+    from pipebench.run.folder import RunFolder
 
     return RunFolder(folder).read().started_at_s or time.time()
 

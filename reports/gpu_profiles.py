@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 from pipebench.errors import Fault, ProfileError, RecipeError
-from pipebench.graph import LayerGraph, trace
-from pipebench.prepare import initial_model
+from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile import DEVICES, DeviceSpec, Profile, analytic_profile, measured_profile
-from pipebench.profile_report import print_profile
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.options import make_dataset
+from pipebench.show.profile_report import print_profile
+from pipebench.train.prepare import initial_model
 from zoo.registry import Dataset
 
 # The models, and what makes each of them narrow enough for a test; every layer stays.

@@ -13,12 +13,12 @@ from pathlib import Path
 import yaml
 
 from pipebench.cluster import Cluster
-from pipebench.prepare import profiled
 from pipebench.profile.choose import load_profile
 from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.schema import Recipe
+from pipebench.train.prepare import profiled
 from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "published" / "pipedream_sosp19.yaml"

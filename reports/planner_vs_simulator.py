@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
-from pipebench.modes import MODES
-from pipebench.network import Network
 from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, Stage, plan_flat
@@ -20,8 +18,10 @@ from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchica
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Planned, Request
 from pipebench.planner.predict import Course, arranged, course_of
+from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import programs
-from pipebench.simulate import Simulation
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import Simulation
 from reports.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
 
 NUM_WORKERS = 16

@@ -19,16 +19,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipebench.device import environment, torch_settings
 from pipebench.formats import num_bytes, seconds
-from pipebench.prepare import Prepared, prepare
-from pipebench.progress import Silent
+from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.options import make_dataset
-from pipebench.result import RunResult
-from pipebench.simulated import simulate_epoch
-from pipebench.training import on_virtual_clock, train_to_target
+from pipebench.show.progress import Silent
+from pipebench.train.loop import on_virtual_clock, train_to_target
+from pipebench.train.prepare import Prepared, prepare
+from pipebench.train.result import RunResult
+from pipebench.train.simulated import simulate_epoch
 from reports.planned_models import table
 from zoo.captions import Captions
 from zoo.language import Text

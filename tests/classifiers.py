@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from tests.evaluations import MODES, Images, assert_scores_are_the_weights, mode_setup, trained
 
 # As small as they take them; and what a model has to be told of that.

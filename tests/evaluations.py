@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.timeline import EVALUATION
+from pipebench.simulate.timeline import EVALUATION
 from tests.support import Blobs, make_engine, make_setup
 
 # Every order of work, weight policy and kind of plan, as columns of the table of modes.

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipebench.result import REACHED, RunResult
+from pipebench.train.result import REACHED, RunResult
 
 DP = RunResult(
     name="quickstart-dp",

@@ -11,21 +11,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipebench.cli import cli
-from pipebench.engine.distributed import DistributedEngine
+from pipebench.cli.main import cli
+from pipebench.distributed.engine import DistributedEngine
 from pipebench.engine.worker import UnitLoss
 from pipebench.errors import Fault, ProfileError
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from pipebench.planner.planner import Planner
-from pipebench.prepare import plan_request, prepare
 from pipebench.profile import DEVICES, Profile, analytic_profile, measure
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.schedule.drawing import draw_cells
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline, chain
-from pipebench.timeline import ALL_REDUCE
+from pipebench.simulate.drawing import draw_cells
+from pipebench.simulate.timeline import ALL_REDUCE
 from pipebench.tracking.run_log import _one_line
+from pipebench.train.prepare import plan_request, prepare
 from tests.models import SkipNet
 from tests.recipe.conftest import VALID
 from tests.support import Blobs, make_engine, make_setup, unit_profile

@@ -10,10 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipebench.cli import cli
-from pipebench.modes import MODES
-from pipebench.schedule.drawing import draw
+from pipebench.cli.main import cli
+from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import Pipeline, chain, noam
+from pipebench.simulate.drawing import draw
 from zoo import DATASETS, MODELS
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pipebench.device import torch_settings
 from pipebench.engine.setup import Setup
+from pipebench.model.device import torch_settings
+from pipebench.model.sampling import Streams
 from pipebench.recipe.schema import EngineRecipe
-from pipebench.sampling import Streams
 from tests.engine.test_recurrent import Recurrent
 from tests.models import ConvNet
 from tests.support import Blobs, make_engine, make_setup, parameters_of

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.device import torch_settings
-from pipebench.engine import channel
-from pipebench.engine.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed import channel
+from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.nccl import shares
+from pipebench.distributed.transport import _pair
+from pipebench.distributed.world import World
 from pipebench.engine.pace import Pace
-from pipebench.engine.transport import _pair
-from pipebench.nccl import shares
+from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
-from pipebench.world import World
 from tests.distributed.cases import Case, Outcome, distributed
 from tests.distributed.test_equality import THREE, TWO, check
 from tests.distributed.test_first_use import WAITING

@@ -15,9 +15,9 @@ from pipebench.checkpoint.optimizers import FreshStates
 from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.tensors import Form, check_form, has_nan, kind_of
-from pipebench.graph import LayerGraph, carries_state, forget_states, run_node
+from pipebench.model.graph import LayerGraph, carries_state, forget_states, run_node
+from pipebench.model.sampling import microbatch_sizes
 from pipebench.profile.shapes import without_data
-from pipebench.sampling import microbatch_sizes
 
 if TYPE_CHECKING:
     from pipebench.engine.setup import Setup

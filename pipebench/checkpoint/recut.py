@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.state import CheckpointError
-from pipebench.sampling import microbatch_sizes
+from pipebench.model.sampling import microbatch_sizes
 
 
 def carried_states(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipebench.graph import LayerGraph
-from pipebench.sampling import microbatch_sizes
+from pipebench.model.graph import LayerGraph
+from pipebench.model.sampling import microbatch_sizes
 
 if TYPE_CHECKING:
     from pipebench.engine.setup import Setup

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pipebench.checkpoint import files
+from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.json_rules import JsonError, by_name, count, list_of, record, shown, text
 

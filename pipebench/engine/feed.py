@@ -14,8 +14,8 @@ from torch.utils import data
 from pipebench.engine.replica import Place
 from pipebench.engine.setup import Setup
 from pipebench.errors import UserCodeError
-from pipebench.sampling import microbatch_sizes, mix, name_hash
-from pipebench.users_code import as_users
+from pipebench.model.sampling import microbatch_sizes, mix, name_hash
+from pipebench.recipe.users_code import as_users
 from zoo.registry import Dataset
 
 _AHEAD = 2  # minibatches that every loader process has ready

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from pipebench.checkpoint.recut import carried_states
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
-from pipebench.engine.stage import Stage
 from pipebench.engine.weights import MakeOptimizer, Version, Weights
-from pipebench.sampling import name_hash
+from pipebench.model.sampling import name_hash
+from pipebench.model.stage import Stage
 
 Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
 LossFunction = Callable[[Any], torch.Tensor]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from pipebench.cluster import Cluster
-from pipebench.costs import Costs
 from pipebench.engine.weights import MakeOptimizer
-from pipebench.evaluation import Evaluation
-from pipebench.graph import LayerGraph
-from pipebench.plan import Plan
-from pipebench.sampling import Sampler
+from pipebench.model.evaluation import Evaluation
+from pipebench.model.graph import LayerGraph
+from pipebench.model.plan import Plan
+from pipebench.model.sampling import Sampler
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.costs import Costs
 from zoo.registry import Dataset
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.state import ModelState
-from pipebench.costs import Costs
+from pipebench.distributed.meter import Measured
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.replica import Replica
@@ -24,13 +24,13 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, training_feed
-from pipebench.measured import Measured
-from pipebench.meter import Meter, fractions
-from pipebench.network import Network
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline, forward_programs
-from pipebench.simulate import Event, Simulation
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
+from pipebench.simulate.costs import Costs
+from pipebench.simulate.meter import Meter, fractions
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
 
 _LOG = logging.getLogger("pipebench.engine")
 

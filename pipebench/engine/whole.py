@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pipebench.checkpoint.share import own_names
+from pipebench.distributed.launch_join import peers
+from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
-from pipebench.launch_join import peers
-from pipebench.world import World
 
 
 class WholeModel:

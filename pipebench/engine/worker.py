@@ -14,9 +14,9 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.replica import LossFunction, OnGradient, Replica, Values
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight
-from pipebench.engine.stage import cut_stage
 from pipebench.engine.structure import CrossingError, flatten
-from pipebench.modes import NONE, VERTICAL_SYNC
+from pipebench.model.stage import cut_stage
+from pipebench.schedule.modes import NONE, VERTICAL_SYNC
 
 Gradients = dict[int, list[torch.Tensor]]  # layer index to the gradients of its output's tensors
 

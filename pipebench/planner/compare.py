@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 from pipebench.errors import PlanError
-from pipebench.modes import MODES
 from pipebench.planner.flat import FlatProblem
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Planned, Request
 from pipebench.planner.shapes import plan_chunks, plan_equal_width
 from pipebench.planner.states import States
+from pipebench.schedule.modes import MODES
 
 Tell = Callable[[int, int, str], None]
 

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster, Level
-from pipebench.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
 from pipebench.errors import PlanError, choice
 from pipebench.planner.states import Floats, States
+from pipebench.simulate.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
 
 # On average half of the last bucket is complete only when the backward is over.
 LAST_BUCKET_BYTES = BUCKET_BYTES / 2

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipebench.cluster import Cluster
-from pipebench.modes import ONE_F_ONE_B
 from pipebench.planner.cost_models import Block, CostModel, Work
 from pipebench.planner.flat import Stage
 from pipebench.planner.placement import LONGEST_CYCLE, spanned, stage_level
+from pipebench.schedule.modes import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain
 
 

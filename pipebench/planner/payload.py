@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pipebench.plan import Rows, make_plan
+from pipebench.model.plan import Rows, make_plan
 from pipebench.profile.model import LayerProfile
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
 
 def payload(

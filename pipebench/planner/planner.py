@@ -17,8 +17,6 @@ from functools import cached_property, partial
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
-from pipebench.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC
-from pipebench.plan_text import streams_problem
 from pipebench.planner.cost_models import Work
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, Stage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
@@ -33,6 +31,8 @@ from pipebench.planner.seating import seatings
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile
+from pipebench.schedule.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC
+from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.pipeline import noam
 
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.

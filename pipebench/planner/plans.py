@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from pipebench.cluster import Cluster
-from pipebench.modes import Mode
 from pipebench.planner.cost_models import CostModel
 from pipebench.profile.model import Profile
+from pipebench.schedule.modes import Mode
 
 
 @dataclass(frozen=True)

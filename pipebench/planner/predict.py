@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
-from pipebench.costs import Costs, stage_costs
-from pipebench.modes import Mode
-from pipebench.plan import Plan, Rows, make_plan
+from pipebench.model.plan import Plan, Rows, make_plan
+from pipebench.model.sampling import Sampler
 from pipebench.planner.cost_models import CostModel
 from pipebench.planner.flat import Stage
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.sampling import Sampler
+from pipebench.schedule.modes import Mode
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
-from pipebench.steady import simulate_segment
+from pipebench.simulate.costs import Costs, stage_costs
+from pipebench.simulate.steady import simulate_segment
 
 _FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
 

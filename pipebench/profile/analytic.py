@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from pipebench.errors import ProfileError
-from pipebench.graph import LayerGraph
-from pipebench.optimizer import state_bytes_per_byte
+from pipebench.model.graph import LayerGraph
+from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.profile.devices import DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.model import LayerProfile, Profile

@@ -18,9 +18,9 @@ from torch import nn
 
 import zoo
 from pipebench.cluster import Cluster
-from pipebench.device import torch_settings
 from pipebench.errors import ProfileError
-from pipebench.graph import LayerGraph
+from pipebench.model.device import torch_settings
+from pipebench.model.graph import LayerGraph
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached
 from pipebench.profile.devices import DEVICES, find_device, local_device_name

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipebench.device import torch_settings
-from pipebench.graph import LayerGraph
-from pipebench.optimizer import make_optimizer, state_bytes_per_byte
+from pipebench.model.device import torch_settings
+from pipebench.model.graph import LayerGraph
+from pipebench.model.optimizer import make_optimizer, state_bytes_per_byte
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import Clock, Reading, idle_backward_s, walk

@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from pipebench.errors import ProfileError
-from pipebench.graph import LayerGraph, forget_states, run_node
+from pipebench.model.graph import LayerGraph, forget_states, run_node
 from zoo.registry import Dataset
 
 

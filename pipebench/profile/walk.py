@@ -17,9 +17,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
-from pipebench.graph import Layer, LayerGraph, attribute, bind_node, forget_states, is_inplace, run_node
+from pipebench.model.graph import Layer, LayerGraph, attribute, bind_node, forget_states, is_inplace, run_node
 from pipebench.profile.model import LayerProfile
-from pipebench.users_code import told
+from pipebench.recipe.users_code import told
 from zoo.registry import Dataset
 
 LOSS = "loss"

@@ -15,8 +15,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
-from pipebench.modes import AUTO, MODES, ONE
-from pipebench.plan_text import parse_plan
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.leaves import (
     ARGUMENTS,
@@ -35,6 +33,8 @@ from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.validate import UNUSABLE, Draft, check
 from pipebench.recipe.yaml_file import read_mapping
+from pipebench.schedule.modes import AUTO, MODES, ONE
+from pipebench.schedule.notation import parse_plan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pipebench.errors import UserCodeError, nearest
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
 from pipebench.recipe.targets import import_target
 from pipebench.recipe.typecheck import checkable, in_words, problem_with
-from pipebench.users_code import users_code
+from pipebench.recipe.users_code import users_code
 
 RESERVED = ("name", "target", "leaves")
 # Keys of a named optimizer or schedule that a target takes too, where they are given.

@@ -7,7 +7,7 @@ from typing import Any
 from pipebench.errors import UserCodeError
 from pipebench.recipe.options import OF_PAIRS, target_options
 from pipebench.recipe.targets import import_target, target_in
-from pipebench.users_code import users_code
+from pipebench.recipe.users_code import users_code
 from zoo.plain import LOSSES, METRICS, Measure, Metric, Plain, seeded
 from zoo.registry import Dataset
 

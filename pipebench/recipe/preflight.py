@@ -9,7 +9,7 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.options import given_arguments, make_dataset, options, target_options, target_problems
 from pipebench.recipe.targets import import_target, targets_of
-from pipebench.users_code import users_code
+from pipebench.recipe.users_code import users_code
 
 _WORDS = ("auto", "measured", "analytic")
 

@@ -6,14 +6,14 @@ from dataclasses import fields
 from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
-from pipebench.modes import ALL_FORWARDS, AUTO, MODES, ONE, ORDERS, WEIGHT_POLICIES
-from pipebench.plan_text import parse_plan
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.leaves import ARGUMENTS, TARGETED
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
 from pipebench.recipe.validate import CHOICES, UNUSABLE, Draft, Problems, rule
+from pipebench.schedule.modes import ALL_FORWARDS, AUTO, MODES, ONE, ORDERS, WEIGHT_POLICIES
+from pipebench.schedule.notation import parse_plan
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _TIMINGS = ("auto", "measured", "analytic")

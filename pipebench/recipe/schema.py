@@ -122,7 +122,7 @@ class ParallelismRecipe:
     """The parallelism mode, and the columns of the table of modes where they differ from the mode's own.
 
     Attributes:
-        mode: a row of `pipebench/modes.py`, or `auto`: the one that the planner predicts to be fastest.
+        mode: a row of `pipebench/schedule/modes.py`, or `auto`: the one that the planner predicts to be fastest.
         plan: `auto` (the planner's), `straight`, or replicas per stage the papers' way: `15-1`, `2-1-1`, `16`.
         cuts: first layer of every stage but the first; null cuts where the cost model says.
         cost_model: what the planner minimises: `overlap`, `sosp19` or `artifact`.

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from pipebench.errors import UserCodeError, nearest
-from pipebench.users_code import users_code
+from pipebench.recipe.users_code import users_code
 
 TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 ALLOWED = "package.module:function"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipebench.errors import choice
-from pipebench.modes import AUTO, MODES, ORDERS, WEIGHT_POLICIES
 from pipebench.recipe.leaves import Key, Leaves
 from pipebench.recipe.typecheck import shown
+from pipebench.schedule.modes import AUTO, MODES, ORDERS, WEIGHT_POLICIES
 
 UNUSABLE: Final = object()
 Problems = Iterator[tuple[str, str]]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipebench.modes import ALL_FORWARDS
 from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.modes import ALL_FORWARDS
 from pipebench.schedule.short_group import short_group_orders
 
 

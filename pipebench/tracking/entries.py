@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
-from pipebench.result import DIVERGED, INTERRUPTED, RunResult
 from pipebench.tracking.store import MAX_TAG_CHARS, Row
+from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 

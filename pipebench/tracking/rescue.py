@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
-from pipebench.result import Point, RunResult
+from pipebench.train.result import Point, RunResult
 
 RESULTS_FOLDER = "pipebench-results"
 _POINTS = "points.jsonl"

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipebench.errors import printable
-from pipebench.result import Point, RunResult
 from pipebench.tracking.entries import (
     DESCRIPTION,
     Artifact,
@@ -36,6 +35,7 @@ from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, de
 from pipebench.tracking.summary import summarise_curves
 from pipebench.tracking.system import SystemMetrics
 from pipebench.tracking.view import run_address
+from pipebench.train.result import Point, RunResult
 
 __all__ = ["RunLog", "Status", "Tracking"]
 

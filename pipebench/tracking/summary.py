@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from pipebench.result import REACHED, SEED_METRICS, Point, RunResult
+from pipebench.train.result import REACHED, SEED_METRICS, Point, RunResult
 
 # Of which a group of seeds gets the median, under the same name: its row then stands beside single runs.
 MEDIAN_METRICS = (*SEED_METRICS, "comm_bytes_per_sample", "peak_memory_bytes_max", "bubble_fraction")

@@ -15,17 +15,17 @@ from torch import nn
 from torch.nn import functional
 
 from pipebench.cluster import Cluster, Level
-from pipebench.costs import Costs, StageCosts
-from pipebench.device import torch_settings
 from pipebench.engine.setup import Setup
-from pipebench.engine.stage import Stage, cut_stage
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.network import Network
-from pipebench.plan import make_plan
+from pipebench.model.device import torch_settings
+from pipebench.model.plan import make_plan
+from pipebench.model.stage import Stage, cut_stage
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.schedule.pipeline import Pipeline, chain, programs
-from pipebench.simulate import Simulation
-from pipebench.steady import simulate_segment
+from pipebench.simulate.costs import Costs, StageCosts
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import Simulation
+from pipebench.simulate.steady import simulate_segment
 from tests.bench.pairs import NUM_PAIRS, Ratio, compare
 from tests.bench.planning import planning_tables
 from tests.support import make_engine, make_setup

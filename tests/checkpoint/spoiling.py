@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from pipebench.checkpoint.store import MANIFEST, Checkpoints, _hash_of
-from pipebench.cli import cli
+from pipebench.cli.main import cli
 
 RECIPE = """\
 name: small

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from pipebench.checkpoint.share import share_of
-from pipebench.cli import cli
-from pipebench.prepare import initial_model
+from pipebench.cli.main import cli
 from pipebench.recipe.load import LoadedRecipe, load
-from pipebench.run_folder import RunFolder, create
+from pipebench.run.folder import RunFolder, create
+from pipebench.train.prepare import initial_model
 from tests.models import ConvNet, Tied
 from tests.support import Blobs, make_engine, make_setup
 

@@ -14,7 +14,7 @@ from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from tests.checkpoint.support import captured, restored
 from tests.engine.test_streams import LanguageModel, text_setup
 from tests.models import ConvNet, Tied

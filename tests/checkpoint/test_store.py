@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pipebench.checkpoint import files
+from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import MANIFEST, Checkpoints, Part
 from tests.patience import PATIENCE_S

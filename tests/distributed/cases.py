@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipebench.engine.control import Control
-from pipebench.engine.distributed import DistributedEngine
+from pipebench.distributed.control import Control
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.graph import trace
-from pipebench.modes import ONE, STASH, VERTICAL_SYNC
-from pipebench.network import Network
-from pipebench.optimizer import make_optimizer
+from pipebench.model.graph import trace
+from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.world import World
+from pipebench.schedule.modes import ONE, STASH, VERTICAL_SYNC
+from pipebench.simulate.network import Network
 from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 

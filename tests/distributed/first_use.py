@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.engine import channel, distributed, reducer, rehearsal, together
+from pipebench.distributed import channel, reducer, rehearsal
+from pipebench.distributed import collectives as together
+from pipebench.distributed import engine as distributed
+from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
-from pipebench.world import World
 from tests.distributed.cases import Case, Outcome, in_processes, small_setup
 from tests.distributed.zoo_cases import ZooCase
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch lists it nowhere
 
-from pipebench.engine import channel
-from pipebench.engine.control import STOP_KEY, Control
-from pipebench.engine.distributed import DistributedEngine
-from pipebench.engine.message import HEADER_BYTES, read_header
+from pipebench.distributed import channel
+from pipebench.distributed.control import STOP_KEY, Control
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.message import HEADER_BYTES, read_header
+from pipebench.distributed.world import PeerLostError, World
 from pipebench.engine.setup import Setup
-from pipebench.sampling import InOrder
-from pipebench.world import PeerLostError, World
+from pipebench.model.sampling import InOrder
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
 from tests.patience import PATIENCE_S
 from tests.support import Blobs, make_setup

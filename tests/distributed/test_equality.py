@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
+from tests.model.test_optimizer import OPTIMIZERS
 from tests.processes import Processes
 from tests.support import flat_cluster
-from tests.test_optimizer import OPTIMIZERS
 
 TWO = {
     "single-stage dp": Case("conv", (), (2,), {"weights": "one", "depth": 1}),

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipebench.engine.channel import _ROOM_FOR_TEXT
-from pipebench.engine.message import HEADER_BYTES
+from pipebench.distributed.channel import _ROOM_FOR_TEXT
+from pipebench.distributed.message import HEADER_BYTES
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam, programs
 from tests.distributed import zoo_cases

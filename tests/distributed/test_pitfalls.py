@@ -20,7 +20,7 @@
 - P17 (a buffer as a leaf): `test_a_received_value_is_a_fresh_leaf_each_time`
 - P18 (receives too early): two are posted, in program order, on a channel of one direction:
   `test_receives_stand_ready_*`
-- P19 (two ranks, one GPU): `nccl.takes`: only where it is new enough and told to (`tests/test_nccl.py`)
+- P19 (two ranks, one GPU): `nccl.takes`: only where it is new enough and told to (`tests/distributed/test_nccl.py`)
 - P20 (leaving the groups): `World.close`, once; `Processes` asserts that all processes end cleanly
 - P21 (fewer microbatches than stages): minibatches with fewer samples than microbatches: `gpipe, recompute`, random
   plans

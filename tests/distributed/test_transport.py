@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from pipebench.engine.message import HEADER_BYTES
-from pipebench.graph import trace
-from pipebench.plan import Plan, make_plan
-from pipebench.timeline import BUFFERS, EVALUATION
+from pipebench.distributed.message import HEADER_BYTES
+from pipebench.model.graph import trace
+from pipebench.model.plan import Plan, make_plan
+from pipebench.simulate.timeline import BUFFERS, EVALUATION
 from tests.distributed.cases import Case, compare, on_virtual_engine, small_setup, virtually
 from tests.distributed.scenarios import _SIZES, huge_setup, rows_setup
 from tests.models import SkipNet

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
-from pipebench.prepare import prepare
+from pipebench.model.sampling import InOrder
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.sampling import InOrder
-from pipebench.world import World
+from pipebench.train.prepare import prepare
 from tests.distributed.cases import Outcome, in_processes, on_virtual_engine
 
 # What makes each model tiny: it still has every kind of layer.

@@ -15,8 +15,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from pipebench.cli import cli
-from pipebench.exporting import export
+from pipebench.cli.main import cli
+from pipebench.run.export import export
 from reports.watched_run import WatchedRun, recorded
 from tests.patience import PATIENCE_S
 

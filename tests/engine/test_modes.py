@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
-from pipebench.graph import trace
-from pipebench.sampling import Sampler
-from pipebench.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
+from pipebench.model.graph import trace
+from pipebench.model.sampling import Sampler
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
 from tests.models import ConvNet, RandomNet, SkipNet
 from tests.oracles import sequential
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of

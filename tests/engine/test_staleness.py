@@ -10,7 +10,7 @@ from torch.nn import functional
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.engine.weights import MakeOptimizer
 from pipebench.schedule.instructions import Op
-from pipebench.simulate import Event
+from pipebench.simulate.simulation import Event
 from tests.oracles import staleness
 from tests.support import Blobs, Mlp, make_engine, make_setup
 

@@ -9,7 +9,7 @@ import torch
 from pipebench.engine.gate import StopRequest, grain
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.network import Network
+from pipebench.simulate.network import Network
 from tests.checkpoint.support import captured, restored
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.engine.test_streams import text_setup

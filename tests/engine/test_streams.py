@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.sampling import Streams
+from pipebench.model.sampling import Streams
 from tests.support import make_engine, make_setup, parameters_of
 from zoo.registry import Dataset
 

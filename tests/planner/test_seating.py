@@ -12,10 +12,10 @@ from pipebench.planner.placement import along
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Planned, Request
 from pipebench.planner.seating import seatings
-from pipebench.prepare import prepare
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
+from pipebench.train.prepare import prepare
 
 MB = 10**6
 

@@ -14,7 +14,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from pipebench.profile import DEVICES, DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED, Efficiencies
 from pipebench.profile.model import LayerProfile

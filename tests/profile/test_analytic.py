@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipebench.errors import ProfileError
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from pipebench.profile import analytic_profile, find_device
 from pipebench.profile.devices import DEVICES, DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED

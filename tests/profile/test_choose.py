@@ -12,7 +12,7 @@ from torch import nn
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import ProfileError
-from pipebench.graph import LayerGraph, trace
+from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile import (
     DEVICES,
     LayerProfile,

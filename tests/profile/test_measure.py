@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipebench.errors import ProfileError
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from pipebench.profile import Profile, measure, measured_profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from tests.support import Blobs

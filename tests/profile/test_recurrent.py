@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.recurrent import AsOnGpu

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipebench.errors import ProfileError
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.walk import Reading, walk
 from tests.support import Blobs

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipebench.cli import cli
+from pipebench.cli.main import cli
 from tests.recipe.conftest import VALID
 
 FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))

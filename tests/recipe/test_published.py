@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from pipebench.cluster import Cluster
-from pipebench.plan_text import format_plan
 from pipebench.recipe.catalog import recipe_names
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
+from pipebench.schedule.notation import format_plan
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "pipedream_sosp19.yaml"
 FOLDERS = {

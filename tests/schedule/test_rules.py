@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipebench.errors import ScheduleError
-from pipebench.schedule.drawing import draw_cells
 from pipebench.schedule.instructions import Instruction, Op, parse, render
 from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam, programs
+from pipebench.simulate.drawing import draw_cells
 
 
 @st.composite
@@ -98,7 +98,7 @@ def test_every_send_meets_one_receive(pipeline: Pipeline, num_minibatches: int) 
 
 @pytest.mark.parametrize("removed", [Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.BACKWARD])
 def test_a_missing_instruction_is_a_deadlock_that_says_who_waits(removed: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipebench.schedule import drawing
+    from pipebench.simulate import drawing
 
     def without(pipeline: Pipeline, n: int) -> list[object]:
         whole = [list(program) for program in programs(pipeline, n)]

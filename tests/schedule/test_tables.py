@@ -5,8 +5,8 @@ import pathlib
 import pytest
 import yaml
 
-from pipebench.schedule.drawing import draw, draw_cells
 from pipebench.schedule.pipeline import Pipeline, chain, noam
+from pipebench.simulate.drawing import draw, draw_cells
 
 PUBLISHED = pathlib.Path(__file__).parents[3] / "shared" / "published" / "pipeline_theory.yaml"
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pipebench.result import REACHED, Point, RunResult
 from pipebench.tracking import RunLog, default_uri
+from pipebench.train.result import REACHED, Point, RunResult
 
 RESULT = RunResult(
     name="pipedream",

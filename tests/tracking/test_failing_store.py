@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pipebench.errors import UserError
-from pipebench.result import RunResult
 from pipebench.tracking import Tracking, require_writable
 from pipebench.tracking.store import Row, Store
+from pipebench.train.result import RunResult
 from tests.patience import PATIENCE_S
 from tests.tracking.records import RESULT, fetch, rescued
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from pipebench.errors import UserError
-from pipebench.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.tracking import (
     RunLog,
     Tracking,
@@ -27,6 +26,7 @@ from pipebench.tracking.entries import description
 from pipebench.tracking.store import Store
 from pipebench.tracking.ui import choose_port, newest_experiments
 from pipebench.tracking.view import VIEW_TAG, run_address, runs_address
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from tests.tracking.records import RESULT, fetch, history
 
 

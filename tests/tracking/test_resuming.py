@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipebench.result import REACHED, RunResult
 from pipebench.tracking import RunLog, Tracking, default_uri
 from pipebench.tracking.store import Store
+from pipebench.train.result import REACHED, RunResult
 from tests.tracking.records import RESULT, fetch, history, rescued
 
 

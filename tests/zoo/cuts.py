@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipebench.engine.replica import Place, Replica
-from pipebench.engine.stage import cut_stage
 from pipebench.errors import PlanError
-from pipebench.graph import LayerGraph, trace
-from pipebench.plan import Plan, make_plan
+from pipebench.model.graph import LayerGraph, trace
+from pipebench.model.plan import Plan, make_plan
+from pipebench.model.stage import cut_stage
 from zoo.registry import Dataset
 
 Fields = dict[str, torch.Tensor]

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import zoo
-from pipebench.graph import trace
+from pipebench.model.graph import trace
+from pipebench.model.sampling import Streams
 from pipebench.profile import DEVICES
 from pipebench.profile.analytic import analytic_profile
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.sampling import Streams
 from tests.support import make_engine, make_setup, parameters_of
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.texts import PANGRAM, Letters

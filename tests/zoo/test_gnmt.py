@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zoo
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from pipebench.profile import DEVICES
 from pipebench.profile.analytic import analytic_profile
 from pipebench.recipe.schema import OptimizerRecipe

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipebench.sampling import Streams
+from pipebench.model.sampling import Streams
 from tests.zoo.texts import PANGRAM, Letters
 from zoo.language import encode, most_frequent
 from zoo.registry import Dataset

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zoo
-from pipebench.graph import trace
+from pipebench.model.graph import trace
 from tests.zoo.cuts import check_every_cut
 from zoo.moving_digits import moving_digits
 from zoo.s2vt import S2VT, s2vt

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from pipebench.device import torch_settings
-from pipebench.launch_join import serve
+from pipebench.distributed.launch_join import serve
+from pipebench.distributed.world import join
+from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
-from pipebench.world import join
 
 _LOOPBACK = "127.0.0.1"
 _ENVIRONMENT = {

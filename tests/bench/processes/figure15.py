@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipebench.cluster import Cluster, Level
-from pipebench.costs import NO_HOST_COSTS, HostCosts
 from pipebench.profile.model import Profile
-from pipebench.steady import simulate_segment
+from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
+from pipebench.simulate.steady import simulate_segment
 from tests.bench.processes import crew
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.subject import Case, Subject, cut_at, make_setup

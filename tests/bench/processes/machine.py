@@ -12,13 +12,13 @@ import torch
 from torch import distributed
 
 from pipebench.cluster import Cluster, Level
-from pipebench.costs import HostCosts
-from pipebench.profile.host import host_costs
+from pipebench.distributed.host import host_costs
+from pipebench.distributed.world import current
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.together import mean_profile
 from pipebench.recipe.schema import EngineRecipe
-from pipebench.world import current
+from pipebench.simulate.costs import HostCosts
 from tests.bench.processes import crew
 from tests.bench.processes.subject import OPTIMIZER, Subject
 from zoo.mnist5k import mnist5k

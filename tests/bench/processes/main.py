@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipebench.launch import HEAP
-from pipebench.steady import simulate_segment
+from pipebench.distributed.launch import HEAP
+from pipebench.simulate.steady import simulate_segment
 from tests.bench.pairs import Ratio
 from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
 from tests.bench.processes.duel import Duel

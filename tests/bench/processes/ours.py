@@ -4,9 +4,9 @@ from collections import Counter
 
 import torch
 
-from pipebench.engine.distributed import DistributedEngine
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.world import current
 from pipebench.engine.setup import Setup
-from pipebench.world import current
 
 
 class Ours:

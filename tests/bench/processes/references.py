@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from pipebench.engine.stage import cut_stage
+from pipebench.model.stage import cut_stage
 from tests.bench.processes.subject import Minibatches, Subject, sgd, straight
 
 GPIPE, ONE_F_ONE_B, DDP = "ScheduleGPipe", "Schedule1F1B", "DistributedDataParallel"

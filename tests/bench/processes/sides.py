@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 
 from pipebench.cluster import Cluster, Level
-from pipebench.costs import NO_HOST_COSTS, HostCosts
 from pipebench.profile.model import Profile
+from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, Pipelined
 from tests.bench.processes.subject import Case, Subject, make_setup

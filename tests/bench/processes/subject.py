@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 from pipebench.cluster import Cluster
-from pipebench.costs import NO_HOST_COSTS, HostCosts, stage_costs
 from pipebench.engine.setup import Setup
-from pipebench.evaluation import evaluation_of
-from pipebench.graph import LayerGraph, trace
-from pipebench.modes import MODES
-from pipebench.optimizer import make_optimizer
-from pipebench.plan import Plan, make_plan
+from pipebench.model.evaluation import evaluation_of
+from pipebench.model.graph import LayerGraph, trace
+from pipebench.model.optimizer import make_optimizer
+from pipebench.model.plan import Plan, make_plan
+from pipebench.model.sampling import InOrder, Sampler
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.sampling import InOrder, Sampler
+from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, stage_costs
 from zoo.mnist5k import Mnist5k, mnist5k
 from zoo.vgg import vgg16
 

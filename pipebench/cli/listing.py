@@ -1,0 +1,44 @@
+"""What a recipe can name, one line each: models, data sets, clusters, modes, cost models, recipes.
+
+Each kind is imported when it is asked for: models and data sets need torch, which takes seconds.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
+
+
+def lines(what: str, indent: str = "") -> Iterator[str]:
+    """Yield a line per thing of a kind: its name and what it is.
+
+    Args:
+        what: `models`, `datasets`, `clusters`, `modes`, `cost-models` or `recipes`.
+        indent: put before every line.
+    """
+    rows = _rows(what)
+    width = max((len(name) for name in rows), default=0)
+    for name, about in rows.items():
+        yield f"{indent}{name:<{width}}  {about}".rstrip()
+
+
+def _rows(what: str) -> dict[str, str]:
+    if what == "modes":
+        from pipebench.schedule.modes import MODES
+
+        return {name: mode.summary for name, mode in MODES.items()}
+    if what == "cost-models":
+        from pipebench.planner.cost_models import COST_MODELS
+
+        return {name: model.summary for name, model in COST_MODELS.items()}
+    if what == "clusters":
+        return {name: summary(find_cluster(name)) for name in cluster_names()}
+    if what == "recipes":
+        return {name: summary(recipes_folder() / f"{name}.yaml") for name in recipe_names()}
+    return {name: entry.summary for name, entry in _registry(what).items()}
+
+
+def _registry(what: str) -> Mapping[str, Any]:
+    import zoo  # imports torch
+
+    return {"models": zoo.MODELS, "datasets": zoo.DATASETS}[what]

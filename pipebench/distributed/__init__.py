@@ -1,0 +1,1 @@
+"""Workers in processes of their own: how they start, talk, agree, stall and fail."""

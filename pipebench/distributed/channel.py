@@ -1,0 +1,333 @@
+"""Channels: a one-way, ordered flow of messages between two workers, received ahead and sent in the background.
+
+A message goes into a buffer that the receiver posted before it was sent, so it travels while both sides compute. How
+large the posted buffers are follows from the messages before, by one rule that both ends apply: neither has to ask.
+
+Two workers that exchange activations and gradients have a channel for each, with a tag of its own: what one direction
+waits for never stands behind the other (P6, P10). A send returns at once and its buffer is its own until the message
+has left (P14). Gloo doesn't say when that is, unless one waits: every message tells how many the other way were taken,
+and so buffers are used again (P15). Every message is waited for before the process group ends (P4). Received tensors
+are copies: a buffer is never an autograd leaf (P17).
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.distributed.launch_join import peers
+from pipebench.distributed.message import (
+    HEADER_BYTES,
+    Header,
+    Layout,
+    Leaf,
+    aligned,
+    layout_of,
+    read_header,
+    write_header,
+)
+
+AHEAD = 2  # receives posted before they are waited for; more would only hold memory (P18)
+# Gloo's connection of two ranks is locked while bytes come in: posting the receive after next would wait for them, a
+# millisecond per megabyte. With as many connections, in turn, the one that is posted to is idle.
+LANES = AHEAD
+_ROOM_FOR_TEXT = 2048  # in the first buffers, for layouts in words
+
+
+@dataclass(frozen=True)
+class Link:
+    """How two workers reach each other.
+
+    Attributes:
+        peer: the other one's rank.
+        lanes: Gloo groups of all ranks that carry messages and nothing else, taken in turn.
+        tag: of this direction and kind of message, on that group.
+        direct: an NCCL group of the two, for the tensors; None if they travel inside the messages.
+        device: where values are, and where they are wanted.
+        clock: the run's clock, seconds.
+        idle: a stream of the GPU on which nothing ever runs, where `direct` is NCCL's; else None. It exists on a GPU
+            only; the tests make one up.
+    """
+
+    peer: int
+    lanes: Sequence[Any]
+    tag: int
+    direct: Any
+    device: torch.device
+    clock: Callable[[], float]
+    idle: Any = None
+
+    @property
+    def spill_tag(self) -> int:
+        """Tag of what was too large for the posted buffer."""
+        return self.tag + 1
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return a new buffer of bytes on the CPU; pinned where a GPU copies to or from it."""
+        is_copied = self.device.type == "cuda" and self.direct is None
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_copied)
+
+
+class _Capacity:
+    """The size of the buffer posted for the next message: that of the largest message so far.
+
+    The receiver posts message j's buffer when it has taken message j - AHEAD, so the sender leaves out the sizes of the
+    last AHEAD - 1 messages. Between segments the receiver knows more, and posts more, than the sender counts on.
+    """
+
+    def __init__(self, first_bytes: int, leave_out: int) -> None:
+        self._latest: deque[int] = deque([0] * leave_out)
+        self.now = HEADER_BYTES + _ROOM_FOR_TEXT + aligned(first_bytes)
+
+    def count(self, num_bytes: int) -> None:
+        """A message of that size was sent or taken."""
+        self._latest.append(num_bytes)
+        self.now = max(self.now, self._latest.popleft())
+
+
+@dataclass
+class _Buffer:
+    """Bytes of a message, with the tensors' places in it by layout."""
+
+    data: torch.Tensor
+    views: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+
+    def places(self, layout: Layout, number: int, start: int) -> list[torch.Tensor]:
+        """Return where the tensors of layout `number` are in a message whose tensors begin at `start`."""
+        found = self.views.get((number, start))
+        if found is None:
+            found = self.views[number, start] = layout.views(self.data[start:])
+        return found
+
+
+class Sender:
+    """The sending end.
+
+    Args:
+        link: where to.
+        first_bytes: size of the values that are expected.
+    """
+
+    def __init__(self, link: Link, first_bytes: int) -> None:
+        self._link = link
+        self._capacity = _Capacity(first_bytes, AHEAD - 1)
+        self._layouts: dict[Any, int] = {}
+        self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
+        self._num_left = 0
+        self._direct: deque[tuple[Any, torch.Tensor]] = deque()
+        self._free: list[_Buffer] = []
+        self._num_sent = 0
+
+    def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
+        """Hand over a message; return its payload in bytes.
+
+        Args:
+            unit: the unit whose values these are.
+            values: a pytree of tensors.
+            note: a number that travels along.
+            most_leaving: wait for earlier messages to leave where that many haven't; None never waits.
+            taken: how many messages were taken here of those that come the other way.
+
+        Raises:
+            PeerLostError: the receiver is gone.
+        """
+        while most_leaving is not None and len(self._leaving) >= most_leaving:
+            self._wait_for_first()
+        layout, tensors = layout_of(values)
+        number, text = self._numbered(layout)
+        body_bytes = 0 if self._link.direct is not None else layout.num_bytes
+        num_bytes = HEADER_BYTES + len(text) + body_bytes
+        spills = num_bytes > self._capacity.now
+        header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
+        self._capacity.count(num_bytes)
+        buffer = self._take(num_bytes)
+        write_header(buffer.data, header)
+        start = HEADER_BYTES + len(text)
+        if text:
+            buffer.data[HEADER_BYTES:start] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if body_bytes:
+            for place, tensor in zip(buffer.places(layout, number, start), tensors, strict=True):
+                place.copy_(tensor.detach())
+        cuts = [(0, HEADER_BYTES, self._link.tag), (HEADER_BYTES, num_bytes, self._link.spill_tag)]
+        pieces = cuts if spills else [(0, num_bytes, self._link.tag)]
+        lane = self._link.lanes[self._num_sent % len(self._link.lanes)]
+        self._num_sent += 1
+        with peers():
+            works = [dist.isend(buffer.data[a:b], self._link.peer, group=lane, tag=tag) for a, b, tag in pieces]
+            self._leaving.append((buffer, works))
+            self._send_directly(tensors)
+        return layout.payload_bytes
+
+    def taken(self, num_messages: int) -> None:
+        """Use the buffers of the first messages again: the receiver has taken so many.
+
+        Raises:
+            PeerLostError: the receiver is gone.
+        """
+        while self._num_left < num_messages:
+            self._wait_for_first()
+
+    def flush(self) -> None:
+        """Wait until every message has left."""
+        while self._leaving:
+            self._wait_for_first()
+        with peers():
+            while self._direct:
+                self._direct.popleft()[0].wait()
+
+    def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send tensors by NCCL, if that is how they travel; they are kept until the device has sent them."""
+        if self._link.direct is None:
+            return
+        while self._direct and self._direct[0][0].is_completed():
+            self._direct.popleft()
+        for tensor in tensors:
+            kept = tensor.detach().contiguous()
+            self._direct.append((dist.isend(kept, self._link.peer, group=self._link.direct), kept))
+
+    def _wait_for_first(self) -> None:
+        buffer, works = self._leaving.popleft()
+        with peers():
+            for work in works:
+                work.wait()
+        self._num_left += 1
+        self._free.append(buffer)
+
+    def _take(self, num_bytes: int) -> _Buffer:
+        while self._free:
+            buffer = self._free.pop()
+            if len(buffer.data) >= num_bytes:  # a smaller one has served its time
+                return buffer
+        return _Buffer(self._link.buffer(max(num_bytes, self._capacity.now)))
+
+    def _numbered(self, layout: Layout) -> tuple[int, bytes]:
+        """Return a layout's number, and the layout in words if the receiver doesn't know it."""
+        # 1, 1.0 and True are equal, and not the same.
+        others = tuple((type(leaf), leaf) for leaf in layout.leaves if not isinstance(leaf, Leaf))
+        key = (layout.structure, layout.leaves, others)
+        number = self._layouts.get(key)
+        if number is not None:
+            return number, b""
+        self._layouts[key] = number = len(self._layouts)
+        return number, layout.to_text()
+
+
+@dataclass(frozen=True)
+class Message:
+    """What was received.
+
+    Attributes:
+        values: as they were sent, on the receiver's device.
+        payload_bytes: of all tensors together.
+        sent_s: when they were handed over, on the run's clock.
+        arrived_s: when they were here: when the wait for them ended, or the moment they were asked for.
+        note: the number that travelled along.
+        taken: how many messages the sender has taken of those that go the other way.
+    """
+
+    values: Any
+    payload_bytes: int
+    sent_s: float
+    arrived_s: float
+    note: float
+    taken: int
+
+
+class Receiver:
+    """The receiving end; arguments as for `Sender`.
+
+    Attributes:
+        num_taken: messages received so far.
+    """
+
+    def __init__(self, link: Link, first_bytes: int) -> None:
+        self._link = link
+        self._capacity = _Capacity(first_bytes, 0)
+        self._layouts: list[Layout] = []
+        self._posted: deque[tuple[Any, _Buffer, Any]] = deque()
+        self._num_posted = 0
+        self.num_taken = 0
+        self._free: list[_Buffer] = []
+        self._unposted = 0
+
+    def expect(self, num_messages: int) -> None:
+        """Post buffers for messages that are going to come, now and as others are received."""
+        self._unposted += num_messages
+        while self._unposted > 0 and len(self._posted) < AHEAD:
+            self._post()
+
+    def receive(self, unit: int) -> Message:
+        """Wait for the next message, which must be about this unit.
+
+        Raises:
+            PeerLostError: the sender is gone.
+        """
+        work, buffer, lane = self._posted.popleft()
+        self._wait(work)
+        header = read_header(buffer.data)
+        if header.unit != unit:
+            raise AssertionError(
+                f"rank {self._link.peer} sent unit {header.unit} (tag {self._link.tag}) where unit {unit} was awaited"
+            )
+        if header.spilled:
+            buffer = self._spilled(header, lane)
+        arrived_s = self._link.clock()
+        start = HEADER_BYTES + header.text_bytes
+        if header.text_bytes:
+            self._layouts.append(Layout.from_text(buffer.data[HEADER_BYTES:start].numpy().tobytes()))
+        layout = self._layouts[header.layout]
+        if self._link.direct is None:
+            places = buffer.places(layout, header.layout, start)
+            tensors = [place.to(self._link.device, copy=True) for place in places]
+        else:
+            tensors = self._directly(layout)
+        self._free.append(buffer)
+        self._capacity.count(header.num_bytes)
+        self.expect(0)
+        self.num_taken += 1
+        values = layout.values(tensors)
+        return Message(values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+
+    def _wait(self, work: Any) -> None:
+        with peers():
+            work.wait()
+
+    def _spilled(self, header: Header, lane: Any) -> _Buffer:
+        """Receive the rest of a message that is larger than any before it."""
+        buffer = _Buffer(self._link.buffer(header.num_bytes))
+        with peers():
+            rest = buffer.data[HEADER_BYTES : header.num_bytes]
+            dist.recv(rest, self._link.peer, group=lane, tag=self._link.spill_tag)
+        return buffer
+
+    def _directly(self, layout: Layout) -> list[torch.Tensor]:
+        """Receive the tensors by NCCL; the wait is the device's, not the host's (P16).
+
+        NCCL begins to receive when the stream that is current has done what it was given before. Here that is one which
+        never has anything to do, so bytes come in while the GPU computes. What it computes from now on waits for them;
+        the memory, which belongs to the idle stream, is used again only after that, too.
+        """
+        link = self._link
+        with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):
+            tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=link.device) for leaf in layout.tensors]
+            works = [dist.irecv(tensor, link.peer, group=link.direct) for tensor in tensors]
+        for tensor, work in zip(tensors, works, strict=True):
+            self._wait(work)
+            if link.idle is not None:
+                tensor.record_stream(torch.cuda.current_stream(link.device))
+        return tensors
+
+    def _post(self) -> None:
+        num_bytes = self._capacity.now
+        self._free = [buffer for buffer in self._free if len(buffer.data) >= num_bytes]
+        buffer = self._free.pop() if self._free else _Buffer(self._link.buffer(num_bytes))
+        lane = self._link.lanes[self._num_posted % len(self._link.lanes)]
+        self._num_posted += 1
+        with peers():
+            work = dist.irecv(buffer.data[:num_bytes], self._link.peer, group=lane, tag=self._link.tag)
+        self._posted.append((work, buffer, lane))
+        self._unposted -= 1

@@ -1,0 +1,274 @@
+"""The threads beside a worker's training: they notice a stall, tell the others, and agree on where to stop.
+
+The training thread only writes down what it turns to. Everything that takes time, the store above all, is done by
+two threads: one talks to the store, the other, which needs nobody's answer, watches the training thread. So even a
+job whose launcher hangs still says which worker doesn't get on.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import NoReturn
+
+from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
+
+from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, Doing, describe, stall_report
+from pipebench.engine.gate import Gate, Position, grain
+from pipebench.errors import printable_lines
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.pipeline import Pipeline
+
+STOP_KEY = "pipebench/stop"  # the launcher sets it to a reason, too
+_HEARTBEAT_KEY, _POSITION_KEY = "pipebench/heartbeat", "pipebench/position"
+_LOG = logging.getLogger("pipebench.distributed.control")
+_AGREEING_S = 0.02  # all workers may be waiting for the agreement: ask often
+_SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # overdue after so many heartbeats, but a loaded host may take seconds
+_WATCH_S = 0.5
+_OWN_WORK = 10  # times the limit
+_FAILED = 3
+
+
+class Control:
+    """One worker's control threads.
+
+    Stop agreement: see `pipebench/engine/gate.py`. The key `pipebench/stop` holds the reason; the first one counts.
+    Every worker answers it with its position under a key of its own; whoever has read all positions knows the cut.
+    A stop is for good: after it, segments have no minibatches.
+
+    Args:
+        store: what all workers share, fresh in every attempt; cloned here, so that its connection isn't shared.
+        worker: this worker.
+        num_workers: all workers.
+        pipeline: the pipeline.
+        stall_limit_s: a worker longer than this at one instruction, or at other work with a name, ends the job.
+        multiple_of: segments end early at multiples of so many minibatches: at those of a text's streams, whose states
+            would otherwise be with other replicas than the next minibatches, under another plan at the latest.
+        on_stall: takes the report, in a control thread, and ends the process; by default after printing it.
+        on_orphan: ends the process when the store is gone, that is, when the launcher was killed.
+        heartbeat_s: how often workers tell each other what they are at.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        worker: int,
+        num_workers: int,
+        pipeline: Pipeline,
+        *,
+        stall_limit_s: float,
+        multiple_of: int = 1,
+        on_stall: Callable[[str], None] | None = None,
+        on_orphan: Callable[[], None] | None = None,
+        heartbeat_s: float = 0.5,
+    ) -> None:
+        self._store = store.clone()
+        # A launcher that sleeps (Ctrl-Z) is not gone: only a broken connection tells that.
+        self._store.set_timeout(timedelta(days=365))
+        self._worker, self._pipeline = worker, pipeline
+        self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
+        self._on_stall, self._on_orphan = on_stall or _print_and_exit, on_orphan or _exit
+        self._gate = Gate(math.lcm(grain(pipeline), multiple_of))
+        self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
+        self._heard: dict[int, tuple[bytes, float]] = {}  # a worker's last heartbeat, and when it was new here
+        self._started_s = self._listened_s = time.monotonic()
+        self._heartbeats = 0
+        self._heartbeat_keys = [f"{_HEARTBEAT_KEY}/{peer}" for peer in range(num_workers)]
+        self._position_keys = [f"{_POSITION_KEY}/{peer}" for peer in range(num_workers)]
+        self._request: str | None = None
+        self._answered = False
+        self._stop_reason: str | None = None
+        self._closed, self._wake = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=function, name=f"pipebench-{name}-{worker}", daemon=True)
+            for name, function in (("control", self._talk), ("watch", self._watch))
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._started_s = self._listened_s = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads; waits for them, but not long for one that waits for the store.
+
+        Every worker does so before a last barrier, if the store ends with one of them: else the others are orphans.
+        """
+        self._closed.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=2.0)
+
+    def at(self, instruction: Instruction | None, wait: str = "") -> None:
+        """Say what the training thread turns to; costs well under a microsecond.
+
+        Args:
+            instruction: what it executes; None for other work.
+            wait: the name of that work ("exchange", "barrier" are waits for all workers; "checkpoint", "evaluate" and
+                any other name are the worker's own), or of what the instruction belongs to if that isn't training: its
+                number is then a minibatch. None and no name: nothing that is watched.
+        """
+        self._place = (instruction, wait, time.monotonic())
+
+    def begin(self, segment: int, num_minibatches: int) -> None:
+        """Turn to a segment of training; all workers do so for the same segments, in ascending order."""
+        self._gate.begin(segment, num_minibatches)
+
+    def admit(self, minibatch: int) -> bool:
+        """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
+
+        To be asked before the first instruction of the minibatch on this worker, and, on a replica without a unit in
+        the last round, before it joins that round: `gate.admitted_program` does it. Waits while a stop is being
+        agreed on.
+        """
+        if self._gate.is_undecided(minibatch):
+            place = self._place
+            self.at(None, ADMIT)
+            try:
+                return self._gate.admit(minibatch)
+            finally:
+                self.at(*place[:2])
+        return self._gate.admit(minibatch)
+
+    @property
+    def limit(self) -> int:
+        """Minibatches of this segment that will run; final once `admit` said no or all minibatches have begun."""
+        return self._gate.limit
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run stops, once that is agreed on; it may be known here a moment before or after it is elsewhere."""
+        return self._stop_reason
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers to stop at the same minibatch; from any thread. The first reason in the store counts."""
+        if (
+            self._request is None
+        ):  # a signal handler may call this in the middle of itself: it must not take a lock twice
+            self._request = reason
+            self._wake.set()
+
+    def _talk(self) -> None:
+        try:
+            beat_s = 0.0
+            while not self._closed.is_set():
+                self._wake.clear()
+                if time.monotonic() >= beat_s:
+                    beat_s = time.monotonic() + self._heartbeat_s
+                    self._tell()
+                    self._listen()
+                self._agree()
+                agreeing = self._answered and self._stop_reason is None
+                self._wake.wait(min(_AGREEING_S, self._heartbeat_s) if agreeing else self._heartbeat_s)
+        except RuntimeError as error:
+            if not self._closed.is_set():
+                _LOG.debug("the store is gone: %s", error)
+                self._on_orphan()
+
+    def _tell(self) -> None:
+        self._heartbeats += 1
+        beat = {"count": self._heartbeats, **asdict(self._doing())}
+        self._store.set(self._heartbeat_keys[self._worker], json.dumps(beat))
+
+    def _listen(self) -> None:
+        if len(self._heard) < len(self._heartbeat_keys):
+            peers = [peer for peer, key in enumerate(self._heartbeat_keys) if self._store.check([key])]
+        else:
+            peers = list(self._heard)
+        beats = self._store.multi_get([self._heartbeat_keys[peer] for peer in peers])
+        self._listened_s = time.monotonic()
+        for peer, beat in zip(peers, beats, strict=True):
+            if peer not in self._heard or self._heard[peer][0] != beat:
+                self._heard[peer] = (beat, self._listened_s)
+
+    def _agree(self) -> None:
+        """Go one step on towards the cut, without waiting for anybody."""
+        if self._stop_reason is not None:
+            return
+        if self._request is not None and not self._answered:
+            self._store.compare_set(STOP_KEY, "", self._request)
+        if not self._answered and self._store.check([STOP_KEY]):
+            reason = self._store.get(STOP_KEY).decode()
+            self._store.set(self._position_keys[self._worker], json.dumps([*self._gate.close(), reason]))
+            self._answered = True
+        if self._answered and self._store.check(self._position_keys):
+            answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
+            # The launcher's `set` may replace a worker's reason after some have read it: all take worker 0's word.
+            self._stop_reason = answers[0][2]
+            self._gate.settle(max(Position(segment, bound) for segment, bound, _ in answers))
+
+    def _watch(self) -> None:
+        """Add up how long the training thread is at one place; time in which this process slept doesn't count."""
+        period_s = min(_WATCH_S, self._stall_limit_s / 10)
+        place, place_s, before_s = self._place, 0.0, time.monotonic()
+        while not self._closed.wait(period_s):
+            now_s = time.monotonic()
+            if self._place is not place:
+                place = self._place
+                place_s = min(now_s - place[2], 4 * period_s)
+            else:
+                place_s += min(now_s - before_s, 4 * period_s)
+            before_s = now_s
+            if (place[0] is not None or place[1]) and place_s > self._limit_s(place) and not self._has_reason(place):
+                self._on_stall(self._report())
+                return
+
+    def _limit_s(self, place: tuple[Instruction | None, str, float]) -> float:
+        """Return how long one may be at something: writing a checkpoint or a search take longer than instructions."""
+        is_own_work = place[0] is None and place[1] not in (ADMIT, EXCHANGE, BARRIER)
+        return self._stall_limit_s * (_OWN_WORK if is_own_work else 1)
+
+    def _has_reason(self, place: tuple[Instruction | None, str, float]) -> bool:
+        """Return whether this worker waits for one that says it works, which watches itself."""
+        if place[0] is not None or place[1] not in (EXCHANGE, BARRIER):
+            return False
+        now_s = time.monotonic()
+        recent = [json.loads(beat) for beat, heard_s in self._heard.values() if now_s - heard_s < _SILENT_S]
+        return any(beat["text"] and not beat["waits"] for beat in recent)
+
+    def _doing(self) -> Doing:
+        instruction, work, since_s = self._place
+        gate, elapsed_s = self._gate, time.monotonic() - since_s
+        return describe(self._pipeline, self._worker, instruction, work, gate.num_minibatches, elapsed_s)
+
+    def _report(self) -> str:
+        """Return who holds the job up. Ages end where this worker last listened: what it didn't hear is no silence."""
+        now_s, listened_s = time.monotonic(), self._listened_s
+        overdue_s = max(_SILENT_HEARTBEATS * self._heartbeat_s, min(_SILENT_S, self._stall_limit_s / 2))
+        doings, silent_s = {self._worker: self._doing()}, dict[int, float]()
+        heard = dict(self._heard)
+        for peer in range(len(self._heartbeat_keys)):
+            beat, heard_s = heard.get(peer, (None, self._started_s))
+            if peer == self._worker:
+                continue
+            if beat is not None:
+                said = json.loads(beat)
+                del said["count"]
+                doings[peer] = Doing(**said | {"since_s": said["since_s"] + listened_s - heard_s})
+            if listened_s - heard_s > overdue_s:
+                silent_s[peer] = listened_s - heard_s
+        notes = [f"the launcher's store has not answered for {now_s - listened_s:.0f} s"]
+        return stall_report(
+            self._pipeline, doings, silent_s, self._stall_limit_s, segment=self._gate.segment,
+            notes=notes if now_s - listened_s > overdue_s else (),
+        )  # fmt: skip
+
+
+def _print_and_exit(report: str) -> NoReturn:
+    with contextlib.suppress(OSError):
+        sys.stderr.write("\n".join(printable_lines(f"pipebench: error: {report}")) + "\n")
+        sys.stderr.flush()
+    os._exit(_FAILED)
+
+
+def _exit() -> NoReturn:
+    os._exit(_FAILED)

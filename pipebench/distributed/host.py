@@ -1,0 +1,118 @@
+"""What communication takes of the processors that compute, measured by all processes of a run at once.
+
+Sockets are served by the processor: copies, system calls, Gloo's own threads. A loop of plain work is timed with
+messages, or an all-reduce, beside it and without: the difference is the cost, wherever it arises.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.launch_join import leave, peers
+from pipebench.distributed.world import World
+from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
+
+_SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
+_ITERATIONS, _REPEATS = 8, 7
+_WORK_S = 8e-3  # of one iteration: longer than a large message travels over loopback
+_TAG = 64
+_MOST_LEAVING = 4  # messages, so that buffers are used again
+
+
+def host_costs(world: World) -> HostCosts:
+    """Measure; all processes call it. Nothing is measured where there is one process, or where GPUs compute.
+
+    Raises:
+        PeerLostError: a process is gone.
+    """
+    if world.size == 1 or world.device.type != "cpu":
+        return NO_HOST_COSTS
+    work = _work()
+    groups = [world.new_group("gloo") for _ in range(2 * LANES + 1)]
+    small_s = _beside(world, work, _messages(world, groups[:LANES], _SMALL_BYTES))
+    large_s = _beside(world, work, _messages(world, groups[LANES:-1], _LARGE_BYTES))
+    ring_s = _beside(world, work, _all_reduces(groups[-1]))
+    world.barrier()
+    leave(groups)
+    per_byte_s = max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
+    sent_bytes = _RING_BYTES * 2 * (world.size - 1) / world.size
+    # An iteration sends a message and takes one: two ends.
+    return HostCosts(max(0.0, small_s - per_byte_s * _SMALL_BYTES) / 2, per_byte_s / 2, ring_s / sent_bytes)
+
+
+def _work() -> Callable[[], None]:
+    """Return a piece of work of about `_WORK_S`."""
+    matrix, result = torch.ones(192, 192), torch.empty(192, 192)
+
+    def some(times: int) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=result)
+
+    some(20)
+    started = time.perf_counter()
+    some(200)
+    times = max(1, round(_WORK_S / (time.perf_counter() - started) * 200))
+    return lambda: some(times)
+
+
+_Pass = tuple[Callable[[], None], Callable[[], None]]  # what begins an iteration's communication, what ends it
+
+
+def _beside(world: World, work: Callable[[], None], communication: _Pass) -> float:
+    """Return by how many seconds communication lengthens an iteration of work: the median, mean of all processes."""
+
+    def timed(begin: Callable[[], None], end: Callable[[], None]) -> float:
+        world.barrier()
+        started = time.perf_counter()
+        for _ in range(_ITERATIONS):
+            begin()
+            work()
+            end()
+        return (time.perf_counter() - started) / _ITERATIONS
+
+    def nothing() -> None:
+        pass
+
+    timed(*communication)
+    differences = [timed(*communication) - timed(nothing, nothing) for _ in range(_REPEATS)]
+    return max(0.0, statistics.fmean(world.exchange(statistics.median(differences))))
+
+
+def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
+    """Return what sends a message to the next rank, and takes the rank before's last but one: it is there already."""
+    ends = [(world.rank + 1) % world.size, (world.rank - 1) % world.size]
+    to, back = (Link(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in ends)
+    sender, receiver = Sender(to, num_bytes), Receiver(back, num_bytes)
+    values = {0: torch.zeros(num_bytes // 4)}
+    receiver.expect((1 + _REPEATS) * _ITERATIONS)
+    unit = -1
+
+    def begin() -> None:
+        nonlocal unit
+        unit += 1
+        sender.send(unit, values, 0.0, _MOST_LEAVING)
+
+    def end() -> None:
+        if unit > 0:
+            receiver.receive(unit - 1)
+
+    return begin, end
+
+
+def _all_reduces(group: Any) -> _Pass:
+    data = torch.zeros(_RING_BYTES // 4)
+    works: list[Any] = []
+
+    def begin() -> None:
+        works.append(dist.all_reduce(data, group=group, async_op=True))
+
+    def end() -> None:
+        with peers():
+            works.pop().wait()
+
+    return begin, end

@@ -1,0 +1,168 @@
+"""Run the workers of a distributed run on this host: start, restart, stop, and report once why they failed.
+
+The parent process holds no model and takes no part in training; it can always be interrupted.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipebench.distributed.cores import usable_cores
+from pipebench.distributed.launch_elastic import Attempt
+from pipebench.distributed.launch_failure import Failure, report, root_cause, sentence
+from pipebench.distributed.launch_join import RUN
+from pipebench.engine.stopping import STOPPING
+from pipebench.errors import printable_lines
+
+# What Slurm and docker, too, leave between SIGTERM and SIGKILL.
+GRACE_S = 30.0
+INTERRUPTED = 130
+# glibc otherwise gives large blocks back to the system at every free and gets every page anew, zeroed, at the next use:
+# activations and gradients come and go at every minibatch. Training on CPUs is up to twice as fast with this.
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+_POLL_S = 0.02
+# For the launcher to notice that killed workers are dead.
+_KILLING_S = 10.0
+
+
+def run_workers(
+    command: Sequence[str],
+    num_workers: int,
+    run: Path,
+    *,
+    max_restarts: int,
+    grace_s: float = GRACE_S,
+    say: Callable[[str], None] | None = None,
+    verbose: bool = False,
+) -> int:
+    """Start the workers of a run on this host and wait for them, restarting them all when one of them dies.
+
+    Ctrl-C asks the workers to stop at the next drain; a second one ends them. SIGTERM and SIGHUP do the first at once
+    and the second after `grace_s` seconds. Signals are heard only if this is the main thread.
+
+    Args:
+        command: program and arguments of every worker, run with RANK, WORLD_SIZE and the like in its environment.
+        num_workers: how many to start.
+        run: the run's folder; workers find it as PIPEBENCH_RUN.
+        max_restarts: how often to restart before giving up.
+        grace_s: see above.
+        say: prints a message of one or more lines; by default to standard error.
+        verbose: show the traceback of an error in the user's code, too.
+
+    Returns:
+        0 when every worker did its work, whatever came of it; 2 for a user's mistake, 3 for a failure, 130 when a
+        second signal ended the workers. Whatever isn't 0 has been reported.
+    """
+    say = say or _say
+    settings = {RUN: str(run), **worker_settings(num_workers)}
+    with _Signals(grace_s) as signals:
+        for number in range(max_restarts + 1):
+            attempt = Attempt(command, num_workers, number, settings)
+            try:
+                if not _watch(attempt, signals, say):
+                    return INTERRUPTED
+                failures = attempt.failures()
+                if not failures:
+                    return 0
+                cause, started = root_cause(failures), attempt.started
+            finally:
+                attempt.close()
+            if signals.asked or number == max_restarts or not worth_restart(cause, started):
+                say(report(cause, _when(number, started), verbose=verbose))
+                return cause.exit_code
+            say(f"pipebench: {printable_lines(sentence(cause))[0]}; restart {number + 1} of {max_restarts}")
+    raise AssertionError("a run ends in its last attempt")
+
+
+def worker_settings(num_workers: int) -> dict[str, str]:
+    """Return environment variables of workers that share this host, without those that the user has set."""
+    settings = {
+        # torch's C++ side prints pages about every connection that a dead worker leaves behind.
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+        # Every worker would take all cores for itself.
+        "OMP_NUM_THREADS": str(max(1, int(usable_cores() / num_workers))),
+        **HEAP,
+    }
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+class _Signals:
+    """Hears the signals that ask this process to end, instead of being ended by them.
+
+    Attributes:
+        asked: there was one.
+        deadline_s: when patience ends, by `time.monotonic`.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.asked = False
+        self.deadline_s = math.inf
+        self._grace_s = grace_s
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # Who started this process may want one ignored, as nohup does.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        patience_s = math.inf if not self.asked else 0.0
+        if number != signal.SIGINT:
+            patience_s = self._grace_s
+        self.deadline_s = min(self.deadline_s, time.monotonic() + patience_s)
+        self.asked = True
+
+
+def _watch(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> bool:
+    """Wait for the workers and pass on what the user wants; False if a signal ended them."""
+    passed_on = False
+    while not attempt.wait(_POLL_S):
+        if signals.asked and not passed_on:
+            passed_on = True
+            attempt.request_stop("interrupted")
+            say(STOPPING)
+        if time.monotonic() > signals.deadline_s:
+            attempt.kill()
+            attempt.wait(_KILLING_S)
+            say("pipebench: ended before the next drain")
+            return False
+    return True
+
+
+def worth_restart(cause: Failure, started: bool) -> bool:
+    """Say whether to try again: not after mistakes and stalls, nor after a start that would only fail again.
+
+    Args:
+        cause: why the workers ended.
+        started: training had begun on all of them.
+    """
+    if cause.kind in ("user", "stalled", "interrupted"):
+        return False
+    # Somebody, or something, ended it from outside: at whatever moment, that says nothing about the program.
+    return started or cause.message in ("ended by SIGKILL", "ended by SIGTERM")
+
+
+def _when(number: int, started: bool) -> str:
+    restarts = f"after {number} restart{'s' if number > 1 else ''}" if number else ""
+    return ", ".join(part for part in ("" if started else "before training began", restarts) if part)
+
+
+def _say(text: str) -> None:
+    # The terminal may be the very thing that has gone.
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

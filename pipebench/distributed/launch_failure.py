@@ -1,0 +1,153 @@
+"""Why workers ended: what each one recorded, which of them was the cause, and the one report about it.
+
+When one worker dies the others fail too, a moment later, with errors about lost connections. Only the cause is
+reported.
+"""
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipebench.distributed.launch_join import lost
+from pipebench.errors import UserError, printable_lines
+from pipebench.recipe.users_code import as_users, traceback_of
+
+# In the order in which they are believed to be the cause.
+KINDS = ("user", "killed", "stalled", "failed", "ended", "lost", "interrupted", "closed")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker process ended, if not well.
+
+    Attributes:
+        rank: the worker process's.
+        kind: `user` (a mistake in what was given), `killed` (by a signal), `stalled` (an instruction took too long),
+            `failed` (an exception), `ended` (an exit code and no record), `lost` (another worker was gone),
+            `interrupted` (the user ended it) or `closed` (the launcher ended it because of another).
+        message: a sentence or two.
+        traceback: text, "" where it says nothing; of a `user` mistake only where the user's own code raised it.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that ended so."""
+        return {"user": 2, "interrupted": 130}.get(self.kind, 3)
+
+
+def of_exception(error: BaseException, rank: int) -> Failure:
+    """Return what a worker records about an exception that ended it."""
+    if lost(error):
+        return Failure(rank, "lost", str(error).splitlines()[0] if str(error) else type(error).__name__)
+    if isinstance(error, UserError):
+        return Failure(rank, "user", str(error) or type(error).__name__, traceback_of(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, "interrupted", "interrupted")
+    theirs = as_users(error)
+    if theirs is not None:
+        return of_exception(theirs, rank)
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Failure(rank, "failed", message, "".join(traceback.format_exception(error)))
+
+
+def record(failure: Failure) -> None:
+    """Write a worker's failure where its elastic launcher looks for it, in the launcher's format; once per process.
+
+    The first record counts: what fails afterwards fails because of it.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name or Path(name).exists():
+        return
+    # torchrun's table takes the earliest for the cause, and for a killed worker the second in which it noticed.
+    recorded_s = int(time.time()) + (2 if failure.kind == "lost" else 0)
+    extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(recorded_s)}
+    data = {"message": {"message": failure.message, "extraInfo": extra}, "pipebench": asdict(failure)}
+    # Aside, because the launcher may end this process at any moment and then reads the file.
+    aside = Path(f"{name}.{os.getpid()}")
+    aside.write_text(json.dumps(data))
+    aside.replace(name)
+
+
+def read(rank: int, exit_code: int, recorded: Mapping[str, Any]) -> Failure:
+    """Return a worker's failure from its exit code and what it recorded.
+
+    Args:
+        rank: the worker's.
+        exit_code: negative for a signal.
+        recorded: content of its error file, empty if there is none.
+    """
+    ours = recorded.get("pipebench")
+    if isinstance(ours, dict):
+        return Failure(rank, str(ours["kind"]), str(ours["message"]), str(ours["traceback"]))
+    if exit_code < 0:
+        return Failure(rank, "killed", f"ended by {signal_name(-exit_code)}")
+    return Failure(rank, "ended", f"ended with exit code {exit_code} and said nothing")
+
+
+def closed_apart(failures: Mapping[int, Failure], died_first: Set[int], by_us: Set[int]) -> list[Failure]:
+    """Tell workers that the launcher ended because of another from those that a signal from outside ended.
+
+    torch's launcher sends SIGTERM to the others as soon as one has failed, so a worker whose SIGTERM came from outside
+    is among the first to die, beside at most workers that lost it.
+
+    Args:
+        failures: by rank.
+        died_first: ranks seen dead when the first one was.
+        by_us: ranks that pipebench itself ended.
+    """
+    terminated = {rank for rank, failure in failures.items() if failure.message == "ended by SIGTERM"}
+    if all(rank in terminated or failures[rank].kind == "lost" for rank in died_first & failures.keys()):
+        terminated -= died_first
+    closed = {rank for rank in terminated | by_us if rank in failures and failures[rank].kind == "killed"}
+    return [replace(failure, kind="closed") if rank in closed else failure for rank, failure in failures.items()]
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9; numbers without a name stay numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that the others follow from: the first of the most telling kind, by rank."""
+    return min(failures, key=lambda failure: (KINDS.index(failure.kind), failure.rank))
+
+
+def sentence(failure: Failure) -> str:
+    """Return a failure in words: with its rank, unless it is the user's mistake and no matter of one worker."""
+    if failure.kind == "user":
+        return failure.message
+    if failure.kind in ("killed", "ended", "closed"):
+        return f"worker process rank {failure.rank} {failure.message}"
+    return f"rank {failure.rank}: {failure.message}"
+
+
+def report(failure: Failure, after: str = "", *, verbose: bool = False) -> str:
+    """Return what is printed once about a run that a failure ended.
+
+    Args:
+        failure: the cause.
+        after: when it happened or what was tried, such as `after 3 restarts`; "" for nothing.
+        verbose: show the traceback of an error in the user's code; that of a failure is always shown.
+    """
+    lines = printable_lines(sentence(failure))
+    if after and failure.kind != "user":
+        lines[0] += f" ({after})"
+    if failure.message == "ended by SIGKILL":
+        lines.append("the system sends SIGKILL when memory runs out, unless somebody did")
+    text = "\n".join(f"pipebench: error: {line}" for line in lines)
+    shows = failure.traceback and (verbose or failure.kind != "user")
+    return "\n".join([text, *printable_lines(failure.traceback)]) if shows else text

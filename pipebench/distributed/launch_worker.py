@@ -1,0 +1,91 @@
+"""The frame around a worker process's work: no traceback on the terminal, a record of why it failed, a prompt end."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from pipebench.distributed import world
+from pipebench.distributed.launch_failure import Failure, of_exception, record, report
+from pipebench.distributed.launch_join import RUN
+
+_listeners: list[Callable[[str], None]] = []
+
+
+def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int:
+    """Do a worker process's work, and end the process at once if it fails.
+
+    A failure is recorded for the launcher, which reports it; under another launcher than pipebench's own (torchrun) the
+    worker that was the cause prints its sentence. Threads of Gloo and NCCL may wait for peers that are gone, so a
+    failing process doesn't wait for them.
+
+    Args:
+        function: the work.
+        verbose: print the traceback of an error in the user's code, too.
+
+    Returns:
+        0: the work was done. What came of it (a target reached or missed) is no matter of processes.
+    """
+    if not launched_by_us():
+        _handle_signals()
+    try:
+        function()
+    except BaseException as error:
+        fail(of_exception(error, _rank()), verbose=verbose)
+    return 0
+
+
+def launched_by_us() -> bool:
+    """Say whether `pipebench run` started this process, and not torchrun or the like."""
+    return RUN in os.environ
+
+
+def fail(failure: Failure, *, verbose: bool = False) -> NoReturn:
+    """Record a failure and end this process now; from any thread. `verbose` is as for `report`."""
+    try:
+        record(failure)
+        if not launched_by_us() and failure.kind not in ("lost", "interrupted"):
+            joined = world.current()
+            if joined is None or joined.first("report"):
+                print(report(failure, verbose=verbose), file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:  # whoever read our output may be gone
+        os._exit(failure.exit_code)
+
+
+def fail_stalled(text: str) -> NoReturn:
+    """Record that an instruction took too long and end this process now; from any thread."""
+    fail(Failure(_rank(), "stalled", text))
+
+
+def on_stop_request(listener: Callable[[str], None]) -> None:
+    """Have Ctrl-C and SIGTERM call this with a reason, once; a second signal ends the process.
+
+    Only under a launcher that passes signals on to its workers, as torchrun does; pipebench's own asks through the
+    store. Without a listener the first signal ends the process.
+    """
+    _listeners.append(listener)
+
+
+def _rank() -> int:
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def _handle_signals() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _listeners:
+            fail(Failure(_rank(), "interrupted", "interrupted"))
+        for listener in _listeners:
+            listener("interrupted")
+        _listeners.clear()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, handle)

@@ -1,0 +1,148 @@
+"""What a worker is at, in words, and the report on workers that don't get on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.drawing import worker_names
+
+ADMIT, EXCHANGE, BARRIER = "admit", "exchange", "barrier"
+
+_UNIT_WORDS = {
+    Op.LOAD_INPUT: "loads {unit}",
+    Op.RECEIVE_ACTIVATION: "waits for the activation of {unit} from worker {peer}",
+    Op.FORWARD: "runs the forward of {unit}",
+    Op.SEND_ACTIVATION: "sends the activation of {unit} to worker {peer}",
+    Op.RECEIVE_GRADIENT: "waits for the gradient of {unit} from worker {peer}",
+    Op.BACKWARD: "runs the backward of {unit}",
+    Op.SEND_GRADIENT: "sends the gradient of {unit} to worker {peer}",
+}
+_ROUND_WORDS = {
+    Op.WAIT_ALL_REDUCE: "waits for the all-reduce of {round} with {others}",
+    Op.WAIT_NORM: "waits for the gradients' norm of {round} from all workers",
+    Op.UPDATE: "makes the update of {round}",
+}
+_OTHER_WORDS = {
+    "": "is between two pieces of work",
+    ADMIT: "waits for all workers to agree where the run stops",
+    EXCHANGE: "waits for what the other workers say at a drain",
+    BARRIER: "waits for all workers at a barrier",
+}
+_WAITS = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.WAIT_ALL_REDUCE, Op.WAIT_NORM)
+_STUCK = 0.25  # of the limit: a worker that computes for less may just be slow
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a worker is at.
+
+    Attributes:
+        text: the instruction's text form, or the name of other work.
+        words: the same in words, as the end of a sentence about the worker.
+        waits: whether it waits for another worker.
+        since_s: seconds since it turned to it, at the time of saying so.
+    """
+
+    text: str
+    words: str
+    waits: bool
+    since_s: float
+
+
+def describe(
+    pipeline: Pipeline, worker: int, instruction: Instruction | None, work: str, num_minibatches: int, since_s: float
+) -> Doing:
+    """Return what a worker is at, in words.
+
+    Args:
+        pipeline: the pipeline.
+        worker: the worker.
+        instruction: what it executes; None for work that is no instruction.
+        work: the name of that work, or of what the instruction belongs to if it isn't training.
+        num_minibatches: of the segment.
+        since_s: how long it has been at it.
+    """
+    if instruction is None:
+        waits = work in (ADMIT, EXCHANGE, BARRIER)
+        return Doing(work or "nothing", _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
+    if instruction.op in _UNIT_WORDS:
+        unit = _unit(pipeline, instruction.number, whole=bool(work))
+        words = _UNIT_WORDS[instruction.op].format(unit=unit, peer=instruction.peer)
+    else:
+        stage, replica = pipeline.places[worker]
+        first = worker - replica
+        others = [str(peer) for peer in range(first, first + pipeline.replicas[stage]) if peer != worker]
+        words = _ROUND_WORDS[instruction.op].format(
+            round=_round(pipeline, stage, instruction.number, num_minibatches),
+            others=f"worker{'s' if len(others) > 1 else ''} {', '.join(others)}",
+        )
+    return Doing(str(instruction), words + (f" in {work!r}" if work else ""), instruction.op in _WAITS, since_s)
+
+
+def _unit(pipeline: Pipeline, unit: int, *, whole: bool) -> str:
+    minibatch, microbatch = (unit, 0) if whole else pipeline.minibatch(unit)
+    return f"{'' if whole or pipeline.microbatches == 1 else f'microbatch {microbatch} of '}minibatch {minibatch}"
+
+
+def _round(pipeline: Pipeline, stage: int, round_index: int, num_minibatches: int) -> str:
+    minibatches = pipeline.round_minibatches(stage, round_index, num_minibatches)
+    if len(minibatches) > 1:
+        return f"round {round_index} (minibatches {minibatches[0]} to {minibatches[-1]})"
+    return f"round {round_index}" + (f" (minibatch {minibatches[0]})" if minibatches else "")
+
+
+def stall_report(
+    pipeline: Pipeline,
+    doings: Mapping[int, Doing],
+    silent_s: Mapping[int, float],
+    stall_limit_s: float,
+    *,
+    segment: int,
+    notes: Sequence[str] = (),
+) -> str:
+    """Return who holds a job up, and then a line per worker.
+
+    The culprit is the worker not heard of for longest; else the one longest at work of its own; else, since all wait
+    for each other, the one that has waited longest.
+
+    Args:
+        pipeline: the pipeline.
+        doings: what each worker that was ever heard of is at, as far as is known.
+        silent_s: seconds since a worker was last heard of, for those that are overdue.
+        stall_limit_s: the limit.
+        segment: index of the segment, for "minibatch 3".
+        notes: more lines, after the first.
+    """
+    names = worker_names(pipeline.replicas)
+    lines = [_first_line(names, doings, silent_s, stall_limit_s, segment), *notes]
+    for worker, name in enumerate(names):
+        said = doings.get(worker)
+        silence = f"not heard of for {silent_s[worker]:.0f} s" if worker in silent_s else ""
+        if said is None:
+            lines.append(f"  worker {worker} ({name}): {silence or 'not heard of yet'}")
+        else:
+            last = f"; {silence}" if silence else ""
+            lines.append(f"  worker {worker} ({name}): {said.text} for {said.since_s:.1f} s: {said.words}{last}")
+    return "\n".join(lines)
+
+
+def _first_line(
+    names: Sequence[str],
+    doings: Mapping[int, Doing],
+    silent_s: Mapping[int, float],
+    stall_limit_s: float,
+    segment: int,
+) -> str:
+    limit = f"the limit, engine.stall_limit_s, is {stall_limit_s:g} s"
+    where = f"minibatches are those of segment {segment}, from 0"
+    if silent_s:
+        worker = max(silent_s, key=lambda worker: (silent_s[worker], -worker))
+        last = f"; last it was at {doings[worker].text}: {doings[worker].words}" if worker in doings else ""
+        silence = f"worker {worker} ({names[worker]}) has not been heard of for {silent_s[worker]:.0f} s"
+        return f"{silence}{last}; {where}; {limit}"
+    stuck = [w for w, d in doings.items() if not d.waits and d.since_s >= _STUCK * stall_limit_s]
+    worker = max(stuck or doings, key=lambda worker: (doings[worker].since_s, -worker))
+    doing = doings[worker]
+    busy = f"worker {worker} ({names[worker]}) has been at {doing.text} for {doing.since_s:.1f} s: it {doing.words}"
+    return f"{busy}; {where}; {limit}"

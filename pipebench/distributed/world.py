@@ -1,0 +1,280 @@
+"""One worker's view of the others: who there is, how to reach them, and small facts shared by all.
+
+Everything here is collective unless it says otherwise: all workers call it, in the same order.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
+
+from pipebench.distributed import nccl
+from pipebench.distributed.launch_join import PeerLostError, Place, connect, lost, meet, peers, read_place
+from pipebench.errors import UserError
+
+__all__ = ["PeerLostError", "World", "check_world_size", "current", "join", "lost", "shared_folder_check"]
+
+
+# Of this process; torch, too, has one default group per process.
+_joined: list["World"] = []
+
+
+_ASKING_S = 2.0
+
+
+@dataclass
+class World:
+    """The workers of a run that has been joined.
+
+    Attributes:
+        place: rank, size and host of this worker, from its launcher.
+        device: where this worker computes.
+        direct: tensors on devices travel by NCCL; otherwise everything goes through Gloo and the CPU's memory.
+        store: small keys shared by all workers of this attempt; the launcher's too, where it is pipebench's own.
+        remark: what a user should know of how the workers reach each other; "" for nothing.
+    """
+
+    place: Place
+    device: torch.device
+    direct: bool
+    store: Store
+    operation_limit_s: float
+    # Holds the server on rank 0 where no launcher serves the store.
+    connection: TCPStore
+    remark: str = ""
+    _closed: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, over all hosts."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers, over all hosts."""
+        return self.place.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank on its host."""
+        return self.place.local_rank
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks. JSON travels: lists, dicts with text keys, numbers, text.
+
+        Raises:
+            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
+        """
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with peers():
+            sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]))
+            longest = int(max(sizes))
+            rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(data)] = data
+            dist.all_gather(rows, padded)
+        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for all workers.
+
+        Raises:
+            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
+        """
+        self.exchange(None)
+
+    def new_group(self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0) -> Any:
+        """Make a group; ranks that aren't in it call too and get torch's placeholder.
+
+        The default group stays with `exchange`, so that its collectives never mix with the run's own.
+
+        Args:
+            backend: "gloo" or "nccl".
+            ranks: None for all.
+            num_pairs: for a group by which one worker sends values to another: how many such groups the worker that
+                has most of them is in; 0 for any other group.
+
+        Raises:
+            PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
+        """
+        limit = timedelta(seconds=self.operation_limit_s)
+        options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
+        members = None if ranks is None else list(ranks)
+        with peers():
+            return dist.new_group(members, timeout=limit, backend=backend, pg_options=options)
+
+    def mark_started(self) -> None:
+        """Tell the launcher that training has begun here; not collective.
+
+        Once all workers have said so, a failure is worth a restart.
+        """
+        with peers():
+            self.store.set(f"started/{self.rank}", "1")
+
+    def first(self, event: str) -> bool:
+        """Say whether this is the first worker to ask about this event, such as a report to be printed once.
+
+        Not collective. Without a store to ask (its server is gone) every worker is told that it is. So a rank 0 that
+        serves the store waits a moment for the others to ask: once its process has ended, they can't.
+        """
+        key = f"first/{event}"
+        try:
+            is_first = int(self.store.add(key, 1)) == 1
+            until_s = time.monotonic() + _ASKING_S
+            while self.rank == 0 and not self.place.agent_store and time.monotonic() < until_s:
+                if int(self.store.add(key, 0)) >= self.size:
+                    break
+                time.sleep(0.02)
+        except RuntimeError:
+            return True
+        return is_first
+
+    def close(self) -> None:
+        """Leave the groups, once. All workers call it; after a failure a process ends without."""
+        if not self._closed:
+            self._closed = True
+            dist.destroy_process_group()
+
+
+def join(
+    device: str,
+    *,
+    limit_s: float,
+    operation_limit_s: float = 1800.0,
+    place: Place | None = None,
+) -> World:
+    """Join the other workers of this job.
+
+    Args:
+        device: `cpu`, `cuda`, or `auto` for `cuda` where torch sees a device.
+        limit_s: how long to wait for workers that haven't come yet, seconds.
+        operation_limit_s: how long a message or a collective may take before its peer counts as lost, seconds.
+        place: this worker's place, by default from the environment.
+
+    Raises:
+        UserError: no CUDA device where one is asked for, or different kinds of device; a port in use; a worker
+            that doesn't come, with how many did.
+        PeerLostError: rank 0 gave up, and says why itself.
+    """
+    place = place or read_place(os.environ)
+    if device != "cpu":
+        nccl.set_environment(os.environ)
+    chosen, facts = _device(device, place)
+    connection = connect(place, limit_s)
+    token, everyone = meet(connection, place, facts, limit_s)
+    direct = chosen.type == "cuda" and nccl.takes(everyone)
+    remark = "" if direct or chosen.type == "cpu" else nccl.sharing_remark(everyone)
+    world = World(place, chosen, direct, PrefixStore(token, connection), operation_limit_s, connection, remark)
+    _joined.append(world)
+    check_devices(device, everyone)
+    if place.one_host:
+        _stay_on_loopback()
+    with peers():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if direct else "gloo",
+            store=PrefixStore("groups", world.store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=operation_limit_s),
+            device_id=chosen if direct else None,
+        )
+    return world
+
+
+def current() -> World | None:
+    """Return the world that this process joined last, or None."""
+    return _joined[-1] if _joined else None
+
+
+def check_world_size(size: int, needed: int, plan: str) -> None:
+    """Refuse a number of workers that differs from the plan's.
+
+    Args:
+        size: number of workers that were started.
+        needed: number of workers that the plan has.
+        plan: the plan in words, such as `2-1-1`.
+    """
+    if size != needed:
+        raise UserError(
+            f"plan {plan} needs {needed} worker{'s' if needed > 1 else ''}, got {size}: start torchrun so that "
+            f"--nnodes times --nproc-per-node is {needed}, or choose cluster.servers and parallelism.plan for {size}"
+        )
+
+
+def shared_folder_check(world: World, folder: Path) -> None:
+    """Check that all workers see the same folder, by a file that rank 0 writes into it.
+
+    Raises:
+        UserError: naming the ranks and hosts that don't see it.
+    """
+    word = uuid.uuid4().hex
+    token = folder / f".shared-{word}"
+    if world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        token.write_text(word)
+    name = world.exchange(token.name)[0]
+    # Listing the folder makes a network file system look again where it remembers that there was no such file.
+    sees = folder.is_dir() and name in os.listdir(folder)
+    answers = world.exchange({"sees": sees, "host": socket.gethostname()})
+    if world.rank == 0:
+        token.unlink()
+    blind = [(rank, answer["host"]) for rank, answer in enumerate(answers) if not answer["sees"]]
+    if blind:
+        raise UserError(
+            f"{folder}: {len(blind)} of {world.size} workers don't see what rank 0 writes there ({_who(blind)}); "
+            "start on every host in one working directory that all hosts share"
+        )
+
+
+def _device(device: str, place: Place) -> tuple[torch.device, dict[str, Any]]:
+    """Return the device for this worker, and what the others should know about it."""
+    facts = {"host": socket.gethostname(), "gpu": None, "shares": False}
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu"), facts
+    chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    gpu = str(torch.cuda.get_device_properties(chosen).uuid)
+    return chosen, {**facts, "gpu": gpu, "shares": nccl.shares(os.environ)}
+
+
+def check_devices(device: str, everyone: Sequence[dict[str, Any]]) -> None:
+    """Refuse a run some of whose workers have no CUDA device where one is wanted.
+
+    Every worker raises the same, after all have met: so it is told once.
+
+    Args:
+        device: `cpu`, `cuda` or `auto`.
+        everyone: every rank's `host` and `gpu`, which is None where torch sees none.
+    """
+    without = [(rank, facts["host"]) for rank, facts in enumerate(everyone) if facts["gpu"] is None]
+    if device == "cpu" or not without or (device == "auto" and len(without) == len(everyone)):
+        return
+    raise UserError(
+        f"engine.device: got {device}, and {len(without)} of {len(everyone)} workers see no CUDA device "
+        f"({_who(without)}); allowed are cpu, or cuda where every worker has one"
+    )
+
+
+def _who(workers: Sequence[tuple[int, str]]) -> str:
+    named = ", ".join(f"rank {rank} on {host}" for rank, host in workers[:4])
+    return named + (", ..." if len(workers) > 4 else "")
+
+
+def _stay_on_loopback() -> None:
+    """Let Gloo and NCCL talk over the loopback interface where all workers are on this host."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback is not None:
+            os.environ.setdefault(variable, loopback)

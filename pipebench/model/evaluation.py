@@ -1,0 +1,123 @@
+"""How a model is cut for evaluation: at the places where a plan cuts its training."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipebench.errors import PlanError
+from pipebench.model.graph import LayerGraph
+from pipebench.model.plan import Plan
+from pipebench.profile.model import Profile
+from pipebench.profile.shapes import output_bytes
+from pipebench.schedule.pipeline import Edge, Pipeline
+from pipebench.simulate.costs import Costs
+from zoo.registry import Dataset
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Which layers of the evaluation's graph each stage has.
+
+    Attributes:
+        layers: per stage, indices in that graph, ascending; maybe none.
+        crossings: (source stage, target stage) to the layers whose output the target reads, ascending.
+    """
+
+    layers: tuple[tuple[int, ...], ...]
+    crossings: Mapping[tuple[int, int], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation runs on.
+
+    Attributes:
+        pipeline: the training's, with the edges and inputs that evaluation needs.
+        activation_bytes: per edge, number of samples to bytes that cross.
+    """
+
+    pipeline: Pipeline
+    activation_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+
+    def costs(self, training: Costs) -> Costs:
+        """Return the costs of evaluations, from those of training: forwards take as long as there."""
+        return replace(training, activation_bytes=self.activation_bytes, gradient_bytes={})
+
+
+def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
+    """Place every layer of the evaluation.
+
+    One that training has too stays in its stage; one that reads a parameter, or a buffer that training changes, goes
+    where that is. Any other goes where it is read first.
+
+    Raises:
+        PlanError: that can't be done in order, as the plan cuts the model.
+    """
+    evaluation, last = graph.evaluated, len(plan.stages) - 1
+    stage_of_layer = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+    home = {name: stage_of_layer[layer.index] for layer in graph.layers for name in (*layer.parameters, *layer.buffers)}
+    readers: dict[int, list[int]] = {}
+    for layer in evaluation.layers:
+        for read in layer.reads:
+            readers.setdefault(read, []).append(layer.index)
+    stages = [last] * len(evaluation.layers)
+    for layer in reversed(evaluation.layers):
+        twin = evaluation.twins[layer.index]
+        read_here = [str(node.target) for node in layer.node.all_input_nodes if node.op == "get_attr"]
+        trained = {home[name] for name in (*layer.parameters, *layer.buffers, *read_here) if name in home}
+        if twin is not None:
+            trained.add(stage_of_layer[twin])
+        read_by = [stages[reader] for reader in readers.get(layer.index, ())]
+        stages[layer.index] = max(trained) if trained else min(read_by, default=last)
+        if len(trained) > 1 or stages[layer.index] > min(read_by, default=last):
+            raise PlanError(
+                f"layer {layer.name} of the evaluation belongs to stages {sorted(trained)} by what it reads, and is "
+                f"read in stage {min(read_by, default=last)}; move parallelism.cuts or use fewer stages"
+            )
+    crossings = _crossings(evaluation, stages, last)
+    layers = tuple(tuple(i for i, own in enumerate(stages) if own == stage) for stage in range(last + 1))
+    return EvaluationPlan(layers, crossings)
+
+
+def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Profile, dataset: Dataset) -> Evaluation:
+    """Return what an evaluation runs on.
+
+    Args:
+        graph: the layer graph, in both modes.
+        plan: where training is cut.
+        pipeline: the training's.
+        profile: knows how large the outputs of the training's layers are.
+        dataset: gives the shapes that others follow from.
+
+    Raises:
+        PlanError: it can't be cut there, or a value's size is unknown.
+    """
+    evaluation = graph.evaluated
+    planned = plan_evaluation(graph, plan)
+    crossing = {value for values in planned.crossings.values() for value in values}
+    num_bytes: dict[tuple[int, int], dict[int, int]] = {edge: {0: 0} for edge in planned.crossings}
+    for n, rows in profile.layers.items():
+        sizes = {value: rows[twin].output_bytes for value in crossing if (twin := evaluation.twins[value]) is not None}
+        if sizes.keys() < crossing:  # something that only evaluation computes
+            sizes = output_bytes(evaluation, dataset, n) | sizes
+        for edge, values in planned.crossings.items():
+            num_bytes[edge][n] = sum(sizes[value] for value in values)
+    reads = [{name for i in layers for name in evaluation.layers[i].inputs} for layers in planned.layers]
+    (output,) = evaluation.graph.find_nodes(op="output")
+    reads[-1] |= {node.name for node in output.all_input_nodes if node.op == "placeholder"}
+    edges = tuple(Edge(source, target, has_gradient=False) for source, target in planned.crossings)
+    loads = tuple(stage for stage, names in enumerate(reads) if names)
+    return Evaluation(replace(pipeline, edges=edges, loads=loads), num_bytes)
+
+
+def _crossings(evaluation: LayerGraph, stages: Sequence[int], last: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    crossing: dict[tuple[int, int], set[int]] = {}
+
+    def note(read: Iterable[int], target: int) -> None:
+        for value in read:
+            if stages[value] != target:
+                crossing.setdefault((stages[value], target), set()).add(value)
+
+    for layer in evaluation.layers:
+        note(layer.reads, stages[layer.index])
+    note(evaluation.outputs, last)
+    return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}

@@ -1,0 +1,366 @@
+"""The layer graph: a model turned into layers with every edge between them, ready to be cut anywhere.
+
+torch.fx traces the model twice, as it trains and as it evaluates; a layer is a node that computes. The graphs are made
+safe to cut here, in one place: values overwritten in place are read from their last writer, and what only has an
+effect stays.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from pipebench.errors import GraphError, nearest
+from pipebench.model.tracing import Fed, fed_arguments, record, set_item
+from pipebench.model.twins import twins
+
+_RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A node of the graph that computes: the unit that is placed.
+
+    Attributes:
+        index: position in execution order.
+        name: unique name, e.g. `features_0`.
+        kind: module class or function name, e.g. `Conv2d`, `add`.
+        node: the torch.fx node.
+        reads: indices of the layers whose output it reads, ascending.
+        inputs: names of the model inputs it reads.
+        parameters: qualified names of the parameters it uses, in the model's own order.
+        buffers: qualified names of the buffers that it changes, or reads where another layer changes them: layers that
+            share one stay together, as those that share a parameter do.
+        draws_as: a name of its own under which it draws random numbers; "" if it draws none.
+    """
+
+    index: int
+    name: str
+    kind: str
+    node: fx.Node
+    reads: tuple[int, ...]
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
+    draws_as: str = ""
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A traced model.
+
+    Attributes:
+        model: the model that was traced.
+        root: its layers; parameters are the model's own, parameters and buffers keep their names.
+        graph: the torch.fx graph the layers are nodes of.
+        inputs: names of the model's inputs, in order.
+        layers: in execution order.
+        outputs: indices of the layers whose output the model returns, ascending.
+        training: qualified names of the modules in training mode here: a model may keep some of them out of it.
+        evaluation: the same model as it evaluates; None if this is that.
+        twins: of an evaluation, for every layer its index in training, or None where training has no such layer.
+    """
+
+    model: nn.Module
+    root: nn.Module
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    outputs: tuple[int, ...]
+    training: frozenset[str] = frozenset()
+    evaluation: "LayerGraph | None" = None
+    twins: tuple[int | None, ...] = ()
+
+    @property
+    def evaluated(self) -> "LayerGraph":
+        """The same model as it evaluates; of a graph that trains."""
+        assert self.evaluation is not None
+        return self.evaluation
+
+    def index_of(self, name: str) -> int:
+        """Return the index of the layer of that name; module paths (`features.0`) are understood.
+
+        Raises:
+            KeyError: no such layer.
+        """
+        wanted = name.replace(".", "_")
+        for layer in self.layers:
+            if layer.name == wanted:
+                return layer.index
+        raise KeyError(name)
+
+
+def trace(model: nn.Module, leaves: Sequence[str] = (), fed: Fed = None) -> LayerGraph:
+    """Turn a model into a layer graph. The model is not changed; its parameters are shared.
+
+    Args:
+        model: any module that torch.fx traces.
+        leaves: qualified names or class names of modules that become one layer each, besides those that say so
+            themselves (zoo/registry.py).
+        fed: how many arguments of its forward are fed with data, or which; others keep their defaults. If it isn't
+            known, those without a default.
+
+    Raises:
+        TracingError: torch.fx can't trace it; names the module, the line and the way out.
+        GraphError: a leaf isn't there, or nothing is computed.
+    """
+    _check_leaves(model, leaves)
+
+    def is_leaf(module: nn.Module, name: str) -> bool:
+        named = name in leaves or type(module).__name__ in leaves
+        return named or getattr(module, "one_layer", False) or carries_state(module)
+
+    return _in_both_modes(model, model, lambda: _cuttable(record(model, is_leaf, fed)))
+
+
+def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
+    """Return the graph of a model that is one layer, which runs as it is: nothing is traced, nothing can be cut."""
+    positional, by_keyword = fed_arguments(type(model).forward, fed)
+    holder = nn.Module()
+    holder.model = model
+
+    def graph() -> fx.GraphModule:
+        made = fx.Graph()
+        values = [made.placeholder(name) for name in (*positional, *by_keyword)]
+        named: dict[str, Any] = dict(zip(by_keyword, values[len(positional) :], strict=True))
+        made.output(made.call_module("model", tuple(values[: len(positional)]), named))
+        return fx.GraphModule(holder, made)
+
+    return _in_both_modes(model, holder, graph)
+
+
+def is_random(root: nn.Module, node: fx.Node) -> bool:
+    """Return whether a layer may draw random numbers: whatever isn't known not to."""
+    if node.op == "call_module":
+        return any(_draws(part) for part in root.get_submodule(str(node.target)).modules())
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_function":
+        home = str(getattr(node.target, "__module__", None))
+        if home in ("_operator", "builtins", "math"):
+            return False
+        if home.split(".")[0] not in ("torch", "None"):  # a function of somebody's
+            return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return node.op == "call_function"
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, form).tags for form in packet.overloads())
+
+
+def carries_state(module: nn.Module) -> bool:
+    """Return whether a module carries something from one minibatch to the next (see zoo/registry.py)."""
+    return hasattr(module, "carried_state")
+
+
+def forget_states(root: nn.Module) -> None:
+    """Let modules that carry something start anew."""
+    for module in filter(carries_state, root.modules()):
+        module.carried_state = None  # type: ignore[assignment]
+
+
+def is_torchs_own(module: nn.Module) -> bool:
+    """Return whether torch wrote a module's class: whether it draws is known then."""
+    return type(module).__module__.split(".")[0] == "torch"
+
+
+def is_inplace(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether the node overwrites its first input."""
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        iadd = getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name != "invert"
+        is_or_index = name in ("is_", "is_not", "index", "inv", "indexOf", "itemgetter")
+        says_so = bool(node.kwargs.get("inplace", False)) or node.target is set_item
+        return says_so or (iadd and not is_or_index) or _ends_in_underscore(name)
+    return node.op == "call_method" and _ends_in_underscore(str(node.target))
+
+
+def run_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    """Execute one node; `env` holds the values of the nodes it reads.
+
+    Args:
+        root: holds the modules and parameters the node names.
+        node: any node but a placeholder.
+        env: values by node.
+    """
+    return bind_node(root, node, env)()
+
+
+def bind_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Callable[[], Any]:
+    """Return what executes one node, everything it names looked up already; arguments as for `run_node`."""
+
+    def value(argument: fx.Node) -> Any:
+        return attribute(root, str(argument.target)) if argument.op == "get_attr" else env[argument]
+
+    args = fx.node.map_arg(node.args, value)
+    kwargs = fx.node.map_arg(node.kwargs, value)
+    if node.op == "call_module":
+        return partial(root.get_submodule(str(node.target)), *args, **kwargs)
+    if node.op == "call_method":
+        return partial(getattr(args[0], str(node.target)), *args[1:], **kwargs)
+    if node.op == "call_function":
+        assert callable(node.target)
+        return partial(node.target, *args, **kwargs)
+    if node.op == "output":
+        return lambda: args[0]
+    return lambda: attribute(root, str(node.target))
+
+
+def attribute(root: nn.Module, path: str) -> Any:
+    """Return the attribute at a dotted path."""
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _ends_in_underscore(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {type(module).__name__ for module in model.modules()}
+    for leaf in leaves:
+        if leaf not in names:
+            raise GraphError(
+                f"model.leaves: model {type(model).__name__} has no module {leaf!r}, by qualified name or class"
+                f"{nearest(leaf, sorted(names - {''}))}"
+            )
+
+
+def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.GraphModule]) -> LayerGraph:
+    """Make the layer graph of a model, twice; `holder` holds it under the names that the graph knows."""
+    modes = [(module, module.training) for module in model.modules()]
+    attributes = set(model.__dict__)
+    found: list[tuple[fx.GraphModule, frozenset[str]]] = []
+    try:
+        for training in (True, False):
+            model.train(training)
+            named = holder.named_modules(remove_duplicate=False)
+            found.append((make(), frozenset(name for name, module in named if module.training)))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for name in model.__dict__.keys() - attributes:  # tensors made in forward, which the graphs hold now
+            delattr(model, name)
+    (trains, in_training), (evaluates, in_evaluation) = found
+    same = twins(_computing(trains.graph), _computing(evaluates.graph))
+    evaluation = _layer_graph(model, evaluates, training=in_evaluation, twins=same)
+    return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
+
+
+def _cuttable(module: fx.GraphModule) -> fx.GraphModule:
+    """Make a traced graph safe to cut."""
+    _read_overwritten_values_from_their_writer(module, module.graph)
+    module.graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(module, node))
+    module.recompile()
+    return module
+
+
+def _has_effect(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether a layer that nobody reads does something all the same: to a buffer, or with one."""
+    if node.op == "call_module":
+        return any(True for _ in module.get_submodule(str(node.target)).buffers())
+    return overwritten_buffer(module, node) is not None
+
+
+def overwritten_buffer(root: nn.Module, node: fx.Node) -> str | None:
+    """Return the qualified name of the buffer that a layer changes in place, or goes on changing; None if none."""
+    while is_inplace(root, node) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if node.op == "get_attr":
+            return str(node.target)
+    return None
+
+
+def _draws(module: nn.Module) -> bool:
+    fused = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
+    return isinstance(module, _RANDOM_MODULES) or fused or not is_torchs_own(module)
+
+
+def _read_overwritten_values_from_their_writer(module: nn.Module, graph: fx.Graph) -> None:
+    """Let later readers of a value that is overwritten in place read the writer's output.
+
+    It is the same tensor in the whole model, but not once a cut separates writer and reader.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for writer in graph.nodes:
+        if not is_inplace(module, writer) or not writer.args or not isinstance(writer.args[0], fx.Node):
+            continue
+        overwritten = writer.args[0]
+        for reader in list(overwritten.users):
+            if position[reader] > position[writer]:
+                reader.replace_input_with(overwritten, writer)
+
+
+def _computing(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
+
+
+def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> LayerGraph:
+    graph = module.graph
+    computing = _computing(graph)
+    index = {node: i for i, node in enumerate(computing)}
+    (output,) = graph.find_nodes(op="output")
+    changed = {name for node in computing if (name := overwritten_buffer(module, node)) is not None}
+    layers = tuple(
+        Layer(
+            index=i,
+            name=node.name,
+            kind=_kind(module, node),
+            node=node,
+            reads=tuple(sorted({index[n] for n in node.all_input_nodes if n in index})),
+            inputs=tuple(n.name for n in node.all_input_nodes if n.op == "placeholder"),
+            parameters=tuple(_parameters(module, node)),
+            buffers=_buffers(module, node, changed),
+            draws_as=_draw_name(module, node),
+        )
+        for i, node in enumerate(computing)
+    )
+    if not layers:
+        raise GraphError("the model has no layer: its forward computes nothing")
+    inputs = tuple(n.name for n in graph.find_nodes(op="placeholder"))
+    outputs = tuple(sorted({index[n] for n in output.all_input_nodes if n in index}))
+    return LayerGraph(model, module, graph, inputs, layers, outputs, **rest)
+
+
+def _draw_name(module: fx.GraphModule, node: fx.Node) -> str:
+    """Return a name for what a layer draws: each call of a module that is called several times has its own."""
+    if not is_random(module, node):
+        return ""
+    if node.op != "call_module":
+        return node.name
+    calls = list(module.graph.find_nodes(op="call_module", target=node.target))
+    number = calls.index(node) + 1
+    return str(node.target) if number == 1 else f"{node.target}_call_{number}"
+
+
+def _kind(module: nn.Module, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return type(module.get_submodule(str(node.target))).__name__
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _parameters(module: nn.Module, node: fx.Node) -> Iterator[str]:
+    """Yield the qualified names of the parameters the node uses; a tied parameter has one name, its first."""
+    first_name = {id(parameter): name for name, parameter in module.named_parameters()}
+    used: list[nn.Parameter] = []
+    if node.op == "call_module":
+        used += list(module.get_submodule(str(node.target)).parameters())
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr" and isinstance(attribute(module, str(argument.target)), nn.Parameter):
+            used.append(attribute(module, str(argument.target)))
+    yield from dict.fromkeys(first_name[id(parameter)] for parameter in used if parameter.requires_grad)
+
+
+def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tuple[str, ...]:
+    if node.op == "call_module":
+        path = str(node.target)
+        return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))
+    read = [str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return tuple(dict.fromkeys(n for n in (*read, overwritten_buffer(module, node)) if n is not None and n in changed))

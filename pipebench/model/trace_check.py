@@ -1,0 +1,149 @@
+"""Is a traced model still the model? Both are run once on the same few samples, before anything is trained.
+
+torch.fx records operations. What else a forward does can get lost without a word: the backward of a custom autograd
+function, numbers from a generator of the model's own, a decision that depends on what came before. It shows here.
+"""
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipebench.errors import GraphError
+from pipebench.model.graph import LayerGraph, forget_states
+from zoo.registry import Dataset
+
+_LOG = logging.getLogger("pipebench.model.trace_check")
+_SAMPLES = 2  # one alone would be refused by BatchNorm behind a global pool
+# Of the largest number in a tensor. The same operations in the same order: there mostly is no difference at all.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
+_LOW_PRECISION = 5e-2
+
+_Found = dict[str, torch.Tensor]  # by a name that can stand in a sentence
+
+
+def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ()) -> None:
+    """Compare a layer graph with its model: outputs, gradients and buffers, in training and in evaluation.
+
+    Args:
+        graph: in both modes, with weights on the CPU; nothing of it has changed afterwards.
+        dataset: its first samples are used; the data must be there.
+        sizes: numbers of samples that travel, for models that take no two.
+
+    Raises:
+        GraphError: they differ: what would be trained isn't the model.
+        Exception: whatever the model, or the loss, raises for all these numbers of samples.
+    """
+    *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
+    for count in first:
+        try:
+            return _compare(graph, dataset, count)
+        except GraphError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            _LOG.debug("%d samples are no minibatch for it: %s", count, error)
+    return _compare(graph, dataset, last)
+
+
+def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
+    model = graph.model
+    fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
+    targets = {name: fetched[name] for name in dataset.targets}
+
+    def whole(fields: Mapping[str, torch.Tensor]) -> Any:
+        positional, named = dataset.arguments(fields)
+        return model(*positional, **named)
+
+    for training, traced in ((True, graph), (False, graph.evaluated)):
+
+        def run(forward: Callable[[Mapping[str, torch.Tensor]], Any], training: bool = training) -> _Found:
+            with _as_it_was(model, training=training):
+                output = forward({name: fetched[name].clone() for name in dataset.inputs})
+                loss = (lambda: dataset.loss(output, targets)) if training else None
+                return _left_behind(model, output, loss)
+
+        expected = run(whole)
+        found = run(lambda fields, root=traced.root: root(*fields.values()))  # type: ignore[misc]
+        different = _first_difference(expected, found)
+        if different is None:
+            continue
+        what = f"its {different} in {'training' if training else 'evaluation'}"
+        if _first_difference(expected, run(whole)) is not None:
+            raise GraphError(
+                f"model {type(model).__name__} can't be run in layers: {what} differs from call to call, for the same "
+                "samples and the same seed, as if it drew from a generator of its own or counted its calls"
+            )
+        raise GraphError(
+            f"model {type(model).__name__} can't be run in layers: {what} is another than the model's own, so "
+            "torch.fx has lost something that its forward does; name the module that does it in model.leaves to make "
+            "it one layer"
+        )
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Seed everything that a forward may draw from, and undo what it does to the model and to those."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = torch.default_generator.get_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    forget_states(model)
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
+    if numpy is not None:
+        numpy.random.seed(0)
+    model.train(training)
+    try:
+        with torch.set_grad_enabled(training):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        forget_states(model)
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor] | None) -> _Found:
+    """Return what a forward, and the backward of a loss, come to."""
+    found: _Found = {}
+    for index, leaf in enumerate(pytree.tree_leaves(output)):
+        if isinstance(leaf, torch.Tensor):
+            found[f"output {index}"] = leaf.detach()
+    found |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
+    value = loss() if loss is not None else None
+    if value is not None and value.requires_grad:
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+        pairs = zip(named, gradients, strict=True)
+        found |= {f"gradient of {name}": gradient for name, gradient in pairs if gradient is not None}
+    return found
+
+
+def _first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    for name in {**expected, **found}:
+        if name not in expected or name not in found or not _close(expected[name], found[name]):
+            return name
+    return None
+
+
+def _close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    share = _TOLERANCES.get(expected.dtype, _LOW_PRECISION)
+    scale = float(expected.double().abs().nan_to_num().max()) if expected.numel() else 0.0
+    return torch.allclose(found.double(), expected.double(), rtol=share, atol=share * scale, equal_nan=True)

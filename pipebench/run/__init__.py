@@ -1,0 +1,1 @@
+"""Runs: one run or a comparison of runs, from recipes to records."""

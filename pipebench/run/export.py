@@ -1,0 +1,151 @@
+"""Export: the weights of a run's checkpoint as a plain `state_dict`, for any program that has the model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipebench import files
+from pipebench.checkpoint.fit import check_weights
+from pipebench.checkpoint.state import CheckpointError, ModelState
+from pipebench.checkpoint.store import Checkpoint, reason_of
+from pipebench.errors import RecipeError, UserError
+from pipebench.model.graph import LayerGraph, trace
+from pipebench.recipe.schema import Recipe
+from pipebench.recipe.targets import import_target
+from pipebench.run.folder import RunFolder, find
+from pipebench.train.prepare import initial_model
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        path: the file.
+        run_id: of which run.
+        step: minibatches done.
+        progress: what the checkpoint says of the run.
+        skipped: a sentence for each newer checkpoint that isn't whole.
+    """
+
+    path: Path
+    run_id: str
+    step: int
+    progress: Mapping[str, Any]
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        epoch = self.progress.get("epoch")
+        known = isinstance(epoch, int | float)  # a checkpoint is exported whatever else of it was changed
+        when = f"step {self.step}, epoch {epoch:g}," if known else f"step {self.step}"
+        return f"wrote {self.path}: the weights of {self.run_id} at {when} for {_LOADS}"
+
+
+_LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
+
+
+def export(run: str, output: str | None, step: int | None) -> Exported:
+    """Write the weights of a run's newest whole checkpoint as a `state_dict`.
+
+    Args:
+        run: see `run_folder.find`.
+        output: the file; None for `<run id>.pt` in the working directory. Replaced if it is a `state_dict`.
+        step: which checkpoint; None for the newest.
+
+    Raises:
+        UserError: there is no such run, no whole checkpoint of it, or the file is something else.
+    """
+    folder = find(run)
+    path = Path(output or f"{folder.run_id}.pt")
+    _check_output(path)
+    graph = _Graph(_recipe(folder))
+    checkpoint, skipped = _checkpoint(folder, step, graph)
+    model = _filled(graph.traced.model, checkpoint.load())
+    try:
+        files.write_aside(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
+        files.rename(files.aside(path), path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written: {error.strerror}") from error
+    return Exported(path, folder.run_id, checkpoint.step, checkpoint.progress, tuple(skipped))
+
+
+class _Graph:
+    """A recipe's model, made when the first checkpoint is compared with it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    @cached_property
+    def traced(self) -> LayerGraph:
+        """Return the layer graph."""
+        return trace(initial_model(self._recipe), list(self._recipe.model.get("leaves") or ()))
+
+    def fits(self, checkpoint: Checkpoint) -> None:
+        """Refuse the checkpoint of another model, or one whose tensors were spoilt.
+
+        Raises:
+            CheckpointError: names the checkpoint and the tensor, what was found and what is expected.
+        """
+        try:
+            check_weights(checkpoint.load(), self.traced)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error} (recipe {self._recipe.name})") from None
+
+
+def _filled(model: nn.Module, state: ModelState) -> nn.Module:
+    """Give a model the parameters and buffers of a state that fits."""
+    mine = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    given = {**state.buffers, **state.parameters}
+    with torch.no_grad():
+        for name in given.keys() & mine.keys():
+            mine[name].copy_(given[name])
+    return model
+
+
+def _check_output(path: Path) -> None:
+    """Refuse a file that can't be written, or that isn't an exported one, before any work is done."""
+    if not path.parent.is_dir():
+        raise UserError(f"--output: got {path}, but there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"--output: got {path}, which is a folder; a file is needed")
+    if path.exists() and not _is_state_dict(path):
+        raise UserError(f"--output: got {path}, which exists and is no state_dict; choose another name or remove it")
+
+
+def _is_state_dict(path: Path) -> bool:
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # whatever torch finds wrong with a file of any kind
+        return False
+    return isinstance(data, dict) and all(isinstance(value, torch.Tensor) for value in data.values())
+
+
+def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Checkpoint, list[str]]:
+    store = folder.checkpoints
+    steps = ", ".join(map(str, store.steps()))
+    if step is not None:
+        if step not in store.steps():
+            raise UserError(f"--step: got {step}, allowed are the checkpoints of {folder.run_id}: {steps or 'none'}")
+        chosen = store.at(step)
+        graph.fits(chosen)
+        return chosen, []
+    found, skipped = store.latest(fits=graph.fits)
+    if found is None:
+        whole = "whole " if skipped else ""
+        raise UserError(f"run {folder.run_id} has no {whole}checkpoint to export{reason_of(skipped)}")
+    return found, skipped
+
+
+def _recipe(folder: RunFolder) -> Recipe:
+    loaded = folder.recipe()
+    if loaded.recipe.model.get("target") is not None:
+        import_target(loaded.recipe.model["target"], loaded.folders)
+    needed = [fault for fault in loaded.pending if fault.key.partition(".")[0] == "model"]
+    if needed:
+        raise RecipeError(needed)
+    return replace(loaded.recipe, train=replace(loaded.recipe.train, seed=folder.read().seed))

@@ -1,0 +1,270 @@
+"""The folder of a distributed run: what its processes and later commands need to know of it.
+
+pipebench-runs/quickstart-1f0c9a7e/
+    run.json        who the run is
+    recipe.yaml     the recipe with everything filled in, as `pipebench show` prints it
+    checkpoints/
+    result.json     once it has ended
+"""
+
+import json
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipebench.errors import UserError, nearest
+from pipebench.json_rules import JsonError, finite, flag, list_of, optional, record, shown, text, whole
+
+if TYPE_CHECKING:
+    from pipebench.checkpoint.store import Checkpoints
+    from pipebench.recipe.load import LoadedRecipe
+
+RUNS = Path("pipebench-runs")
+_RUN, _RECIPE, _RESULT = "run.json", "recipe.yaml", "result.json"
+_DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # what makes a run's id of its recipe's name
+_RULE = record(
+    {
+        "run_id": text,
+        "name": text,
+        "suite": text,
+        "seed": whole(0, 2**63 - 1),
+        "words": list_of(text),
+        "code_folders": list_of(text),
+        "parent_mlflow_run_id": optional(text),
+        "mlflow_run_id": optional(text),
+        "verbose": flag,
+        "started_at_s": optional(finite),
+    }
+)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Who a run is.
+
+    Attributes:
+        run_id: the recipe's name and eight hexadecimal digits: the folder's name.
+        name: what the run is called in MLflow.
+        suite: the MLflow experiment.
+        seed: the run's, whatever the recipe says.
+        words: the command line's recipe and overrides.
+        parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
+        mlflow_run_id: its own, once there is one.
+        verbose: whether workers log every instruction.
+        code_folders: where the modules of the recipe's targets were found first.
+        started_at_s: seconds since the epoch when its first processes were ready; None before.
+    """
+
+    run_id: str
+    name: str
+    suite: str
+    seed: int
+    words: tuple[str, ...] = ()
+    parent_mlflow_run_id: str | None = None
+    mlflow_run_id: str | None = None
+    verbose: bool = False
+    code_folders: tuple[str, ...] = ()
+    started_at_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run; it exists."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's id."""
+        return self.path.name
+
+    @property
+    def recipe_path(self) -> Path:
+        """Return the recipe file, a recipe of its own."""
+        return self.path / _RECIPE
+
+    @property
+    def result_path(self) -> Path:
+        """Return where the result is written."""
+        return self.path / _RESULT
+
+    def recipe(self, overrides: Sequence[str] = ()) -> "LoadedRecipe":
+        """Return the recipe, which finds the code it names where the run did.
+
+        Raises:
+            UserError: the folder isn't whole, or an override is wrong.
+        """
+        from pipebench.recipe.load import load
+
+        self.read_bytes(_RECIPE)
+        loaded = load(str(self.recipe_path), overrides)
+        folders = dict.fromkeys((*map(Path, self.read().code_folders), *loaded.folders))
+        return replace(loaded, folders=tuple(folders))
+
+    @cached_property
+    def checkpoints(self) -> "Checkpoints":
+        """Return the run's checkpoints."""
+        from pipebench.checkpoint.store import Checkpoints
+
+        return Checkpoints(self.path / "checkpoints")
+
+    def read(self) -> RunFacts:
+        """Return who the run is.
+
+        Raises:
+            UserError: run.json can't be read.
+        """
+        path = self.path / _RUN
+        try:
+            data = json.loads(self.read_bytes(_RUN))
+            if isinstance(data, dict):
+                data.setdefault("code_folders", [])  # of a run before recipes could name code by folder
+            _RULE(data, "")
+        except JsonError as error:
+            raise UserError(f"{path}: isn't the description of a run of pipebench: {error}") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}: isn't the description of a run of pipebench") from None
+        if data["run_id"] != self.run_id:
+            raise UserError(f"{path}: run_id: got {shown(data['run_id'])}, allowed is the folder's name, {self.run_id}")
+        return RunFacts(**{**data, "words": tuple(data["words"]), "code_folders": tuple(data["code_folders"])})
+
+    def read_bytes(self, name: str) -> bytes:
+        """Return what is in one of the run's files.
+
+        Raises:
+            UserError: it can't be read, or isn't a file: a pipe would be waited for for ever.
+        """
+        path = self.path / name
+        try:
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path}: isn't a file")
+            return path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path}: can't be read: {error.strerror}") from error
+
+    def update(self, **changes: Any) -> RunFacts:
+        """Change some facts and return all; readers find the old or the new ones, never half of them.
+
+        Raises:
+            UserError: run.json can't be read.
+            OSError: it can't be written.
+        """
+        facts = replace(self.read(), **changes)
+        self.write_json(_RUN, asdict(facts))
+        return facts
+
+    def say_how_to_go_on(self, changes: Sequence[str]) -> None:
+        """Print the command that goes on with the run, if there is a checkpoint of it.
+
+        Args:
+            changes: the overrides that it went on with before, beside its recipe.
+        """
+        if self.checkpoints.steps():
+            command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
+            print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
+
+    def keep_mlflow_run_id(self, run_id: str) -> None:
+        """Note MLflow's id of the run, so that it can go on under it."""
+        self.update(mlflow_run_id=run_id)
+
+    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write a JSON file into the folder; it is whole or not there.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        from pipebench.files import replace as replace_file
+
+        replace_file(self.path / name, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def create(
+    name: str,
+    *,
+    recipe: str,
+    recipe_yaml: str,
+    suite: str,
+    seed: int,
+    words: Sequence[str] = (),
+    parent_mlflow_run_id: str | None = None,
+    verbose: bool = False,
+    code_folders: Sequence[Path] = (),
+) -> RunFolder:
+    """Make the folder of a new run in the working directory.
+
+    Args:
+        name: what the run is called in MLflow.
+        recipe: the recipe's name, from which the run's id is made.
+        recipe_yaml: the recipe with everything filled in.
+        suite: the MLflow experiment.
+        seed: the run's.
+        words: the command line's recipe and overrides.
+        parent_mlflow_run_id: of the run it belongs to.
+        verbose: whether workers log every instruction.
+        code_folders: where the modules of the recipe's targets are looked for first.
+
+    Raises:
+        UserError: nothing can be written to the working directory.
+    """
+    run_id = f"{recipe}-{secrets.token_hex(4)}"
+    facts = RunFacts(
+        run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose,
+        code_folders=tuple(map(str, code_folders)),
+    )  # fmt: skip
+    folder = RunFolder(RUNS.absolute() / run_id)
+    try:
+        folder.path.mkdir(parents=True)
+        folder.recipe_path.write_text(recipe_yaml, encoding="utf-8")
+        folder.write_json(_RUN, asdict(facts))
+    except OSError as error:
+        raise UserError(f"{folder.path}: the run's folder can't be made: {error.strerror}") from error
+    return folder
+
+
+def find(run: str) -> RunFolder:
+    """Return the folder of a run in the working directory.
+
+    Args:
+        run: its id, the name of its recipe if no other run is of that, the start of an id that no other run has, its
+            MLflow run id, or the folder's path.
+
+    Raises:
+        UserError: there is none, or there are several; names the nearest or all.
+    """
+    if "/" in run and (Path(run) / _RUN).is_file():
+        return RunFolder(Path(run).absolute())
+    known = {path.parent.name: RunFolder(path.parent.absolute()) for path in sorted(RUNS.glob(f"*/{_RUN}"))}
+    if run in known:
+        return known[run]
+    of_mlflow = [folder for folder in known.values() if run and _mlflow_run_id(folder) == run]
+    if of_mlflow:
+        return of_mlflow[0]
+    named = [run_id for run_id in known if run_id.startswith(run) and _DIGITS.fullmatch(run_id[len(run) :])]
+    # A recipe's own name means its runs, whatever other recipes' names begin with it.
+    starting = named or [run_id for run_id in known if run and run_id.startswith(run)]
+    if len(starting) == 1:
+        return known[starting[0]]
+    if starting:
+        raise UserError(f"run: got {run!r}, with which {len(starting)} runs begin: {_listed(starting)}")
+    if not known:
+        raise UserError(f"run: got {run[:80]!r}, but {RUNS}/ in the working directory holds no run")
+    allowed = f"allowed are the runs in {RUNS}/ ({_listed(list(known))}) and their MLflow run ids"
+    raise UserError(f"run: got {run[:80]!r}, {allowed}{nearest(run[:80], known)}")
+
+
+def _mlflow_run_id(folder: RunFolder) -> str | None:
+    try:
+        return folder.read().mlflow_run_id
+    except UserError:
+        return None
+
+
+def _listed(run_ids: Sequence[str]) -> str:
+    more = f" and {len(run_ids) - 5} more" if len(run_ids) > 5 else ""
+    return ", ".join(run_ids[:5]) + more

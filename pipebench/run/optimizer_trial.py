@@ -1,0 +1,104 @@
+"""Does an optimizer of the user's own train stages? A trial on small parameters, before anything runs.
+
+A stage's optimizer sees the stage's parameters only, steps without a closure, and finds its parameters in another
+buffer after every update that minibatches in flight keep from happening in place. Whatever comes of that must be what a
+plain loop over the whole model comes to.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+
+import torch
+from torch import nn
+
+from pipebench.engine.weights import Version, Weights
+from pipebench.errors import UserCodeError
+from pipebench.model.optimizer import make_optimizer
+from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.recipe.users_code import users_code
+
+_STEPS = 5
+_RESTORED_AT = 3  # after so many, the moving one goes on from its state in another, as from a checkpoint
+_LARGEST_SIDE, _MOST_SHAPES = 3, 8
+_KEY = "train.optimizer.target"
+
+
+def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> None:
+    """Train small parameters of the same numbers of dimensions in three ways that must agree.
+
+    Args:
+        recipe: with a target.
+        parameters: those of the whole model that are trained.
+
+    Raises:
+        UserCodeError: it fails, or the ways disagree.
+    """
+    shapes = dict.fromkeys(tuple(min(side, _LARGEST_SIDE) for side in parameter.shape) for parameter in parameters)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in list(shapes)[:_MOST_SHAPES] for _ in range(2)]
+    gradients = [[torch.randn(p.shape, generator=generator) for p in start] for _ in range(_STEPS)]
+    rates = [recipe.lr * factor for factor in (1.0, 1.0, 0.5, 0.25, 0.5)]
+    with users_code(f"{recipe.target} can't take a step of a stage", _KEY):
+        together = _plain(recipe, start, gradients, rates)
+        apart = [_plain(recipe, [p], [[step[i]] for step in gradients], rates)[0] for i, p in enumerate(start)]
+        moving = _moving(recipe, start, gradients, rates)
+    if not _agree(together, apart):
+        raise UserCodeError(
+            f"{recipe.target} updates a parameter otherwise without the others; a stage has some of them, so the plan "
+            "would change what is learnt",
+            _KEY,
+        )
+    if not _agree(together, moving):
+        raise UserCodeError(
+            f"{recipe.target} comes to other weights when its parameters are moved or its state is taken up from a "
+            "checkpoint; what it knows of a parameter has to be in its state",
+            _KEY,
+        )
+
+
+def _plain(
+    recipe: OptimizerRecipe,
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    rates: Sequence[float],
+) -> list[torch.Tensor]:
+    """Train in a plain loop, in place."""
+    weights = Weights(_module(start), partial(make_optimizer, recipe))
+    for step, lr in zip(gradients, rates, strict=True):
+        weights.update([gradient.clone() for gradient in step], lr)
+    return [parameter.detach() for parameter in weights.newest.parameters]
+
+
+def _moving(
+    recipe: OptimizerRecipe,
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    rates: Sequence[float],
+) -> list[torch.Tensor]:
+    """Train with two minibatches in flight, so that every update writes into another buffer."""
+    weights = Weights(_module(start), partial(make_optimizer, recipe))
+    held: list[Version] = []
+    for index, step, lr in zip(count(), gradients, rates, strict=False):
+        weights.newest.users += 1
+        held.append(weights.newest)
+        weights.update([gradient.clone() for gradient in step], lr)
+        if len(held) > 1:
+            weights.release(held.pop(0))
+        if index + 1 == _RESTORED_AT:
+            kept = copy.deepcopy(weights.optimizer_state())
+            values = {
+                name: p.detach().clone() for name, p in zip(weights.names, weights.newest.parameters, strict=True)
+            }
+            weights, held = Weights(_module(start), partial(make_optimizer, recipe)), []
+            weights.restore(values, kept)
+    return [parameter.detach() for parameter in weights.newest.parameters]
+
+
+def _module(parameters: Sequence[torch.Tensor]) -> nn.Module:
+    return nn.ParameterList([nn.Parameter(parameter.detach().clone()) for parameter in parameters])
+
+
+def _agree(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in zip(these, those, strict=True))

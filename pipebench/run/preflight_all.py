@@ -1,0 +1,48 @@
+"""All recipes of a command are checked before the first of them runs: what they use, and what they name by target."""
+
+from collections.abc import Sequence
+
+from pipebench.errors import Fault, RecipeError
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.preflight import preflight
+
+
+def preflight_all(loaded: Sequence[LoadedRecipe], *, tries: bool = True) -> None:
+    """Check what the runs use.
+
+    Args:
+        loaded: the recipes.
+        tries: try out what they name by target, too, where they train; that takes a model.
+
+    Raises:
+        RecipeError: with the faults of all of them.
+    """
+    faults: list[Fault] = []
+    cause: RecipeError | None = None
+    for each in loaded:
+        try:
+            preflight(each)
+            if tries and each.recipe.engine.kind != "simulated" and each.has_targets:
+                from pipebench.run.trial import try_out  # it takes torch, which most refusals don't need
+
+                try_out(each)
+        except RecipeError as error:
+            faults += error.faults
+            cause = error
+    if faults:
+        raise RecipeError(dict.fromkeys(faults)) from cause
+
+
+def same_names(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
+    """Return a fault for every recipe whose name another one has already."""
+    first: dict[str, str] = {}
+    faults = []
+    for each in loaded:
+        name = each.recipe.name
+        if name in first:
+            problem = (
+                f"got {name!r}, which {first[name]} is named already; recipes run together need names of their own"
+            )
+            faults.append(Fault(each.source, "name", problem))
+        first.setdefault(name, each.source)
+    return faults

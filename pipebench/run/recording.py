@@ -1,0 +1,114 @@
+"""What is kept of a run besides its curves: what it takes to run it again, its timeline, its log."""
+
+import io
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipebench.model.device import commit_diff
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.show import pictures
+from pipebench.show.trace import write_trace
+from pipebench.simulate.timeline import Timeline
+from pipebench.tracking import RunLog
+from pipebench.train.prepare import Prepared
+
+_LOG = logging.getLogger("pipebench.run")
+
+
+def recipe_yaml(loaded: LoadedRecipe, seed: int) -> str:
+    """Return a recipe of its own with everything filled in, and the run's seed."""
+    config: Any = OmegaConf.to_container(loaded.config, resolve=False)
+    config["train"]["seed"] = seed
+    return OmegaConf.to_yaml(OmegaConf.create(config))
+
+
+def run_tags(prepared: Prepared, facts: Mapping[str, str]) -> dict[str, str]:
+    """Return what people filter runs by."""
+    recipe = prepared.recipe
+    return {
+        "kind": "run",
+        "mode": recipe.parallelism.mode,
+        "plan": str(prepared.setup.plan),
+        "engine": recipe.engine.kind,
+        "seed": str(recipe.train.seed),
+        "timing": prepared.profile.note,
+        **{f"metric.{metric}": note for metric, note in prepared.setup.dataset.notes().items()},
+        **facts,
+    }
+
+
+def record_inputs(log: RunLog, loaded: LoadedRecipe, prepared: Prepared, facts: Mapping[str, str]) -> None:
+    """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
+    log.text("recipe.yaml", recipe_yaml(loaded, prepared.recipe.train.seed))
+    log.text("profile.json", prepared.profile.to_json())
+    log.text("plan.json", _plan_json(prepared))
+    log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
+    difference = commit_diff()
+    if difference:
+        log.text("changes.diff", difference)
+
+
+def _plan_json(prepared: Prepared) -> str:
+    setup = prepared.setup
+    names = [layer.name for layer in setup.graph.layers]
+    stages = [{"layers": names[s.start : s.stop], "replicas": s.replicas} for s in setup.plan.stages]
+    depths = list(setup.pipeline.warmups)
+    told: dict[str, Any] = {"plan": str(setup.plan), "stages": stages, "depths": depths}
+    told["devices"] = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
+    if prepared.comparison is not None:
+        told["modes_compared"] = [
+            {
+                "mode": each.mode,
+                "plan": each.config,
+                "predicted_minibatch_s": each.minibatch_s,
+                "memory_bytes": max(stage.memory_bytes for stage in each.stages),
+            }
+            for each in (prepared.comparison.best, *prepared.comparison.others)
+        ]
+        told["modes_refused"] = prepared.comparison.refused
+    return json.dumps(told, indent=1)
+
+
+def record_timeline(log: RunLog, timeline: Timeline) -> None:
+    """Keep a timeline as a picture and as a trace for Perfetto."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for artifact, write in (("timeline.png", pictures.draw_timeline), ("trace.json", write_trace)):
+                path = Path(folder) / artifact
+                write(timeline, path)
+                log.file(artifact, path)
+    except (OSError, ValueError) as error:  # a picture must never cost a result
+        _LOG.warning("the timeline could not be drawn: %s", error)
+
+
+@contextmanager
+def collected_log(verbose: bool) -> Iterator[io.StringIO]:
+    """Collect pipebench's log (and torch's warnings) for the artifact; show it too when verbose."""
+    text = io.StringIO()
+    root = logging.getLogger("pipebench")
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handlers: list[logging.Handler] = [handler, *([logging.StreamHandler()] if verbose else [])]
+    level, captured = root.level, logging.getLogger("py.warnings")
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.captureWarnings(True)
+    for each in handlers:
+        root.addHandler(each)
+        captured.addHandler(each)
+    try:
+        with warnings.catch_warnings():
+            yield text
+    finally:
+        logging.captureWarnings(False)
+        for each in handlers:
+            root.removeHandler(each)
+            captured.removeHandler(each)
+        root.setLevel(level)

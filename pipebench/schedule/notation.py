@@ -1,0 +1,80 @@
+"""Plans as the papers write them: `15-1`, `2-1-1`, `straight`, `16`; and back."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from pipebench.errors import PlanError, choice
+from pipebench.schedule.modes import AUTO, Mode
+
+STRAIGHT = "straight"
+SHAPES = {
+    "one": "a single worker: `auto` or `1`",
+    "one-stage": "one stage on all its workers: `auto` or a number such as `4`",
+    "straight": "one worker per stage: `auto`, `straight` or e.g. `1-1-1-1`",
+    "any": "`auto`, `straight` or replicas per stage such as `2-1-1`",
+}
+_NOTATION = re.compile(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", re.ASCII)
+
+
+def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
+    """Return the replicas of every stage. `auto` is the planner's to resolve where a mode takes more than one plan.
+
+    Args:
+        given: `auto` (single workers and single stages only), `straight`, a number of workers, or replicas per stage
+            joined by `-`.
+        mode: decides what `auto` is and which plans are taken.
+        num_workers: workers of the cluster.
+
+    Raises:
+        PlanError: not a plan, not one this mode takes, or one that needs more workers than there are.
+    """
+    replicas = _replicas(given, mode, num_workers)
+    if not _has_shape(replicas, mode.shape):
+        raise PlanError(f"got {_shown(given)}, this mode takes {SHAPES[mode.shape]}")
+    if sum(replicas) > num_workers:
+        raise PlanError(f"got {_shown(given)}, which needs {sum(replicas)} workers; the cluster has {num_workers}")
+    return replicas
+
+
+def format_plan(replicas: Sequence[int]) -> str:
+    """Return the plan in the papers' notation; `straight` from two stages of one worker on."""
+    if len(replicas) > 1 and set(replicas) == {1}:
+        return STRAIGHT
+    return "-".join(str(count) for count in replicas)
+
+
+def streams_problem(replicas: Sequence[int], streams: int | None) -> str | None:
+    """Say why a plan can't serve so many streams of text, or return None: every stream stays with one replica."""
+    if streams is None or all(streams % r == 0 for r in replicas):
+        return None
+    needed = math.lcm(*replicas)
+    return (
+        f"{streams} with plan {format_plan(replicas)}, whose replicas would take turns with a stream that one of them "
+        f"has to carry on: allowed are multiples of {needed}"
+    )
+
+
+def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
+    text = str(given).strip()
+    if text == AUTO and mode.shape in ("one", "one-stage"):
+        return (1,) if mode.shape == "one" else (num_workers,)
+    if text == STRAIGHT:
+        return (1,) * num_workers
+    if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
+        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or replicas per stage such as 15-1, 2-1-1 or 16")
+    return tuple(int(part) for part in text.split("-"))
+
+
+def _shown(given: object) -> str:
+    """Return a plan as it was given: `1-1-1`, though it is `straight`."""
+    text = str(given).strip()
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _has_shape(replicas: Sequence[int], shape: str) -> bool:
+    if shape == "one":
+        return tuple(replicas) == (1,)
+    if shape == "one-stage":
+        return len(replicas) == 1
+    return shape == "any" or set(replicas) == {1}

@@ -1,0 +1,1 @@
+"""Everything a person looks at: console, progress, tables, pictures, traces."""

@@ -1,0 +1,243 @@
+"""What is printed when a run, its seeds or a comparison is done."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipebench.errors import printable
+from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
+from pipebench.show.comparison import comparison_markdown, groups, headings, notes, rows, time_to_accuracy_s
+from pipebench.show.progress import RunProgress, preparing
+from pipebench.show.tables import new_table, print_groups, print_table
+from pipebench.show.terminal import is_terminal, print_plain, standard_error, standard_output
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
+from pipebench.train.prediction import prediction_line
+from pipebench.train.result import (
+    COMPLETED,
+    DIVERGED,
+    INTERRUPTED,
+    MISSED,
+    PREDICTION,
+    REACHED,
+    SEED_METRICS,
+    WORKERS_IDLE,
+    RunResult,
+)
+
+__all__ = [
+    "RunProgress",
+    "comparison_markdown",
+    "is_terminal",
+    "new_table",
+    "preparing",
+    "print_comparison",
+    "print_plain",
+    "print_position",
+    "print_seeds",
+    "print_summary",
+    "print_table",
+    "print_written",
+    "standard_error",
+    "standard_output",
+]
+
+_STYLES = {REACHED: "bold green", COMPLETED: "bold", MISSED: "bold yellow", DIVERGED: "bold red", INTERRUPTED: "bold"}
+# Heading, column of RunResult.stages, how to write it.
+_STAGE_COLUMNS = (
+    ("stage", "index", str),
+    ("layers", "num_layers", str),
+    ("replicas", "replicas", str),
+    ("depth", "depth", str),
+    ("forward", "forward_s", seconds),
+    ("backward", "backward_s", seconds),
+    ("update", "update_s", seconds),
+    ("weights", "parameter_bytes", num_bytes),
+    ("versions", "weight_versions_max", lambda value: f"{value:g}"),
+    ("peak memory", "peak_memory_bytes", num_bytes),
+)
+# The same of RunResult.workers.
+_WORKER_COLUMNS = (
+    ("worker", "worker", str),
+    ("stage", "stage", str),
+    ("rank", "rank", str),
+    ("compute", "compute_s", seconds),
+    ("waiting", "waiting_s", seconds),
+    ("sending", "sending_s", seconds),
+    ("other", "other_s", seconds),
+    ("all-reduce", "all_reduce_s", seconds),
+    ("bubble", "bubble_fraction", percent),
+)
+_Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
+
+
+def print_summary(result: RunResult, picture: str, link: str, console: Console | None = None) -> None:
+    """Print what one run came to.
+
+    Args:
+        result: the run's result.
+        picture: the start of its pipeline as text.
+        link: how to open its record.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    print_plain(console, "")
+    print_plain(console, Text.assemble(result.name, ": ", (result.sentence, _STYLES.get(result.outcome, "bold"))))
+    facts = Table.grid(padding=(0, 2))
+    for name, text in _facts(result):
+        facts.add_row(Text(name, style="dim"), Text(text))
+    print_plain(console, Padding(facts, (0, 0, 0, 2)))
+    for lines, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
+        if any(lines):
+            print_table(console, _table_of(lines, columns), indent=2)
+    if picture:
+        print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 1, 2)))
+    _print_link(console, link)
+
+
+def print_comparison(results: Sequence[RunResult], link: str, console: Console | None = None) -> None:
+    """Print runs side by side: a row per recipe, one table for all that may be compared with each other.
+
+    Args:
+        results: at least one.
+        link: how to open their record.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    print_plain(console, "")
+    tables = []
+    for group in groups(results):
+        table = new_table(*headings(results))
+        for entry, (name, *cells) in zip(group.entries, rows(results, group), strict=True):
+            style = "" if entry.has_no_trouble() else "yellow"
+            table.add_row(Text(name, style="bold"), *(Text(cell, style=style) for cell in cells))
+        tables.append((group.title, table))
+    print_groups(console, tables)
+    for line in notes(results):
+        print_plain(console, Padding(Text(line), (0, 0, 0, 2)))
+    _print_link(console, link)
+
+
+def print_position(number: int, total: int, name: str, console: Console | None = None) -> None:
+    """Say which run of how many begins.
+
+    Args:
+        number: from 1 on.
+        total: runs in all.
+        name: the run's name.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    print_plain(console, "")
+    print_plain(console, Text.assemble((f"{number} of {total}", "bold"), f"  {name}"))
+
+
+def print_seeds(
+    name: str, results: Sequence[RunResult], spread: Mapping[str, float], console: Console | None = None
+) -> None:
+    """Print median and spread over the seeds of one recipe.
+
+    Args:
+        name: the recipe's name.
+        results: one per seed.
+        spread: as `pipebench.tracking.summarise_seeds` returns.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    table = new_table("", "median", "smallest", "largest", "mean", "spread (std)")
+    finals = sorted({metric for result in results for metric in result.metrics if metric.startswith("best_")})
+    for metric in (*SEED_METRICS, *finals):
+        if f"{metric}_median" in spread:
+            columns = ("median", "min", "max", "mean", "std")
+            table.add_row(metric, *(measure(metric, spread.get(f"{metric}_{column}")) for column in columns))
+    reached = sum(result.outcome == REACHED for result in results)
+    targeted = sum(result.outcome != COMPLETED for result in results)
+    ending = f", {reached} of {targeted} reached the target" if targeted else ""
+    print_plain(console, "")
+    print_plain(console, Text(f"{name}: {len(results)} seeds{ending}", style="bold"))
+    if table.row_count:
+        print_table(console, table)
+
+
+def print_written(path: str, console: Console | None = None) -> None:
+    """Say that a file was written."""
+    (console or standard_output()).print(Text.assemble(("  written  ", "dim"), printable(path)), soft_wrap=True)
+
+
+def _print_link(console: Console, link: str) -> None:
+    if link:
+        console.print(Text.assemble(("  MLflow  ", "dim"), link), soft_wrap=True)
+
+
+def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
+    """Return a table of these lines, without the columns that no line has."""
+    columns = [column for column in columns if any(row.get(column[1]) is not None for row in lines)]
+    table = new_table(*(heading for heading, _, _ in columns))
+    for row in lines:
+        table.add_row(*(UNKNOWN if row.get(key) is None else write(row[key]) for _, key, write in columns))
+    return table
+
+
+def _facts(result: RunResult) -> list[tuple[str, str]]:
+    facts = [
+        ("plan", f"{result.plan} ({result.mode}, seed {result.seed}, {result.engine} engine, {result.clock} clock)"),
+        ("durations", result.timing),
+        ("time to accuracy", _time_to_accuracy(result)),
+        ("epochs", _epochs(result)),
+        (PREDICTION, prediction_line(result.metrics)),
+        ("throughput", _throughput(result)),
+        ("sent per sample", _bytes_by_kind(result.metrics)),
+        (WORKERS_IDLE, _idle(result.metrics)),
+        ("memory", _memory(result.metrics)),
+        ("this took", seconds(result.metrics["wall_time_s"]) if "wall_time_s" in result.metrics else ""),
+    ]
+    return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in facts if text]
+
+
+def _time_to_accuracy(result: RunResult) -> str:
+    reached_s = time_to_accuracy_s(result)
+    if reached_s is None:
+        return "" if result.outcome == COMPLETED else f"none: {result.outcome}"
+    without_s = result.metrics.get("time_to_accuracy_without_evaluation_s")
+    return seconds(reached_s) + ("" if without_s is None else f" ({seconds(without_s)} without evaluation)")
+
+
+def _epochs(result: RunResult) -> str:
+    epochs = result.metrics.get("epochs_to_target") if result.outcome == REACHED else None
+    epoch_s = result.metrics.get("epoch_time_s")
+    parts = [] if epochs is None else [f"{epochs:g} to the target"]
+    return ", ".join([*parts, *([] if epoch_s is None else [f"{seconds(epoch_s)} each"])])
+
+
+def _throughput(result: RunResult) -> str:
+    rate, update = result.metrics.get("throughput_samples_per_s"), result.metrics.get("samples_per_update")
+    parts = [] if rate is None else [f"{number(rate)} samples/s"]
+    return ", ".join([*parts, *([] if update is None else [f"{update:g} samples per update"])])
+
+
+def _bytes_by_kind(metrics: Mapping[str, float]) -> str:
+    total, each = metrics.get("comm_bytes_total"), metrics.get("comm_bytes_per_sample")
+    if total is None or each is None:
+        return ""
+    if total == 0:
+        return "nothing"
+    kinds = [(kind, metrics.get(f"comm_bytes_{kind.replace('-', '_')}")) for kind in (ACTIVATION, GRADIENT, ALL_REDUCE)]
+    parts = ", ".join(f"{kind} {num_bytes(value * each / total)}" for kind, value in kinds if value)
+    apart = [(kind, metrics.get(f"comm_bytes_{kind}")) for kind in (BUFFERS, EVALUATION)]
+    rest = "".join(f"; {kind} {num_bytes(value)} in all" for kind, value in apart if value)
+    return f"{num_bytes(each)} ({parts}); {num_bytes(total)} in all{rest}"
+
+
+def _idle(metrics: Mapping[str, float]) -> str:
+    bubble, stall = metrics.get("bubble_fraction"), metrics.get("comm_stall_fraction")
+    parts = [] if bubble is None else [f"{percent(bubble)} bubble"]
+    return ", ".join([*parts, *([] if stall is None else [f"{percent(stall)} waiting for communication"])])
+
+
+def _memory(metrics: Mapping[str, float]) -> str:
+    peak, versions = metrics.get("peak_memory_bytes_max"), metrics.get("weight_versions_max")
+    parts = [] if peak is None else [f"{num_bytes(peak)} at most on a worker"]
+    return ", ".join([*parts, *([] if versions is None else [f"{versions:g} weight versions at most"])])

@@ -1,0 +1,322 @@
+"""Pictures of runs: the timeline as an image, accuracy over time for a comparison, and the pipeline as text.
+
+Figures are made without pyplot, whose global state is not for a library. The colours are Okabe and Ito's, which
+colour-blind readers can tell apart.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from pipebench.formats import is_share
+from pipebench.show.trace import write_trace
+from pipebench.simulate.timeline import (
+    ACTIVATION,
+    ALL_REDUCE,
+    BACKWARD,
+    BUFFERS,
+    CONTROL,
+    EVALUATE,
+    EVALUATION,
+    FORWARD,
+    GRADIENT,
+    SEND,
+    UPDATE,
+    WAIT,
+    Span,
+    Timeline,
+    Transfer,
+)
+from pipebench.train.result import REACHED, RunResult
+
+__all__ = [
+    "curves_figure",
+    "draw_curves",
+    "draw_timeline",
+    "natural_unit_s",
+    "readable_end_s",
+    "text_picture",
+    "timeline_figure",
+    "write_trace",
+]
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_SPAN_COLOURS = {
+    FORWARD: "#56B4E9",
+    BACKWARD: "#E69F00",
+    UPDATE: "#009E73",
+    EVALUATE: "#CC79A7",
+    SEND: "#0072B2",
+    WAIT: "#E8E8E8",
+}
+_TRANSFER_COLOURS = {
+    ACTIVATION: "#0072B2",
+    GRADIENT: "#D55E00",
+    ALL_REDUCE: "#333333",
+    BUFFERS: "#999999",
+    EVALUATION: "#CC79A7",
+    CONTROL: "#F0E442",
+}
+_CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_CURVE_STYLES = ("-", "--", "-.", ":")
+_AXIS_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+# A row is one unit high: the worker's boxes above, its transfers in two strips below.
+_BOX_BOTTOM, _BOX_HEIGHT = -0.18, 0.58
+_STRIP_HEIGHT = 0.11
+_UPPER_STRIP, _LOWER_STRIP = -0.31, -0.43
+_UPPER_KINDS = (ACTIVATION, GRADIENT, EVALUATION)
+
+_WIDTH_IN, _ROW_IN, _FONT_POINTS = 14.0, 0.62, 7.5
+_CHAR_IN = 0.62 * _FONT_POINTS / 72  # mean width of a sans-serif character
+_PLOT_IN = 0.88 * _WIDTH_IN  # the rest of the width is for the workers' names
+
+
+def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of what workers and links did: the whole timeline if it is readable, else its first part."""
+    timeline_figure(timeline).savefig(path, dpi=110)
+
+
+def timeline_figure(timeline: Timeline) -> "Figure":
+    """Return the picture that `draw_timeline` writes; one row per worker, the first on top."""
+    from matplotlib.figure import Figure
+
+    num_workers = len(timeline.worker_names)
+    figure = Figure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
+    axes = figure.add_subplot()
+    end_s = readable_end_s(timeline)
+    scale_s, unit = _axis_unit(end_s)
+    spans = [span for span in timeline.spans if span.start_s < end_s]
+    transfers = [transfer for transfer in timeline.transfers if transfer.start_s < end_s]
+    _draw_spans(axes, spans, scale_s)
+    _draw_transfers(axes, transfers, scale_s)
+    axes.set_xlim(0, end_s / scale_s)
+    axes.set_ylim(num_workers - 0.42, -0.62)
+    middles = [worker - _BOX_BOTTOM - _BOX_HEIGHT / 2 for worker in range(num_workers)]
+    axes.set_yticks(middles, timeline.worker_names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(_time_label(timeline, end_s, unit))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _write_labels(axes, spans, end_s, scale_s)
+    _add_legend(figure, spans, transfers)
+    return figure
+
+
+def readable_end_s(timeline: Timeline) -> float:
+    """Return where the picture ends: where the run does, if most boxes can hold their numbers, else earlier.
+
+    It is never earlier than the first backward of the last worker to have one: a picture shows the whole fill.
+    """
+    work = [span for span in timeline.spans if span.kind in (FORWARD, BACKWARD) and span.end_s > span.start_s]
+    if not work:
+        return max((span.end_s for span in timeline.spans), default=0.0) or 1.0
+    s_per_inch = sorted((span.end_s - span.start_s) / _text_in(_box_text(span)) for span in work)
+    first_backward_s: dict[int, float] = {}
+    for span in work:
+        if span.kind == BACKWARD:
+            first_backward_s.setdefault(span.worker, span.end_s)
+    # Stages of about the same speed should all have their numbers, hence the tenth.
+    readable_s = max(0.9 * s_per_inch[len(work) // 4] * _PLOT_IN, *first_backward_s.values(), 0.0)
+    return min(readable_s, max(span.end_s for span in timeline.spans))
+
+
+def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of a metric against each run's clock, e.g. accuracy against virtual time."""
+    curves_figure(results, metric).savefig(path, dpi=110)
+
+
+def curves_figure(results: Sequence[RunResult], metric: str) -> "Figure":
+    """Return the picture that `draw_curves` writes; a star marks where a run reached its target."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    clocks_s = [point.clock_s for result in results for point in result.points if metric in point.metrics]
+    scale_s, unit = _axis_unit(max(clocks_s, default=1.0))
+    recipes = list(dict.fromkeys(result.name for result in results))
+    drawn: set[str] = set()
+    for result in results:  # the seeds of a recipe have one colour, and one line in the legend
+        label = "" if result.name in drawn else _curve_label([each for each in results if each.name == result.name])
+        _draw_curve(axes, result, metric, scale_s, recipes.index(result.name), label)
+        drawn.add(result.name)
+    clocks = sorted({result.clock for result in results})
+    axes.set_xlabel(f"{' and '.join(clocks)} time [{unit}], evaluation included")
+    axes.set_ylabel(metric)
+    if is_share(metric):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.lines:
+        axes.legend(frameon=False)
+    return figure
+
+
+def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 80) -> str:
+    """Draw the pipeline as text: one row per worker, one cell per unit of time, `.` where a worker waits.
+
+    Args:
+        timeline: what to draw, from its start.
+        unit_s: duration of one cell; by default that of a short forward or backward.
+        width: characters per line.
+
+    Returns:
+        Lines like `stage 0  F0 F1 F2 F3 .  .  B0`, without a newline at the end.
+    """
+    if not timeline.spans:
+        return ""
+    unit_s = unit_s or natural_unit_s(timeline)
+    work = [span for span in timeline.spans if span.kind not in (SEND, WAIT)]
+    name_width = max(len(name) for name in timeline.worker_names)
+    num_cells, cell_width = _cells(work, unit_s, width - name_width - 2)
+    num_cells = min(num_cells, _cells_until(max((span.end_s for span in work), default=0.0), unit_s))
+    rows = _text_rows(work, len(timeline.worker_names), num_cells, unit_s)
+    return "\n".join(
+        f"{name:<{name_width}}  {''.join(f'{cell:<{cell_width}}' for cell in row)}".rstrip()
+        for name, row in zip(timeline.worker_names, rows, strict=True)
+    )
+
+
+def natural_unit_s(timeline: Timeline) -> float:
+    """Return the shortest typical duration of a forward or backward: the median of the quickest worker's."""
+    durations_s: dict[tuple[int, str], list[float]] = {}
+    for span in timeline.spans:
+        if span.kind in (FORWARD, BACKWARD) and span.end_s > span.start_s:
+            durations_s.setdefault((span.worker, span.kind), []).append(span.end_s - span.start_s)
+    if not durations_s:
+        return max((span.end_s for span in timeline.spans), default=1.0) or 1.0
+    return min(sorted(values)[len(values) // 2] for values in durations_s.values())
+
+
+def _cells(spans: Sequence[Span], unit_s: float, width: int) -> tuple[int, int]:
+    """Return number and width of cells such that most of them fit; a label too long for its cell ends the picture."""
+    best = (0, 2)
+    for cell_width in range(2, 2 + max((len(span.label) for span in spans), default=1)):
+        num_cells = (width + 1) // cell_width  # the last cell needs no blank after it
+        too_long_s = min((span.start_s for span in spans if len(span.label) >= cell_width), default=None)
+        if too_long_s is not None:
+            num_cells = min(num_cells, int(too_long_s / unit_s))
+        best = max(best, (num_cells, cell_width), key=lambda choice: choice[0])
+    return max(1, best[0]), best[1]
+
+
+def _text_rows(spans: Iterable[Span], num_workers: int, num_cells: int, unit_s: float) -> list[list[str]]:
+    rows = [["."] * num_cells for _ in range(num_workers)]
+    filled_s = [[0.0] * num_cells for _ in range(num_workers)]
+    for span in spans:
+        for cell in range(int(span.start_s / unit_s), min(num_cells, _cells_until(span.end_s, unit_s))):
+            overlap_s = min(span.end_s, (cell + 1) * unit_s) - max(span.start_s, cell * unit_s)
+            # A cell shows whoever fills most of it, and work at all only where it fills a third.
+            if overlap_s > max(filled_s[span.worker][cell] + 1e-9 * unit_s, unit_s / 3):
+                filled_s[span.worker][cell] = overlap_s
+                rows[span.worker][cell] = span.label
+    return rows
+
+
+def _cells_until(end_s: float, unit_s: float) -> int:
+    return max(1, -int(-(end_s / unit_s - 1e-9) // 1))
+
+
+def _draw_spans(axes: "Axes", spans: Sequence[Span], scale_s: float) -> None:
+    bottom, height = _BOX_BOTTOM, _BOX_HEIGHT
+    for (worker, kind), group in _grouped(spans, lambda span: (span.worker, span.kind)).items():
+        bars = [(span.start_s / scale_s, (span.end_s - span.start_s) / scale_s) for span in group]
+        edge, line = ("none", 0.0) if kind == WAIT else ("white", 0.6)
+        axes.broken_barh(
+            bars,
+            (worker - bottom - height, height),
+            facecolors=_SPAN_COLOURS.get(kind, "#BBBBBB"),
+            edgecolors=edge,
+            linewidth=line,
+            label=f"{kind} {worker}",
+        )
+
+
+def _draw_transfers(axes: "Axes", transfers: Sequence[Transfer], scale_s: float) -> None:
+    sent = [(worker, transfer) for transfer in transfers for worker in transfer.senders]
+    for (worker, kind), group in _grouped(sent, lambda pair: (pair[0], pair[1].kind)).items():
+        bars = [(t.start_s / scale_s, (t.end_s - t.start_s) / scale_s) for _, t in group]
+        bottom = worker - (_UPPER_STRIP if kind in _UPPER_KINDS else _LOWER_STRIP) - _STRIP_HEIGHT
+        colour = _TRANSFER_COLOURS.get(kind, "#777777")
+        axes.broken_barh(bars, (bottom, _STRIP_HEIGHT), facecolors=colour, linewidth=0, label=f"{kind} {worker}")
+
+
+def _write_labels(axes: "Axes", spans: Sequence[Span], end_s: float, scale_s: float) -> None:
+    inches_per_s = _PLOT_IN / end_s
+    for span in spans:
+        middle_s = (span.start_s + min(span.end_s, end_s)) / 2
+        text = _box_text(span)
+        if text and (min(span.end_s, end_s) - span.start_s) * inches_per_s >= _text_in(text):
+            height = span.worker - _BOX_BOTTOM - _BOX_HEIGHT / 2
+            axes.text(middle_s / scale_s, height, text, ha="center", va="center", fontsize=_FONT_POINTS)
+
+
+def _text_in(text: str) -> float:
+    return len(text) * _CHAR_IN + 0.03
+
+
+def _box_text(span: Span) -> str:
+    if span.kind in (FORWARD, BACKWARD):
+        return re.sub(r"^[A-Za-z]+", "", span.label)  # the colour says which of the two it is
+    return "" if span.kind in (SEND, WAIT) else span.label
+
+
+def _add_legend(figure: "Figure", spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
+    from matplotlib.patches import Patch
+
+    span_kinds, transfer_kinds = {span.kind for span in spans}, {transfer.kind for transfer in transfers}
+    handles = [Patch(color=colour, label=kind) for kind, colour in _SPAN_COLOURS.items() if kind in span_kinds]
+    handles += [
+        Patch(color=colour, label=f"{kind} on its way")
+        for kind, colour in _TRANSFER_COLOURS.items()
+        if kind in transfer_kinds
+    ]
+    if handles:
+        figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
+
+
+def _time_label(timeline: Timeline, end_s: float, unit: str) -> str:
+    last_s = max((span.end_s for span in timeline.spans), default=0.0)
+    goes_on = timeline.truncated or last_s > end_s
+    numbers = "minibatch.microbatch" if any("." in span.label for span in timeline.spans) else "minibatches"
+    return f"time since the start [{unit}]; numbers are {numbers}" + ("; the run goes on" if goes_on else "")
+
+
+def _curve_label(runs: Sequence[RunResult]) -> str:
+    """Return what the legend says of a recipe's runs, which differ in their seeds only."""
+    first, reached = runs[0], sum(run.outcome == REACHED for run in runs)
+    if len(runs) == 1:
+        return f"{first.name} ({first.plan})" + ("" if reached else f", {first.outcome}")
+    return f"{first.name} ({first.plan}), {reached} of {len(runs)} reached"
+
+
+def _draw_curve(axes: "Axes", result: RunResult, metric: str, scale_s: float, index: int, label: str) -> None:
+    points = [(point.clock_s / scale_s, point.metrics[metric]) for point in result.points if metric in point.metrics]
+    if not points:
+        return
+    colour = _CURVE_COLOURS[index % len(_CURVE_COLOURS)]
+    style = _CURVE_STYLES[(index // len(_CURVE_COLOURS)) % len(_CURVE_STYLES)]
+    axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=3, label=label or None)
+    reached_s = result.metrics.get("time_to_accuracy_s")
+    at_target = [point for point in points if reached_s is not None and point[0] * scale_s >= reached_s * (1 - 1e-9)]
+    if result.outcome == REACHED and at_target:
+        axes.plot(*at_target[0], color=colour, marker="*", markersize=13, linestyle="none")
+
+
+def _axis_unit(longest_s: float) -> tuple[float, str]:
+    return next(((scale_s, unit) for scale_s, unit in _AXIS_UNITS if longest_s >= 2 * scale_s), _AXIS_UNITS[-1])
+
+
+def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -1,0 +1,156 @@
+"""A plan as a picture: the layers with their times, coloured by stage, and what every stage spends on what.
+
+Above, where the model is cut and what crosses; below, computing, gradient sum and transfers beside the bottleneck.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipebench.errors import printable
+from pipebench.formats import num_bytes, seconds
+from pipebench.planner.plans import Planned
+from pipebench.profile.model import LayerProfile
+from pipebench.show import profile_picture
+from pipebench.show.plan_report import Answer, bottleneck_of
+from pipebench.show.profile_report import shortened
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_PARTS = (
+    ("compute_s", "computing", "#56B4E9"),
+    ("sync_s", "gradient sum", "#333333"),
+    ("transfer_s", "transfers", "#0072B2"),
+)
+_SOFTWARE = "pipebench plan"
+_WIDTH_IN, _HEIGHT_IN = 14.0, 7.5
+_MOST_LABELS = 64  # layers' names that fit beside each other, upright
+_LABEL_WIDTH = 20
+_ROOMY_LAYERS = 9.0  # per cent of the width that a label needs to lie flat
+_MOST_STAGES_LABELLED = 40
+
+
+def draw_plan(answer: Answer, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of the best plan; the file says inside that it is such a picture."""
+    figure = plan_figure(answer)
+    figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+
+
+def is_our_picture(path: Path) -> bool:
+    """Return whether a file is a picture that `draw_plan` wrote."""
+    return profile_picture.is_our_picture(path, _SOFTWARE)
+
+
+def plan_figure(answer: Answer) -> "Figure":
+    """Return the picture that `draw_plan` writes."""
+    from matplotlib.figure import Figure
+
+    plan = answer.comparison.best
+    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
+    _draw_layers(layers, answer.rows, plan)
+    _draw_stages(stages, plan)
+    cluster = answer.request.cluster
+    bottleneck = f"bottleneck: {bottleneck_of(answer, plan)}, {seconds(plan.bottleneck_s)} per minibatch"
+    heading = f"{answer.name}: {shortened(plan.config, 60)} ({plan.mode}), {cluster.num_workers:,} workers"
+    figure.suptitle(f"{_ascii(heading, 120)}\ncost model {answer.request.model.name}; {bottleneck}", fontsize=10)
+    return figure
+
+
+def cut_bytes(rows: Sequence[LayerProfile], plan: Planned) -> list[int]:
+    """Return the bytes of activations that cross every cut, values that skip stages included."""
+    place = {layer: position for position, layer in enumerate(plan.order)}
+    place[len(rows) - 1] = len(plan.order)  # the loss, at the end of the last stage
+    crossing = [0] * len(plan.starts)
+    last_reader: dict[int, int] = {}
+    for reader, row in enumerate(rows):
+        for read in row.reads:
+            if reader in place and read in place:
+                last_reader[read] = max(last_reader.get(read, 0), place[reader])
+    for index, start in enumerate(plan.starts):
+        crossing[index] = sum(
+            rows[read].output_bytes for read, reader in last_reader.items() if place[read] < start <= reader
+        )
+    return crossing
+
+
+def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], plan: Planned) -> None:
+    ordered = [rows[layer] for layer in plan.order]
+    bounds = [0, *plan.starts, len(ordered)]
+    heights = [row.forward_s + row.backward_s for row in ordered]
+    top = max(heights, default=0.0) or 1.0
+    # A stage's name and the bytes of the cut behind it share a line only where there is room.
+    many = len(plan.stages) > _MOST_STAGES_LABELLED
+    for index, stage in enumerate(plan.stages):
+        start, stop = bounds[index], bounds[index + 1]
+        colour = _STAGE_COLOURS[index % len(_STAGE_COLOURS)]
+        axes.bar(range(start, stop), heights[start:stop], 0.85, color=colour, linewidth=0)
+        axes.axvspan(start - 0.5, stop - 0.5, color=colour, alpha=0.08, linewidth=0)
+        if not many or index % (len(plan.stages) // _MOST_STAGES_LABELLED + 1) == 0:
+            upright = 100 * (stop - start) / len(ordered) < _ROOMY_LAYERS
+            name = f"{index} x {stage.replicas:,}" if upright else f"stage {index} x {stage.replicas:,}"
+            place = (start + stop - 1) / 2
+            axes.text(place, 1.28 * top, name, ha="center", va="center", rotation=90 if upright else 0, fontsize=8)
+    for index, num in enumerate(cut_bytes(rows, plan)):
+        border = bounds[index + 1] - 0.5
+        axes.axvline(border, color="#333333", linewidth=0.8, linestyle="--")
+        if not many:
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
+            axes.text(border, 1.06 * top, num_bytes(num), ha="center", va="center", rotation=90, fontsize=7, bbox=box)
+    axes.set_ylim(0, 1.42 * top)
+    axes.set_xlim(-0.5, len(ordered) - 0.5)
+    _finish(axes, "forward and backward")
+    step = -(-len(ordered) // _MOST_LABELS)
+    labels = [_layer_label(row) for row in ordered[::step]]
+    axes.set_xticks(range(0, len(ordered), step), labels, rotation=90, fontsize=7)
+    axes.set_xlabel(
+        "layers in the order of the stages; at every cut the activations that cross it per minibatch"
+        + (f"; every {step} named" if step > 1 else ""),
+        fontsize=8,
+    )
+
+
+def _draw_stages(axes: "Axes", plan: Planned) -> None:
+    width = 0.27
+    for number, (attribute, label, colour) in enumerate(_PARTS):
+        places = [index + (number - 1) * width for index in range(len(plan.stages))]
+        heights = [getattr(stage, attribute) for stage in plan.stages]
+        axes.bar(places, heights, width, color=colour, label=label, linewidth=0)
+    positions = range(len(plan.stages))
+    totals = [stage.stage_s for stage in plan.stages]
+    left, right = ([index + side for index in positions] for side in (-0.45, 0.45))
+    axes.hlines(totals, left, right, colors="#D55E00", linewidth=1.6, label="in all, by the cost model")
+    axes.axhline(plan.bottleneck_s, color="#D55E00", linewidth=1.0, linestyle="--", label="bottleneck")
+    step = -(-len(plan.stages) // _MOST_LABELS)
+    names = [f"{index} x {stage.replicas:,}" for index, stage in enumerate(plan.stages)][::step]
+    axes.set_xticks(range(0, len(plan.stages), step), names, rotation=90 if len(plan.stages) > 20 else 0, fontsize=8)
+    axes.set_xlim(-0.6, len(plan.stages) - 0.4)
+    axes.set_xlabel("stage x replicas", fontsize=8)
+    _finish(axes, "per minibatch")
+    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5)
+
+
+def _finish(axes: "Axes", what: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_ylabel(what)
+    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _layer_label(row: LayerProfile) -> str:
+    """Return the layer's name; where that is only a number, as in the PipeDream artifact's files, its kind as well."""
+    number = row.name.removeprefix("node")
+    kind = row.kind.partition("(")[0].strip("_")
+    return _ascii(f"{number} {kind}" if number.isdecimal() and kind else row.name, _LABEL_WIDTH)
+
+
+def _ascii(text: str, width: int) -> str:
+    """Return text that any font can show, and that isn't taken for a formula."""
+    return shortened(printable(text).encode("ascii", "replace").decode(), width).replace("$", r"\$")

@@ -1,0 +1,503 @@
+"""A plan as tables and sentences that say why it is the best, and as JSON."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipebench.cluster import Cluster
+from pipebench.errors import printable
+from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
+from pipebench.planner.planner import MOST_COMPONENTS, searches_levels
+from pipebench.planner.plans import Comparison, Planned, PlannedStage, Request
+from pipebench.profile.graph_txt import UNKNOWN_DEVICE
+from pipebench.profile.model import LayerProfile
+from pipebench.schedule.modes import Mode
+from pipebench.schedule.pipeline import noam
+from pipebench.show.console import new_table, print_plain, print_table, standard_output
+from pipebench.show.profile_report import shortened
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
+
+COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
+WAITING, PORT, RECURRENCE = "waiting", "port", "recurrence"
+_CAUSES = {
+    COMPUTE: "computing",
+    SYNC: "gradient sum",
+    TRANSFER: "transfers",
+    WAITING: "wait for minibatches to come back from later stages",
+    LOADING: "loading of data",
+}
+_ALMOST = 1e-6  # relative: times closer than this are the same
+_DIFFERS = 1.1
+_HELPS = 1.02  # times as fast, for one more minibatch in flight to be the remedy
+_NAME_WIDTH, _PLAN_WIDTH = 16, 24
+_ROOMY_WIDTH = 100
+_KINDS = (ACTIVATION, GRADIENT, ALL_REDUCE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `pipebench plan` found.
+
+    Attributes:
+        name: what to call the model.
+        request: what the planner was asked.
+        mode: the row of the table of modes that the best plan is for.
+        comparison: what it answered.
+        says_samples: whether the size of a minibatch is known; otherwise rates are of minibatches.
+        spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
+        given: the plan that the recipe names; None if it leaves it to the planner, or says where to cut.
+        total_s: seconds from the recipe or the file to the answer.
+    """
+
+    name: str
+    request: Request
+    mode: Mode
+    comparison: Comparison
+    says_samples: bool
+    spare_s: float | None = None
+    given: Planned | None = None
+    total_s: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Samples per minibatch; 1 where nobody knows."""
+        return self.request.minibatch_size if self.says_samples else 1
+
+    @property
+    def unit(self) -> str:
+        """What rates and bytes are per."""
+        return "sample" if self.says_samples else "minibatch"
+
+    @property
+    def units(self) -> str:
+        """What rates count."""
+        return "samples" if self.says_samples else "minibatches"
+
+    @property
+    def rows(self) -> tuple[LayerProfile, ...]:
+        """The layers at the size that travels in the best plan, or whole minibatches."""
+        layers, whole = self.request.profile.layers, self.request.minibatch_size
+        part = -(-whole // self.comparison.best.microbatches)
+        return layers[part if part in layers else whole]
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What a plan's time per minibatch comes from: `cause` of stage `stage`, or of none."""
+
+    stage: int | None
+    cause: str
+
+    def __str__(self) -> str:
+        if self.stage is None:
+            return "the busiest port between components" if self.cause == PORT else "the recurrence, level by level"
+        return f"stage {self.stage}'s {_CAUSES[self.cause]}"
+
+
+def bottleneck_of(answer: Answer, plan: Planned) -> Bottleneck:
+    """Return what a plan's bottleneck is: the largest part of the slowest stage, or the busiest port."""
+    index = max(range(len(plan.stages)), key=lambda i: plan.stages[i].stage_s)
+    stage = plan.stages[index]
+    if plan.port_s > stage.stage_s * (1 + _ALMOST):
+        return Bottleneck(None, PORT)
+    if plan.bottleneck_s > stage.stage_s * (1 + _ALMOST):
+        return Bottleneck(None, RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
+    unit_size = -(-answer.request.minibatch_size // plan.microbatches)
+    load_s = answer.request.profile.load_s.get(unit_size, 0.0) * plan.microbatches / stage.replicas
+    if answer.request.model.has_ports and 0 < stage.stage_s <= load_s * (1 + _ALMOST):
+        return Bottleneck(index, LOADING)
+    if 0 < stage.stage_s <= stage.transfer_s * (1 + _ALMOST):
+        return Bottleneck(index, TRANSFER)
+    parts = {COMPUTE: stage.compute_s, SYNC: stage.sync_s, TRANSFER: stage.transfer_s}
+    if not answer.request.model.has_ports:
+        del parts[TRANSFER]
+    elif stage.stage_s > sum(parts.values()) * (1 + _ALMOST):
+        return Bottleneck(index, WAITING)
+    return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
+
+
+def plan_json(answer: Answer) -> str:
+    """Return everything as JSON, numbers unrounded; docs/planner.md says what every key is."""
+    comparison, request = answer.comparison, answer.request
+    best, dp = comparison.best, comparison.dp
+    bottleneck = bottleneck_of(answer, best)
+    report = {
+        "name": answer.name,
+        **_summary(answer, best),
+        "bottleneck": {"stage": bottleneck.stage, "cause": bottleneck.cause},
+        "stages": [_stage_json(stage) for stage in best.stages],
+        "idle_workers": request.cluster.num_workers - sum(best.replicas),
+        "noam": noam(best.replicas),
+        "depth_lowered_for_memory": _depth_is_lowered(answer),
+        "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in _ties(answer)],
+        "speedup_over_dp": _over(dp.minibatch_s, best.minibatch_s),
+        "bottleneck_speedup_over_dp": _over(dp.bottleneck_s, best.bottleneck_s),
+        **{f"dp_{key}": value for key, value in _summary(answer, dp).items() if key in _DP_KEYS},
+        "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
+        "dp_fits_in_memory": "dp" not in comparison.refused,
+        "others": [_summary(answer, plan) for plan in comparison.others],
+        "refused": comparison.refused,
+        "shapes": [
+            {"shape": plan.found_by, "config": plan.config, "bottleneck_s": plan.bottleneck_s}
+            for plan in comparison.shapes
+        ],
+        "cost_model": request.model.name,
+        "cluster": _cluster_json(request.cluster),
+        "num_workers": request.cluster.num_workers,
+        "memory_limit_bytes": request.cluster.memory_bytes,
+        "minibatch_size": request.minibatch_size if answer.says_samples else None,
+        "profile": {key: getattr(request.profile, key) for key in ("model", "device", "source", "note")},
+        "runnable": request.runnable,
+        "num_states": comparison.num_states,
+        "bottleneck_at_most": comparison.at_most,
+        "solve_s": comparison.solve_s,
+        "took_s": {**comparison.took_s, "in all": answer.total_s},
+    }
+    return json.dumps(_finite(report), indent=1, allow_nan=False)
+
+
+_DP_KEYS = (
+    "bottleneck_s",
+    "minibatch_s",
+    "is_simulated",
+    "minibatches_per_s",
+    "samples_per_s",
+    "bytes_per_minibatch",
+    "bytes_per_sample",
+    "memory_bytes",
+)
+
+
+def print_plan(answer: Answer, console: Console | None = None) -> None:
+    """Print the best plan, why it is the best, and the best of every other mode.
+
+    Args:
+        answer: what was found.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    best = answer.comparison.best
+    print_plain(console, "")
+    print_plain(console, Text.assemble(f"{printable(answer.name)}: ", (f"{best.config} ({best.mode})", "bold green")))
+    _print_facts(console, _questions(answer))
+    print_table(console, _stage_table(answer, narrow=console.width < _ROOMY_WIDTH), indent=2)
+    _print_facts(console, _reasons(answer))
+    if answer.comparison.others:
+        print_table(console, _mode_table(answer), indent=2)
+    _print_facts(console, _rest(answer))
+
+
+def _print_facts(console: Console, facts: Iterator[tuple[str, str]]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for name, text in facts:
+        grid.add_row(Text(name, style="dim"), Text(printable(text)))
+    if grid.row_count:
+        print_plain(console, Padding(grid, (0, 0, 0, 2)))
+
+
+def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
+    """Yield what was asked."""
+    request, best = answer.request, answer.comparison.best
+    profile, model = request.profile, request.model
+    yield "cost model", f"{model.name}: {model.summary}"
+    yield "times", f"{profile.source}: {profile.note}"
+    device = "" if profile.device == UNKNOWN_DEVICE else f", times of {profile.device}"
+    yield "cluster", f"{_cluster_text(request.cluster)}{device}"
+    if answer.says_samples:
+        parts = f", {best.microbatches} microbatches each" if best.microbatches > 1 else ""
+        yield "minibatch", f"{request.minibatch_size} samples{parts}"
+    else:
+        yield "minibatch", "of a size that the file doesn't say; --minibatch-size N gives samples per second"
+    yield "found by", best.found_by + ("" if request.runnable else "; cuts anywhere, as in the papers")
+    if answer.comparison.at_most > 1.0:
+        yield (
+            "",
+            (
+                f"{answer.comparison.num_states:,} places to cut are too many to try all: searches look at some, then "
+                f"at all near the best, and their bottlenecks are at most {answer.comparison.at_most:.4g}x the smallest"
+            ),
+        )
+    if len(request.cluster.levels) > 1 and not searches_levels(request.cluster):
+        yield "", f"hierarchical plans are searched up to {MOST_COMPONENTS} components per level, so not here"
+
+
+def _stage_table(answer: Answer, *, narrow: bool) -> Table:
+    best, limit = answer.comparison.best, answer.request.cluster.memory_bytes
+    slowest = bottleneck_of(answer, best).stage
+    headings = ["stage", "layers", "replicas", "compute", "sync", "transfer", "in all", "share"]
+    headings.append("memory (of limit)" if limit else "memory")
+    table = new_table(*headings, "in flight")
+    for column in table.columns:
+        column.no_wrap = column.header != "layers"
+    table.columns[1].justify = "left"
+    width = _NAME_WIDTH // 2 if narrow else _NAME_WIDTH - 4 * (limit is not None)
+    for index, stage in enumerate(best.stages):
+        names = [shortened(name, width) for name in (stage.first_layer, stage.last_layer)]
+        layers = names[0] if len(stage.layers) == 1 else f"{names[0]}..{names[1]} ({len(stage.layers)})"
+        table.add_row(
+            f"{index}{' <' if index == slowest else ''}",
+            layers,
+            f"{stage.replicas:,}",
+            *(seconds(value) for value in (stage.compute_s, stage.sync_s, stage.transfer_s, stage.stage_s)),
+            _share(stage.stage_s, best.bottleneck_s),
+            num_bytes(stage.memory_bytes) + (f" ({percent(stage.memory_bytes / limit)})" if limit else ""),
+            f"{stage.in_flight}",
+            style="bold" if index == slowest else "",
+        )
+    return table
+
+
+def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
+    """Yield why the plan is what it is, and what it comes to."""
+    comparison, cluster = answer.comparison, answer.request.cluster
+    best, dp = comparison.best, comparison.dp
+    bottleneck = bottleneck_of(answer, best)
+    yield "bottleneck", f"{bottleneck}: {seconds(best.bottleneck_s)} per minibatch{_parts(best, bottleneck)}"
+    if best.port_s > 0 and bottleneck.cause != PORT:
+        yield "ports", f"the busiest between components takes {seconds(best.port_s)} per minibatch"
+    yield "throughput", f"{_rate(answer, best)}: {_prediction(best)}"
+    reason = _why_it_differs(answer, best)
+    if reason:
+        yield "", reason
+    yield "data parallel", _beside_dp(answer, best, dp)
+    if answer.given is not None:
+        over = _over(answer.given.minibatch_s, best.minibatch_s)
+        text = (
+            f"{shortened(answer.given.config, _PLAN_WIDTH)}, {_rate(answer, answer.given)}: {_prediction(answer.given)}"
+        )
+        yield "recipe's plan", text + (f"; the plan above is {over:.2f}x as fast" if over is not None else "")
+    yield f"bytes per {answer.unit}", f"{_bytes_text(answer, best)}; data parallel: {_bytes_text(answer, dp)}"
+    idle = cluster.num_workers - sum(best.replicas)
+    if idle:
+        yield "workers idle", f"{idle:,} of {cluster.num_workers:,}: no plan that was found to use more is faster"
+    if _depth_is_lowered(answer):
+        yield "depth", f"{best.depth}, below NOAM's {noam(best.replicas)}: more in flight doesn't fit in memory"
+    for name, layers, stage in _ties(answer):
+        yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
+
+
+def _mode_table(answer: Answer) -> Table:
+    best = answer.comparison.best
+    rate = f"{answer.units}/s"
+    headings = ("mode", "plan", "found by", rate, "of best", "memory", f"bytes/{answer.unit}")
+    table = new_table(*headings)
+    for column in table.columns:
+        column.no_wrap = column.header not in ("plan", "found by")
+    table.columns[2].justify = "left"
+    for plan in (best, *answer.comparison.others):
+        flush = f", flush per {plan.accumulate}" if plan.accumulate > 1 else ""
+        table.add_row(
+            plan.mode,
+            f"{shortened(plan.config, _PLAN_WIDTH)}{_stages_text(plan)}{flush}",
+            plan.found_by,
+            number(answer.size / plan.minibatch_s) if plan.minibatch_s > 0 else UNKNOWN,
+            _share(best.minibatch_s, plan.minibatch_s),
+            num_bytes(_memory(plan)),
+            num_bytes(sum(plan.num_bytes.values()) / answer.size),
+            style="bold" if plan is best else "",
+        )
+    return table
+
+
+def _rest(answer: Answer) -> Iterator[tuple[str, str]]:
+    comparison = answer.comparison
+    yield from comparison.refused.items()
+    for plan in comparison.shapes:
+        text = f"{shortened(plan.config, _PLAN_WIDTH)}{_stages_text(plan)}"
+        yield plan.found_by, f"{text}, bottleneck {seconds(plan.bottleneck_s)}, memory not weighed"
+    rest_s = max(0.0, answer.total_s - sum(comparison.took_s.values()))
+    parts = {**comparison.took_s, "model, profile and the rest": rest_s}
+    text = ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
+    yield "took", f"{seconds(answer.total_s)}: {text}"
+
+
+def _parts(plan: Planned, bottleneck: Bottleneck) -> str:
+    if bottleneck.stage is None:
+        return ""
+    stage = plan.stages[bottleneck.stage]
+    others = sorted((each.stage_s for i, each in enumerate(plan.stages) if i != bottleneck.stage), reverse=True)
+    following = f"; the next stage takes {seconds(others[0])}" if others else ""
+    parts = f"computing {seconds(stage.compute_s)}"
+    parts += f", gradient sum {seconds(stage.sync_s)}" if stage.sync_s else ""
+    parts += f", transfers {seconds(stage.transfer_s)}" if stage.transfer_s else ""
+    return f" ({parts}){following}"
+
+
+def _prediction(plan: Planned) -> str:
+    if not plan.is_simulated:
+        return "the bottleneck, as so large a plan isn't simulated"
+    return f"{seconds(plan.minibatch_s)} per minibatch in the simulator, {_times(plan)} the bottleneck"
+
+
+def _times(plan: Planned) -> str:
+    return ratio(plan.minibatch_s / plan.bottleneck_s) if plan.bottleneck_s > 0 else UNKNOWN
+
+
+def _why_it_differs(answer: Answer, plan: Planned) -> str:
+    """Return why the simulator is more than a tenth away from the bottleneck; empty if it isn't."""
+    if not plan.is_simulated or plan.minibatch_s <= plan.bottleneck_s * _DIFFERS:
+        faster = plan.is_simulated and plan.minibatch_s * _DIFFERS < plan.bottleneck_s
+        return "faster than the bottleneck: the cost model charges for what the simulator overlaps" if faster else ""
+    if answer.mode.flushes and len(plan.stages) > 1:
+        every = f"{plan.accumulate} minibatches" if plan.accumulate > 1 else "minibatch"
+        if answer.mode.depth == 1:
+            return "slower than the bottleneck: one minibatch at a time, so one stage works and the others wait"
+        return f"slower than the bottleneck: the pipeline fills and drains at every update, every {every}"
+    if len(plan.stages) == 1:
+        return "slower than the bottleneck: gradients that are summed late are not hidden behind the backward"
+    if answer.spare_s is not None and answer.spare_s > plan.minibatch_s / _HELPS:
+        return "slower than the bottleneck: transfers of several stages take turns, which the cost model doesn't count"
+    reason = (
+        f"slower than the bottleneck: minibatches wait for transfers, and with {plan.depth} in flight per input-stage "
+        "replica (NOAM) none is to spare"
+    )
+    if answer.spare_s is not None:
+        reason += f"; with parallelism.depth={plan.depth + 1} it would be {seconds(answer.spare_s)}"
+    return reason
+
+
+def _beside_dp(answer: Answer, best: Planned, dp: Planned) -> str:
+    fits = "" if "dp" not in answer.comparison.refused else ", and does not fit in memory"
+    text = f"{_rate(answer, dp)}, {seconds(dp.minibatch_s)} per minibatch{fits}; "
+    if best.config == dp.config and best.minibatch_s == dp.minibatch_s:
+        return f"{text}the best plan is data parallelism on all workers"
+    predicted, modelled = _over(dp.minibatch_s, best.minibatch_s), _over(dp.bottleneck_s, best.bottleneck_s)
+    if predicted is None or modelled is None:
+        return f"{text}no speed-up can be given"
+    text += f"the plan is {ratio(predicted)} as fast"
+    far = max(predicted, modelled) > min(predicted, modelled) * _DIFFERS
+    return text + (f" ({ratio(modelled)} by the bottlenecks alone, {seconds(dp.bottleneck_s)} for dp)" if far else "")
+
+
+def _rate(answer: Answer, plan: Planned) -> str:
+    return f"{number(answer.size / plan.minibatch_s)} {answer.units}/s" if plan.minibatch_s > 0 else "no time at all"
+
+
+def _bytes_text(answer: Answer, plan: Planned) -> str:
+    kinds = [f"{kind} {num_bytes(plan.num_bytes[kind] / answer.size)}" for kind in _KINDS if plan.num_bytes[kind]]
+    total = sum(plan.num_bytes.values()) / answer.size
+    return f"{num_bytes(total)}{' (' + ', '.join(kinds) + ')' if len(kinds) > 1 else ''}" if kinds else "nothing"
+
+
+def _stages_text(plan: Planned) -> str:
+    return f" ({len(plan.stages)} stages)" if plan.config == "straight" or len(plan.stages) > 8 else ""
+
+
+def _memory(plan: Planned) -> float:
+    return max(stage.memory_bytes for stage in plan.stages)
+
+
+def _share(part: float, whole: float) -> str:
+    return percent(part / whole) if whole > 0 else UNKNOWN
+
+
+def _over(whole: float, part: float) -> float | None:
+    return whole / part if part > 0 else None
+
+
+def _depth_is_lowered(answer: Answer) -> bool:
+    best = answer.comparison.best
+    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flushes
+    return not asked and best.depth < noam(best.replicas)
+
+
+def _ties(answer: Answer) -> list[tuple[str, list[str], int]]:
+    """Return tied parameters: name, layers, and the stage that has them all."""
+    rows, best = answer.rows, answer.comparison.best
+    stage_of = {layer: index for index, stage in enumerate(best.stages) for layer in stage.layers}
+    users: dict[str, list[int]] = {}
+    for layer in sorted(stage_of):
+        for name in rows[layer].parameters:
+            users.setdefault(name, []).append(layer)
+    return [
+        (name, [rows[layer].name for layer in layers], stage_of[layers[0]])
+        for name, layers in users.items()
+        if len(layers) > 1
+    ]
+
+
+def _cluster_text(cluster: Cluster) -> str:
+    levels = ", then ".join(
+        f"{level.count} at {num_bytes(level.bandwidth_bytes_per_s)}/s"
+        + (f" x {level.efficiency:g}" if level.efficiency != 1 else "")
+        + (f" and {seconds(level.latency_s)}" if level.latency_s else "")
+        for level in cluster.levels
+    )
+    memory = "no memory limit" if cluster.memory_bytes is None else f"{num_bytes(cluster.memory_bytes)} each"
+    return f"{cluster.num_workers:,} workers: {levels}; {memory}"
+
+
+def _summary(answer: Answer, plan: Planned) -> dict[str, Any]:
+    rate, known = _over(1.0, plan.minibatch_s), answer.says_samples
+    sent = {**plan.num_bytes, "total": sum(plan.num_bytes.values())}
+    return {
+        "mode": plan.mode,
+        "config": plan.config,
+        "found_by": plan.found_by,
+        "replicas": list(plan.replicas),
+        "depth": plan.depth,
+        "microbatches": plan.microbatches,
+        "accumulate": plan.accumulate,
+        "bottleneck_s": plan.bottleneck_s,
+        "port_s": plan.port_s,
+        "minibatch_s": plan.minibatch_s,
+        "is_simulated": plan.is_simulated,
+        "minibatches_per_s": rate,
+        "samples_per_s": rate * answer.size if known and rate is not None else None,
+        "bytes_per_minibatch": sent,
+        "bytes_per_sample": {kind: value / answer.size for kind, value in sent.items()} if known else None,
+        "memory_bytes": _memory(plan),
+    }
+
+
+def _stage_json(stage: PlannedStage) -> dict[str, Any]:
+    return {
+        "first_layer": stage.first_layer,
+        "last_layer": stage.last_layer,
+        "num_layers": len(stage.layers),
+        "replicas": stage.replicas,
+        "compute_s": stage.compute_s,
+        "sync_s": stage.sync_s,
+        "transfer_s": stage.transfer_s,
+        "stage_s": stage.stage_s,
+        "memory_bytes": stage.memory_bytes,
+        "in_flight": stage.in_flight,
+        "devices": _runs(stage.devices),
+    }
+
+
+def _runs(devices: Sequence[int]) -> list[list[int]]:
+    """Return devices as runs, [first, last] each.
+
+    >>> _runs([0, 1, 2, 5])
+    [[0, 2], [5, 5]]
+    """
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and runs[-1][1] == device - 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return runs
+
+
+def _cluster_json(cluster: Cluster) -> Mapping[str, Any]:
+    names = ("name", "count", "bandwidth_bytes_per_s", "latency_s", "efficiency")
+    levels = [{name: getattr(level, name) for name in names} for level in cluster.levels]
+    return {"name": cluster.name, "device": cluster.device, "levels": levels}
+
+
+def _finite(value: Any) -> Any:
+    """Return data that JSON can hold: what isn't a finite number is null."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

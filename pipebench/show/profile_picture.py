@@ -1,0 +1,109 @@
+"""A profile as a picture: time, activations and parameters of every layer, one above the other along the model.
+
+The colours are those of the timeline: forwards blue, backwards orange.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipebench.errors import printable
+from pipebench.formats import num_bytes, seconds
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.show.profile_report import shortened, title, trained_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FORWARD, _BACKWARD, _ACTIVATION, _KEPT, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
+_SOFTWARE = "pipebench profile"
+_WIDTH_IN, _HEIGHT_IN = 14.0, 8.0
+_MOST_LABELS = 64  # that fit beside each other at this width, upright
+_LABEL_WIDTH = 20
+
+
+def draw_profile(profile: Profile, num_samples: int, name: str, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of the layers of one size; the file says inside that it is such a picture."""
+    figure = profile_figure(profile, num_samples, name)
+    figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+
+
+def is_our_picture(path: Path, software: str = _SOFTWARE) -> bool:
+    """Return whether a file is a picture that a command wrote, by default one that `draw_profile` wrote."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError:
+        return False
+    return start.startswith(b"\x89PNG\r\n") and f"Software\0{software}".encode() in start
+
+
+def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":
+    """Return the picture that `draw_profile` writes."""
+    from matplotlib.figure import Figure
+
+    numbered = [(index, row) for index, row in enumerate(profile.layers[num_samples]) if not row.is_input]
+    rows = [row for _, row in numbered]
+    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    time, activation, parameter = figure.subplots(3, 1, sharex=True)
+    forward_s, backward_s = [row.forward_s for row in rows], [row.backward_s for row in rows]
+    _bars(time, forward_s, _FORWARD, f"forward, {seconds(sum(forward_s))} together")
+    _bars(time, backward_s, _BACKWARD, f"backward, {seconds(sum(backward_s))} together", forward_s)
+    _bars(activation, [row.output_bytes for row in rows], _ACTIVATION, "output")
+    kept = [row.saved_bytes for row in rows]
+    # White below the colour: a mark shows on a bar as well as above one.
+    for colour, width in (("white", 2.6), (_KEPT, 1.4)):
+        label = f"kept for the backward, {num_bytes(sum(kept))} together" if colour == _KEPT else None
+        positions = range(len(rows))
+        left, right = ([p + side for p in positions] for side in (-0.42, 0.42))
+        activation.hlines(kept, left, right, colors=colour, linewidth=width, label=label)
+    sizes = [row.parameter_bytes for row in rows]
+    _bars(parameter, sizes, _PARAMETER, f"parameters, {num_bytes(trained_bytes(rows))} together")
+    for axes, what, unit in ((time, "time", "s"), (activation, "activations", "B"), (parameter, "parameters", "B")):
+        _finish(axes, what, unit)
+    _label_layers(parameter, numbered)
+    model, device = (_ascii(text, 90) for text in (title(name, profile), profile.device))
+    figure.suptitle(f"{model}\n{num_samples} samples, times: {profile.source}, device: {device}", fontsize=10)
+    return figure
+
+
+def _bars(
+    axes: "Axes", heights: Sequence[float], colour: str, label: str, bottom: Sequence[float] | None = None
+) -> None:
+    width = 0.85 if len(heights) <= 2 * _MOST_LABELS else 1.0  # gaps of less than a pixel would only flicker
+    axes.bar(range(len(heights)), heights, width, bottom=bottom or 0.0, color=colour, label=label, linewidth=0)
+
+
+def _finish(axes: "Axes", what: str, unit: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_ylabel(what)
+    axes.yaxis.set_major_formatter(EngFormatter(unit=unit))
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.01)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, 1.12), ncols=2)
+
+
+def _label_layers(axes: "Axes", rows: Sequence[tuple[int, LayerProfile]]) -> None:
+    """Name the layers, every so many in a long model."""
+    step = -(-len(rows) // _MOST_LABELS)
+    positions = range(0, len(rows), step)
+    labels = [f"{index} {_label(row)}" for index, row in rows[::step]]
+    axes.set_xticks(list(positions), labels, rotation=90, fontsize=7)
+    axes.set_xlabel("layers in order of execution" + (f", one in {step} named" if step > 1 else ""))
+
+
+def _label(row: LayerProfile) -> str:
+    """Return the layer's name; where that is only a number, as in the PipeDream artifact's files, its kind."""
+    anonymous = row.name.removeprefix("node").isdecimal()
+    return _ascii(row.kind.partition("(")[0].strip("_") if anonymous and row.kind else row.name, _LABEL_WIDTH)
+
+
+def _ascii(text: str, width: int) -> str:
+    """Return text that any font can show, and that isn't taken for a formula."""
+    return shortened(printable(text).encode("ascii", "replace").decode(), width).replace("$", r"\$")

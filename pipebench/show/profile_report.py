@@ -1,0 +1,144 @@
+"""A profile as a table: where its times come from, what every layer costs, and where the cost is."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipebench.errors import printable
+from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.show.console import new_table, print_plain, print_table, standard_output
+
+# A longer table is no table any more: a screen holds about this many lines, scrolled once.
+_MOST_ROWS, _HEAVIEST = 60, 40
+_NAME_WIDTH, _KIND_WIDTH = 26, 22
+
+
+def print_profile(
+    name: str, profile: Profile, num_samples: int, *, show_all: bool = False, console: Console | None = None
+) -> None:
+    """Print where a profile's times come from and what every layer costs.
+
+    Args:
+        name: what to call it.
+        profile: the profile.
+        num_samples: the size to show.
+        show_all: show every layer; otherwise only the heaviest of a long model, in order of execution.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    print_plain(console, "")
+    print_plain(console, Text(printable(title(name, profile)), style="bold"))
+    facts = Table.grid(padding=(0, 2))
+    for what, text in _facts(profile, num_samples):
+        facts.add_row(Text(what, style="dim"), Text(text))
+    print_plain(console, Padding(facts, (0, 0, 0, 2)))
+    rows = profile.layers[num_samples]
+    shown = heaviest(rows, len(rows) if show_all or len(rows) <= _MOST_ROWS else _HEAVIEST)
+    print_table(console, profile_table(rows, shown), indent=2, left=2)
+    left_out = [row for index, row in enumerate(rows) if index not in shown]
+    if left_out:
+        share = _share(sum(map(_work_s, left_out)), sum(map(_work_s, rows)))
+        print_plain(
+            console,
+            Text(f"  {len(left_out)} lighter layers ({share} of the time) are left out; --all shows them", style="dim"),
+        )
+
+
+def heaviest(rows: Sequence[LayerProfile], most: int) -> list[int]:
+    """Return the indices of the layers that take longest, in order of execution."""
+    return sorted(sorted(range(len(rows)), key=lambda index: -_work_s(rows[index]))[:most])
+
+
+def profile_table(rows: Sequence[LayerProfile], shown: Sequence[int]) -> Table:
+    """Return the layers of one size as a table, with totals over all of them.
+
+    Args:
+        rows: every layer.
+        shown: indices of the layers that get a line.
+    """
+    table = new_table("#", "layer", "kind", "forward", "backward", "share", "output", "parameters", "kept", left=3)
+    total_s = sum(map(_work_s, rows))
+    for index in shown:
+        row = rows[index]
+        table.add_row(
+            str(index),
+            Text(shortened(row.name, _NAME_WIDTH)),
+            Text(shortened(row.kind, _KIND_WIDTH), style="dim" if row.is_input else ""),
+            *(
+                ("", "", "")
+                if row.is_input
+                else (_ms(row.forward_s), _ms(row.backward_s), _share(_work_s(row), total_s))
+            ),
+            num_bytes(row.output_bytes),
+            num_bytes(row.parameter_bytes) if row.parameter_sizes else "",
+            num_bytes(row.saved_bytes),
+        )
+    table.add_section()
+    work = [row for row in rows if not row.is_input]
+    table.add_row(
+        "",
+        Text("together", style="bold"),
+        f"{len(work)} layers",
+        _ms(sum(row.forward_s for row in work)),
+        _ms(sum(row.backward_s for row in work)),
+        "",
+        "",
+        num_bytes(trained_bytes(rows)),
+        num_bytes(sum(row.saved_bytes for row in work)),
+    )
+    return table
+
+
+def title(name: str, profile: Profile) -> str:
+    """Return what a profile is of: its name, and the model where that says more than the name of the file."""
+    return profile.model if profile.model.startswith(name) else f"{name}: {profile.model}"
+
+
+def trained_bytes(rows: Sequence[LayerProfile]) -> int:
+    """Return the bytes of all parameters, those that several layers use once."""
+    return sum({name: size for row in rows for name, size in row.parameter_sizes.items()}.values())
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a name that fits; of a kind with arguments the name comes first.
+
+    >>> shortened("Conv2d(3, 64, kernel_size=(3, 3))", 12), shortened("ReLU", 12)
+    ('Conv2d(3, ..', 'ReLU')
+    """
+    plain = printable(text)
+    return plain if len(plain) <= width else f"{plain[: width - 2]}.."
+
+
+def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:
+    ratio, whole_s = profile.sum_over_whole.get(num_samples), profile.whole_step_s.get(num_samples)
+    rows = profile.layers[num_samples]
+    adds_up = "" if ratio is None else f"{ratio:.3f} of a whole step, which takes {seconds(whole_s)}"
+    update_s = profile.update_floor_s + profile.update_s_per_byte * trained_bytes(rows)
+    others = ", ".join(str(size) for size in sorted(profile.layers) if size != num_samples)
+    return [
+        ("times", f"{profile.source}: {printable(profile.note)}"),
+        ("device", printable(profile.device)),
+        ("samples", f"{num_samples}" + (f" (also profiled: {others}; --samples shows them)" if others else "")),
+        ("layers together", f"{seconds(sum(map(_work_s, rows)))}{', ' if adds_up else ''}{adds_up}"),
+        ("loading, update", f"{_known(profile.load_s[num_samples])}, {_known(update_s)}"),
+    ]
+
+
+def _known(value_s: float) -> str:
+    return seconds(value_s) if value_s else UNKNOWN
+
+
+def _work_s(row: LayerProfile) -> float:
+    return 0.0 if row.is_input else row.forward_s + row.backward_s
+
+
+def _share(part_s: float, total_s: float) -> str:
+    return percent(part_s / total_s) if total_s else UNKNOWN
+
+
+def _ms(value_s: float) -> str:
+    return f"{number(value_s * 1e3)} ms"

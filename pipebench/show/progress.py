@@ -1,0 +1,240 @@
+"""Progress of a run: a live line on a terminal; elsewhere plain lines, at the start, at evaluations, and now and then.
+
+A log that nobody watches should stay short, and one that somebody watches shouldn't be silent for long: lines between
+evaluations come ever more rarely.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from pipebench.errors import printable
+from pipebench.formats import measure, percent, seconds
+from pipebench.train.result import Point
+
+_REDRAW_EVERY_S = 0.1
+_BAR_CELLS = 20
+_SHORT_S = 2.0  # what takes less needs no progress
+# Between plain lines: half as long as the run has taken so far, within these bounds: a dozen lines in the first twenty
+# minutes, then six an hour.
+_SOONEST_S, _LATEST_S = 10.0, 600.0
+_PREPARING_S = 3.0  # what takes no longer needs no line
+
+
+class Silent:
+    """Progress that nobody watches: of reports, and of all processes but the first."""
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Ignore a minibatch."""
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Ignore an evaluation."""
+
+    def note(self, text: str) -> None:
+        """Ignore a note."""
+
+
+class RunProgress:
+    """Tells how a run is getting on. Use it as a context manager around the run.
+
+    `update` may be called for every minibatch: it costs well below a microsecond unless a redraw is due.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total_samples: int,
+        quiet: bool,
+        *,
+        samples_per_epoch: int | None = None,
+        clock: str = "virtual",
+        console: Console | None = None,
+    ) -> None:
+        """Prepare, without writing anything.
+
+        Args:
+            name: the run's name.
+            total_samples: training samples until the last epoch ends.
+            quiet: plain lines only.
+            samples_per_epoch: lets the live line show epochs from the start; otherwise from the first evaluation on.
+            clock: `virtual` or `wall`, as the run's result will say.
+            console: where to write; standard output by default.
+        """
+        self._name = name
+        self._total_samples = total_samples
+        self._samples_per_epoch = float(samples_per_epoch or 0)
+        self._clock = clock
+        self._console = console or Console(highlight=False)
+        self._live = None if quiet else Live(console=self._console, auto_refresh=False, transient=True)
+        self._scores = ""
+        self._started_s = time.monotonic()
+        self._next_redraw_s = self._next_plain_s() if quiet else 0.0
+
+    def __enter__(self) -> Self:
+        """Start the live line, or say that training begins."""
+        self._started_s = time.monotonic()
+        if self._live is not None:
+            self._live.start()
+        else:
+            self._say(f"{self._name}  training, {self._most()}")
+            self._next_redraw_s = self._next_plain_s()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the live line."""
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Tell of one minibatch.
+
+        Args:
+            samples: training samples seen so far.
+            clock_s: the run's clock.
+            loss: of this minibatch.
+            occupancy: share of the workers' time spent working, 0 to 1.
+        """
+        now_s = time.monotonic()
+        if now_s < self._next_redraw_s:
+            return
+        if self._live is not None:
+            self._next_redraw_s = now_s + _REDRAW_EVERY_S
+            self._live.update(self._line(samples, clock_s, loss, occupancy), refresh=True)
+        else:
+            self._next_redraw_s = self._next_plain_s()
+            position, clock = self._position(samples), self._clocks(clock_s)
+            self._say(f"{self._name}  {position}  loss {measure('loss', loss)}  {clock}")
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Tell of one evaluation, in a line that stays.
+
+        Args:
+            point: what was found.
+            epoch: epochs trained so far.
+        """
+        if epoch > 0:
+            self._samples_per_epoch = point.samples / epoch
+        scores = "  ".join(f"{name} {measure(name, value)}" for name, value in point.metrics.items())
+        self._scores = "  ".join(f"{n} {measure(n, v)}" for n, v in point.metrics.items() if "loss" not in n)
+        self._say(f"{self._name}  epoch {epoch:g}  {scores}  {self._clocks(point.clock_s)}")
+        if self._live is None:
+            self._next_redraw_s = self._next_plain_s()
+
+    def note(self, text: str) -> None:
+        """Tell of anything else, in a line that stays."""
+        self._say(f"{self._name}  {text}")
+
+    def _say(self, text: str) -> None:
+        """Print a line; a process among others goes on where nobody reads it, which rich answers by SystemExit."""
+        with contextlib.suppress(OSError, SystemExit) if self._clock == "wall" else contextlib.nullcontext():
+            self._console.print(Text(printable(text)), soft_wrap=True)
+
+    def _line(self, samples: int, clock_s: float, loss: float, occupancy: float) -> Text:
+        share = min(1.0, samples / self._total_samples) if self._total_samples > 0 else 0.0
+        text = Text.assemble((self._name, "bold"), "  ", _bar(share), f"  {self._position(samples)}")
+        text.append(f"  loss {measure('loss', loss)}")
+        if self._scores:
+            text.append(f"  {self._scores}", style="cyan")
+        text.append(
+            f"\n  {self._clock} time {seconds(clock_s)}  pipeline {percent(occupancy)} busy  wall {self._wall()}"
+        )
+        return text
+
+    def _next_plain_s(self) -> float:
+        now_s = time.monotonic()
+        return now_s + min(_LATEST_S, max(_SOONEST_S, (now_s - self._started_s) / 2))
+
+    def _clocks(self, clock_s: float) -> str:
+        wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
+        return f"{self._clock} time {seconds(clock_s)}{wall}"
+
+    def _most(self) -> str:
+        if self._samples_per_epoch > 0:
+            return f"at most {self._total_samples / self._samples_per_epoch:g} epochs"
+        return f"at most {self._total_samples:,} samples"
+
+    def _position(self, samples: int) -> str:
+        if self._samples_per_epoch > 0:
+            epochs, total = samples / self._samples_per_epoch, self._total_samples / self._samples_per_epoch
+            return f"epoch {epochs:.1f} of at most {total:g}"
+        return f"sample {samples:,} of at most {self._total_samples:,}"
+
+    def _wall(self) -> str:
+        elapsed_s = time.monotonic() - self._started_s
+        return f"{elapsed_s:.1f} s" if elapsed_s < 60 else seconds(elapsed_s)
+
+
+@contextmanager
+def preparing(
+    name: str, console: Console | None = None, *, tells: bool = False
+) -> Iterator[Callable[[int, int], None]]:
+    """Show that a run is being prepared; yields what takes (layers profiled, layers to profile).
+
+    Args:
+        name: the run's name.
+        console: where to write; standard output by default.
+        tells: write plain lines where that isn't a terminal, which otherwise gets nothing: it may be a file.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        yield _plain_preparing(name, console) if tells else lambda _done, _total: None
+        return
+    with console.status(Text(f"{name}: preparing")) as status:
+        yield lambda done, total: status.update(Text(f"{name}: profiling layer {done} of {total}"))
+
+
+@contextmanager
+def searching(name: str, console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """Show how a search gets on once it has taken 2 s; yields what takes (parts done, parts in all, what is searched).
+
+    Args:
+        name: what is planned.
+        console: where to write; standard output by default. Nothing is written where that isn't a terminal.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        yield lambda _done, _total, _search: None
+        return
+    status = console.status(Text(f"{name}: planning"))
+    timer = Timer(_SHORT_S, status.start)
+    timer.start()
+
+    def tell(done: int, total: int, search: str) -> None:
+        line = Text.assemble((name, "bold"), "  ", _bar(done / total), f"  mode {done + 1} of {total}: {search}")
+        status.update(line)
+
+    try:
+        yield tell
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+def _bar(share: float) -> Text:
+    done = round(share * _BAR_CELLS)
+    return Text.assemble(("━" * done, "green"), ("━" * (_BAR_CELLS - done), "dim"))
+
+
+def _plain_preparing(name: str, console: Console) -> Callable[[int, int], None]:
+    """Say that a run is being prepared; return what says how far profiling is, if it takes long."""
+    console.print(Text(f"{name}  preparing"), soft_wrap=True)
+    due_s = time.monotonic() + _PREPARING_S
+
+    def tell(done: int, total: int) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = time.monotonic() + _SOONEST_S
+            console.print(Text(f"{name}  profiling layer {done} of {total}"), soft_wrap=True)
+
+    return tell

@@ -1,0 +1,140 @@
+"""Tables for a terminal: no word is ever broken; columns that find no room go on below, beside their rows' names again.
+
+Widths are worked out here, because rich narrows columns until letters stand alone.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipebench.show.terminal import print_plain
+
+_Padding = tuple[int, int]
+_PADDINGS: tuple[_Padding, ...] = ((0, 1), (0, 0))  # lines, then blanks on each side
+_Part = Sequence[tuple[int, int]]  # index and width of the columns that stand beside each other
+
+
+def new_table(*headings: str, left: int = 1) -> Table:
+    """Return an empty table; numbers stand to the right, the first `left` columns and plans to the left."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=_PADDINGS[0], collapse_padding=True)
+    for index, heading in enumerate(headings):
+        is_left = index < left or heading == "plan"
+        table.add_column(heading, justify="left" if is_left else "right", no_wrap=True)
+    return table
+
+
+def print_table(console: Console, table: Table, *, indent: int = 0, left: int = 1) -> None:
+    """Print a table, in as many parts as it takes to fit the console.
+
+    Args:
+        console: where to.
+        table: as `new_table` returns; headings wrap between words, and so do columns whose `no_wrap` is taken back.
+        indent: blanks before every line.
+        left: columns that say what a row is: every part begins with them.
+    """
+    table.padding, parts = _fitting(console, table, console.width - indent, left)
+    for part in parts:
+        print_plain(console, Padding(_drawn(table, part), (0, 0, 0, indent)))
+
+
+def print_groups(console: Console, groups: Sequence[tuple[str, Table]], *, left: int = 1) -> None:
+    """Print tables of the same columns below each other, each under a line that says what its rows have in common.
+
+    Args:
+        console: where to.
+        groups: the line (empty for none) and the rows.
+        left: see `print_table`.
+    """
+    together = copy_without_rows(groups[0][1])
+    for _, table in groups:
+        for row in zip(*(column.cells for column in table.columns), strict=True):
+            together.add_row(*row)
+    padding, parts = _fitting(console, together, console.width, left)
+    for part in parts:
+        for title, table in groups:
+            table.padding = padding
+            if title:
+                print_plain(console, Text(f" {title}", style="bold"))
+            print_plain(console, _drawn(table, part))
+
+
+def copy_without_rows(table: Table) -> Table:
+    """Return a table with the same columns and nothing in them."""
+    new = copy(table)
+    new.rows = []
+    new.columns = [column.copy() for column in table.columns]
+    return new
+
+
+def _fitting(console: Console, table: Table, width: int, left: int) -> tuple[_Padding, list[_Part]]:
+    """Return the padding that needs the fewest parts, the roomy one if it can be, and the parts."""
+    choices = []
+    for padding in _PADDINGS:
+        table.padding = padding
+        choices.append((padding, _parts(console, table, width, left)))
+    return min(choices, key=lambda choice: len(choice[1]))
+
+
+def _parts(console: Console, table: Table, width: int, left: int) -> list[_Part]:
+    """Return which columns stand beside each other, and how wide each is."""
+    most = [max(_natural(column.header), *map(_natural, column.cells), 0) for column in table.columns]
+    least = [
+        max(_longest_word(column.header), *map(_natural if column.no_wrap else _longest_word, column.cells), 0)
+        for column in table.columns
+    ]
+    parts: list[_Part] = []
+    rest = list(range(left, len(least)))
+    while rest or not parts:
+        chosen = [*range(left), *rest[:1]]
+        for index in rest[1:]:
+            if _width(console, table, [(each, least[each]) for each in (*chosen, index)]) > width:
+                break
+            chosen.append(index)
+        rest = [index for index in rest if index not in chosen]
+        spare = width - _width(console, table, [(each, least[each]) for each in chosen])
+        parts.append(_widened(chosen, least, most, spare))
+    return parts
+
+
+def _widened(chosen: Sequence[int], least: Sequence[int], most: Sequence[int], spare: int) -> _Part:
+    """Return the columns with the room that is left given out, to the first ones first."""
+    part = []
+    for index in chosen:
+        more = max(0, min(spare, most[index] - least[index]))
+        spare -= more
+        part.append((index, least[index] + more))
+    return part
+
+
+def _drawn(table: Table, part: _Part) -> Table:
+    """Return some columns of a table as a table, with headings that may wrap."""
+    new = copy(table)
+    new.columns = []
+    for new_index, (index, width) in enumerate(part):
+        column = copy(table.columns[index])
+        column._index, column.width, column.no_wrap = new_index, width, False  # headings may wrap
+        new.columns.append(column)
+    return new
+
+
+def _width(console: Console, table: Table, part: _Part) -> int:
+    return Measurement.get(console, console.options.update(width=10_000), _drawn(table, part)).maximum
+
+
+def _natural(content: RenderableType) -> int:
+    return cell_len(_plain(content))
+
+
+def _longest_word(content: RenderableType) -> int:
+    return max(map(cell_len, _plain(content).split()), default=0)
+
+
+def _plain(content: RenderableType) -> str:
+    return content.plain if isinstance(content, Text) else str(content)

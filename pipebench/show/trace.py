@@ -1,0 +1,101 @@
+"""A timeline as a trace file that opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+The format is the Trace Event Format's JSON object form: complete events (`X`) with `ts` and `dur` in microseconds,
+metadata events (`M`) that name processes and threads, flow events (`s`, `f`) that draw arrows.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pipebench.simulate.timeline import SEND, WAIT, Span, Timeline, Transfer
+
+Event = dict[str, Any]
+_Work = dict[tuple[int, str], list[Span]]
+_COMPUTE_THREAD, _NETWORK_THREAD = 1, 2
+_US_PER_S = 1e6
+
+
+def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Write a trace: a process per worker, a thread for its work, and as many as needed for what it sends."""
+    document = {"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}
+    Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+
+
+def trace_events(timeline: Timeline) -> Iterable[Event]:
+    """Yield the events of the trace, metadata first."""
+    sends = _lanes(timeline)
+    work: _Work = {}
+    for span in timeline.spans:
+        if span.kind not in (SEND, WAIT):
+            work.setdefault((span.worker, span.label), []).append(span)
+    for worker, name in enumerate(timeline.worker_names):
+        yield _metadata("process_name", worker, 0, {"name": f"{worker}: {name}"})
+        yield _metadata("process_sort_index", worker, 0, {"sort_index": worker})
+        lanes = {lane for sender, lane, _, _ in sends if sender == worker}
+        for thread in (_COMPUTE_THREAD, *(_NETWORK_THREAD + lane for lane in sorted(lanes))):
+            yield _metadata("thread_name", worker, thread, {"name": _thread_name(thread)})
+            yield _metadata("thread_sort_index", worker, thread, {"sort_index": thread})
+    for span in timeline.spans:
+        args = {"minibatch": span.minibatch} if span.minibatch >= 0 else {}
+        yield _complete(span.label, span.kind, span.worker, _COMPUTE_THREAD, span.start_s, span.end_s, args)
+    for sender, lane, index, transfer in sends:
+        yield _send(sender, _NETWORK_THREAD + lane, transfer)
+        yield from _arrows(work, sender, _NETWORK_THREAD + lane, index, transfer)
+
+
+def _lanes(timeline: Timeline) -> list[tuple[int, int, int, Transfer]]:
+    """Give every send (sender, lane, index, transfer) such that no two in a lane overlap: a thread can't show that."""
+    free_s: dict[int, list[float]] = {}
+    sends: list[tuple[int, int, int, Transfer]] = []
+    for index, transfer in sorted(enumerate(timeline.transfers), key=lambda pair: pair[1].start_s):
+        for sender in transfer.senders:
+            ends_s = free_s.setdefault(sender, [])
+            lane = next((i for i, end_s in enumerate(ends_s) if end_s <= transfer.start_s), len(ends_s))
+            if lane == len(ends_s):
+                ends_s.append(0.0)
+            ends_s[lane] = transfer.end_s
+            sends.append((sender, lane, index, transfer))
+    return sends
+
+
+def _thread_name(thread: int) -> str:
+    lane = thread - _NETWORK_THREAD
+    return "compute" if thread == _COMPUTE_THREAD else "network" if lane == 0 else f"network {lane + 1}"
+
+
+def _send(sender: int, thread: int, transfer: Transfer) -> Event:
+    args = {"bytes": transfer.num_bytes, "level": transfer.level, "receivers": list(transfer.receivers)}
+    name = f"{transfer.kind} {transfer.label}"
+    return _complete(name, transfer.kind, sender, thread, transfer.start_s, transfer.end_s, args)
+
+
+def _arrows(work: _Work, sender: int, thread: int, index: int, transfer: Transfer) -> Iterable[Event]:
+    """Yield an arrow from a send to the work that needed it, where the timeline holds that work."""
+    if len(transfer.senders) > 1:
+        return
+    for receiver in transfer.receivers:
+        # Numbers begin again after a drain: the first such work from then on is the one.
+        later = (span for span in work.get((receiver, transfer.label), []) if span.start_s >= transfer.start_s)
+        span = next(later, None)
+        if span is not None:
+            arrow = {"name": transfer.kind, "cat": "flow", "id": f"{index}.{receiver}"}
+            yield {**arrow, "ph": "s", "pid": sender, "tid": thread, "ts": _us(transfer.start_s)}
+            end = {"pid": receiver, "tid": _COMPUTE_THREAD, "ts": _us(span.start_s)}
+            yield {**arrow, "ph": "f", "bp": "e", **end}
+
+
+def _complete(name: str, kind: str, worker: int, thread: int, start_s: float, end_s: float, args: Event) -> Event:
+    start_us = _us(start_s)
+    event = {"name": name, "cat": kind, "ph": "X", "pid": worker, "tid": thread, "ts": start_us}
+    return {**event, "dur": round(_us(end_s) - start_us, 3), "args": args}
+
+
+def _metadata(name: str, worker: int, thread: int, args: Event) -> Event:
+    return {"name": name, "ph": "M", "pid": worker, "tid": thread, "ts": 0, "args": args}
+
+
+def _us(moment_s: float) -> float:
+    return round(moment_s * _US_PER_S, 3)

@@ -1,0 +1,1 @@
+"""Time without training: a discrete-event simulation of schedules on links."""

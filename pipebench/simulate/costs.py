@@ -1,0 +1,141 @@
+"""What every instruction costs: the profile, summed over stages, in the form the simulator reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipebench.model.plan import Plan
+from pipebench.profile.model import LayerProfile, Profile
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel's defaults: a small first, then 25 MiB
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are all-reduced together.
+
+    Attributes:
+        num_bytes: their size.
+        ready: fraction of the stage's backward after which the last of them exists.
+        parameters: their qualified names, in the order the backward reaches them.
+    """
+
+    num_bytes: int
+    ready: float
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of one stage on one replica; mappings go from the number of samples in a unit.
+
+    Attributes:
+        forward_s: forward of one unit.
+        backward_s: backward of one unit, recomputation included.
+        load_s: loading one unit's inputs.
+        update_s: one optimizer step.
+        buckets: what is all-reduced per update, in order of readiness.
+        buffer_bytes: buffers (BatchNorm statistics) averaged over the replicas at a drain.
+    """
+
+    forward_s: Mapping[int, float]
+    backward_s: Mapping[int, float]
+    load_s: Mapping[int, float]
+    update_s: float
+    buckets: tuple[Bucket, ...] = ()
+    buffer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """What communication takes of a worker's own processor, on top of the links; nothing where a GPU computes.
+
+    Attributes:
+        message_s: seconds of a message, at each of its two ends.
+        message_byte_s: likewise, per byte.
+        ring_byte_s: seconds per byte that the worker sends in a ring all-reduce.
+    """
+
+    message_s: float = 0.0
+    message_byte_s: float = 0.0
+    ring_byte_s: float = 0.0
+
+    def message(self, num_bytes: int) -> float:
+        """Return the seconds that one end of a message takes."""
+        return self.message_s + self.message_byte_s * num_bytes
+
+    def all_reduce(self, num_bytes: int, replicas: int) -> float:
+        """Return the seconds that an all-reduce takes of each replica."""
+        return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
+
+
+NO_HOST_COSTS = HostCosts()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All costs of a pipeline.
+
+    Attributes:
+        stages: one per stage.
+        activation_bytes: per edge (source stage, target stage), number of samples to bytes that cross forward.
+        gradient_bytes: likewise, back.
+        host: what communication takes of the workers' processors.
+    """
+
+    stages: tuple[StageCosts, ...]
+    activation_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+    gradient_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+    host: HostCosts = NO_HOST_COSTS
+
+
+def stage_costs(profile: Profile, plan: Plan, *, recompute: bool) -> Costs:
+    """Sum a profile over the stages of a plan.
+
+    Args:
+        profile: layer costs at every size that travels.
+        plan: which layers make a stage, and what crosses.
+        recompute: whether a backward computes the forward again first.
+    """
+    rows = next(iter(profile.layers.values()))
+    loss = len(rows) - 1
+    stages = []
+    nothing = {0: 0}  # a short minibatch may leave a microbatch without samples
+    for stage in plan.stages:
+        indices = [*range(stage.start, stage.stop), *([loss] if stage.stop == loss else [])]
+        forward: dict[int, float] = {n: sum(at[i].forward_s for i in indices) for n, at in profile.layers.items()}
+        backward = {n: sum(at[i].backward_s for i in indices) for n, at in profile.layers.items()}
+        if recompute:
+            backward = {n: seconds + forward[n] for n, seconds in backward.items()}
+        reads_inputs = any(rows[i].inputs for i in range(stage.start, stage.stop))
+        load = {n: profile.load_s.get(n, 0.0) if reads_inputs else 0.0 for n in profile.layers}
+        buckets = _buckets(rows, range(stage.start, stage.stop))
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)  # a tied parameter counts once
+        update = profile.update_floor_s + num_bytes * profile.update_s_per_byte if num_bytes else 0.0
+        buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
+        stages.append(StageCosts(nothing | forward, nothing | backward, nothing | load, update, buckets, buffer_bytes))
+    activation, gradient = {}, {}
+    for edge, producers in plan.crossings.items():
+        activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in profile.layers.items()}
+        gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in profile.layers.items()}
+    return Costs(tuple(stages), activation, gradient)
+
+
+def _buckets(rows: tuple[LayerProfile, ...], indices: range) -> tuple[Bucket, ...]:
+    """Group a stage's parameters in the order its backward reaches them (last layer first)."""
+    total_s = sum(rows[i].backward_s for i in indices) or 1.0
+    buckets: list[Bucket] = []
+    names: list[str] = []
+    num_bytes, done_s = 0, 0.0
+    seen: set[str] = set()
+    for index in reversed(indices):
+        done_s += rows[index].backward_s
+        fresh = {name: size for name, size in rows[index].parameter_sizes.items() if name not in seen}
+        seen.update(fresh)
+        names += fresh
+        num_bytes += sum(fresh.values())
+        if num_bytes >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(Bucket(num_bytes, min(1.0, done_s / total_s), tuple(names)))
+            names, num_bytes = [], 0
+    if names:
+        buckets.append(Bucket(num_bytes, 1.0, tuple(names)))
+    return tuple(buckets)

@@ -1,0 +1,78 @@
+"""Schedules as text: one row per worker, one column per unit of time."""
+
+from collections.abc import Sequence
+
+from pipebench.cluster import Cluster, Level
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.pipeline import Pipeline, programs
+from pipebench.simulate.costs import Costs, StageCosts
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import Simulation
+
+_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B"}
+
+
+def draw_cells(
+    pipeline: Pipeline, num_minibatches: int, forward: Sequence[int], backward: Sequence[int], *, first: int = 0
+) -> list[list[str]]:
+    """Return what every worker does in every unit of time: `F3`, `B3` or "" (idle); communication is free.
+
+    Args:
+        pipeline: the pipeline.
+        num_minibatches: minibatches until the drain.
+        forward: units of time of a forward, per stage.
+        backward: likewise.
+        first: number of the first unit (0, or 1 as in some papers).
+    """
+    stages = tuple(StageCosts({1: f}, {1: b}, {1: 0.0}, 0.0) for f, b in zip(forward, backward, strict=True))
+    nothing = {(edge.source, edge.target): {1: 0} for edge in pipeline.edges}
+    network = Network(Cluster("free", "unit", None, (Level("cluster", pipeline.num_workers, 1.0, 0.0),)))
+    cells: list[list[str]] = [[] for _ in range(pipeline.num_workers)]
+    simulation = Simulation(
+        pipeline, programs(pipeline, num_minibatches), Costs(stages, nothing, nothing), network, lambda _: 1
+    )
+    for event in simulation:
+        if event.instruction.op in _LETTERS:
+            row, start, end = cells[event.worker], round(event.start_s), round(event.end_s)
+            row += [""] * (start - len(row))
+            row += [f"{_LETTERS[event.instruction.op]}{event.instruction.number + first}"] * (end - start)
+    width = max(map(len, cells))
+    return [row + [""] * (width - len(row)) for row in cells]
+
+
+def worker_names(replicas: Sequence[int]) -> tuple[str, ...]:
+    """Return a name per worker: `stage 1`, or `stage 0 replica 2` where a stage is replicated."""
+    return tuple(
+        f"stage {stage} replica {replica}" if r > 1 else f"stage {stage}"
+        for stage, r in enumerate(replicas)
+        for replica in range(r)
+    )
+
+
+def draw(
+    pipeline: Pipeline,
+    num_minibatches: int,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    *,
+    width: int | None = None,
+) -> str:
+    """Return `draw_cells` as text, `.` for idle.
+
+    Args:
+        pipeline: the pipeline.
+        num_minibatches: minibatches until the drain.
+        forward: units of time of a forward, per stage.
+        backward: likewise.
+        width: the most characters a line may have; what doesn't fit is left out at the right, by whole units.
+    """
+    rows = draw_cells(pipeline, num_minibatches, forward, backward)
+    names = worker_names(pipeline.replicas)
+    cell_width = max(len(cell) for row in rows for cell in row)
+    margin = max(map(len, names))
+    # A name and each cell are followed by two blanks, the last cell by none.
+    shown = None if width is None else max(1, (width - margin) // (cell_width + 2))
+    return "\n".join(
+        f"{name:<{margin}}  " + "  ".join(f"{cell or '.':<{cell_width}}" for cell in row[:shown]).rstrip()
+        for name, row in zip(names, rows, strict=True)
+    )

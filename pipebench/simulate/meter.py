@@ -1,0 +1,101 @@
+"""The meter: turns an engine's events into busy time, waiting time and the recorded part of the timeline."""
+
+from collections.abc import Sequence
+
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.drawing import worker_names
+from pipebench.simulate.simulation import Event
+from pipebench.simulate.timeline import BACKWARD, EVALUATE, FORWARD, SEND, UPDATE, WAIT, Span, Timeline, Transfer
+
+RECORDED_SPANS = 4000  # enough for fill, steady state and drain of most segments; about 1 MB of trace
+COMPUTE = {Op.FORWARD: (FORWARD, "F"), Op.BACKWARD: (BACKWARD, "B"), Op.UPDATE: (UPDATE, "U")}
+_SENDS = {Op.SEND_ACTIVATION: "F", Op.SEND_GRADIENT: "B"}
+_WAIT_LABELS = {
+    Op.LOAD_INPUT: "load",
+    Op.RECEIVE_ACTIVATION: "wait for activation",
+    Op.RECEIVE_GRADIENT: "wait for gradient",
+    Op.WAIT_ALL_REDUCE: "wait for all-reduce",
+    Op.WAIT_NORM: "wait for gradient norm",
+}
+
+
+class Meter:
+    """Adds up what workers do; training and evaluation apart.
+
+    Attributes:
+        evaluating: set while an evaluation runs.
+        busy_s: seconds of forward, backward and update, over all workers.
+        stall_s: seconds that workers waited for bytes on their way.
+        origin_s: the clock's time at which the timeline begins.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.evaluating = False
+        self.busy_s = 0.0
+        self.stall_s = 0.0
+        self.origin_s = 0.0
+        self._pipeline = pipeline
+        self._spans: list[Span] = []
+        self._transfers: list[Transfer] = []
+        self._truncated = False
+
+    def event(self, event: Event) -> None:
+        """Take note of one event."""
+        if not self.evaluating:
+            if event.instruction.op in COMPUTE:
+                self.busy_s += event.end_s - event.start_s
+            self.stall_s += event.stall_s
+        if not self._truncated and event.end_s > event.start_s:
+            self._spans.append(span_of(self._pipeline, event, self.evaluating))
+            self._truncated = len(self._spans) >= RECORDED_SPANS
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Take note of a transfer."""
+        if not self._truncated:
+            self._transfers.append(transfer)
+
+    def timeline(self) -> Timeline:
+        """Return the recorded part."""
+        spans = tuple(sorted(self._spans, key=lambda span: (span.start_s, span.worker)))
+        transfers = tuple(sorted(self._transfers, key=lambda transfer: transfer.start_s))
+        found = Timeline(worker_names(self._pipeline.replicas), spans, transfers, self._truncated)
+        return found.shifted(-self.origin_s) if self.origin_s else found
+
+
+def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
+    """Return what a timeline shows of an event."""
+    start_s, end_s, worker, (op, number, _, _), _ = event
+    if op is Op.UPDATE:
+        return Span(worker, UPDATE, f"U{number}", start_s, end_s, -1)
+    if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM):
+        return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, -1)
+    minibatch = number if evaluating else pipeline.minibatch(number)[0]
+    if op in _WAIT_LABELS:
+        return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, minibatch)
+    label = f"{number}" if evaluating else pipeline.label(number)
+    if op in _SENDS:
+        return Span(worker, SEND, f"send {_SENDS[op]}{label}", start_s, end_s, minibatch)
+    kind, letter = COMPUTE[op]
+    return Span(worker, EVALUATE if evaluating else kind, f"{letter}{label}", start_s, end_s, minibatch)
+
+
+def fractions(busy_s: float, stall_s: float, num_workers: int, elapsed_s: float) -> dict[str, float]:
+    """Return the bubble and communication-stall fractions of a training time, fill and drain included.
+
+    `bubble_fraction` is the share of worker time without forward, backward or update, whatever the reason;
+    `comm_stall_fraction` the part of it spent waiting for bytes that were on their way.
+    """
+    total_s = num_workers * elapsed_s
+    if total_s <= 0:
+        return {}
+    return {"bubble_fraction": max(0.0, 1.0 - busy_s / total_s), "comm_stall_fraction": stall_s / total_s}
+
+
+def sum_by(counts: dict[tuple[str, str], int], position: int, kinds: Sequence[str]) -> dict[str, int]:
+    """Sum bytes counted by (kind, level) over one of the two, for the given kinds."""
+    total: dict[str, int] = {}
+    for key, num_bytes in counts.items():
+        if key[0] in kinds:
+            total[key[position]] = total.get(key[position], 0) + num_bytes
+    return total

@@ -1,0 +1,101 @@
+"""The cluster's links in time: who may send when, and when the last byte arrives.
+
+A transfer between two workers crosses one level, the innermost that joins them, and takes the sending component's
+outgoing port and the receiving component's incoming port of that level for bytes / bandwidth seconds, whole, at the
+level's goodput (bandwidth times efficiency). Its last byte arrives one latency later.
+
+Who asks first goes first, but nobody waits for nothing: a transfer that waits for the port at its other end leaves its
+own port to whoever can be done before it starts.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from pipebench.cluster import Cluster
+from pipebench.simulate.timeline import Transfer
+
+_Port = tuple[int, int, bool]  # level, component of the level below, outgoing?
+_ROUNDING = 1e-9  # of a transfer's duration: a gap shorter by so much is long enough
+
+
+def ring_bytes(num_bytes: int, size: int) -> list[int]:
+    """Return what each member of a ring all-reduce sends, in bytes; together exactly 2 (size - 1) num_bytes.
+
+    The buffer is cut into `size` chunks as evenly as 4-byte elements allow. Member i passes on every chunk but chunk
+    i+1 while sums are formed, and every chunk but chunk i+2 while they are handed round.
+    """
+    elements, rest = divmod(num_bytes, 4)
+    chunks = [4 * (elements // size + (i < elements % size)) for i in range(size)]
+    chunks[0] += rest
+    return [2 * num_bytes - chunks[(i + 1) % size] - chunks[(i + 2) % size] for i in range(size)]
+
+
+class Network:
+    """Grants links by time of request and counts payload bytes, by kind and level, once, at the sender."""
+
+    def __init__(self, cluster: Cluster, observe: Callable[[Transfer], None] | None = None) -> None:
+        self.cluster = cluster
+        self.num_bytes: Counter[tuple[str, str]] = Counter()
+        self._taken: dict[_Port, list[tuple[float, float]]] = {}  # from, to; in order, what is over left out
+        self._paths: dict[tuple[int, int], tuple[int, _Port, _Port]] = {}
+        self._observe = observe
+
+    def send(self, kind: str, label: str, sender: int, receiver: int, num_bytes: int, now_s: float) -> float:
+        """Start a transfer; return when its last byte arrives [s]."""
+        level_index, outgoing, incoming = self._path(sender, receiver)
+        level = self.cluster.levels[level_index]
+        duration_s = num_bytes / level.goodput_bytes_per_s
+        start_s = self._take((outgoing, incoming), now_s, duration_s)
+        end_s = start_s + duration_s + level.latency_s
+        self.num_bytes[kind, level.name] += num_bytes
+        if self._observe is not None:
+            self._observe(Transfer(kind, label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s))
+        return end_s
+
+    def all_reduce(self, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float) -> float:
+        """Start a ring all-reduce of a buffer of `num_bytes` among two or more workers; return its end [s].
+
+        2 (r - 1) steps, each as slow as the ring's slowest link (bandwidth-optimal ring; PipeDream section 3.1).
+        """
+        size, ring = len(workers), self.cluster.ring(workers)
+        paths = [self._path(worker, ring[(i + 1) % size]) for i, worker in enumerate(ring)]
+        levels = [self.cluster.levels[index] for index, _, _ in paths]
+        ports = {port for _, outgoing, incoming in paths for port in (outgoing, incoming)}
+        step_s = max(num_bytes / size / level.goodput_bytes_per_s + level.latency_s for level in levels)
+        duration_s = 2 * (size - 1) * step_s
+        start_s = self._take(ports, now_s, duration_s)
+        end_s = start_s + duration_s
+        for level, sent in zip(levels, ring_bytes(num_bytes, size), strict=True):
+            self.num_bytes[kind, level.name] += sent
+        if self._observe is not None:
+            members, slowest = tuple(workers), min(levels, key=lambda level: level.goodput_bytes_per_s)
+            total = 2 * (size - 1) * num_bytes
+            self._observe(Transfer(kind, label, members, members, slowest.name, total, start_s, end_s))
+        return end_s
+
+    def _take(self, ports: Iterable[_Port], now_s: float, duration_s: float) -> float:
+        """Take some ports for so long, as soon as all of them are free; return when that is."""
+        every = [self._taken.setdefault(port, []) for port in ports]
+        start_s, settled = now_s, False
+        for taken in every:
+            while taken and taken[0][1] <= now_s:
+                del taken[0]
+        while not settled:
+            settled = True
+            for taken in every:
+                for from_s, to_s in taken:
+                    if from_s < start_s + duration_s * (1 - _ROUNDING) and to_s > start_s:
+                        start_s, settled = to_s, False
+        for taken in every:
+            bisect.insort(taken, (start_s, start_s + duration_s))
+        return start_s
+
+    def _path(self, sender: int, receiver: int) -> tuple[int, _Port, _Port]:
+        path = self._paths.get((sender, receiver))
+        if path is None:
+            index = self.cluster.level_between(sender, receiver)
+            outgoing = (index, self.cluster.component(sender, index), True)
+            incoming = (index, self.cluster.component(receiver, index), False)
+            path = self._paths[sender, receiver] = (index, outgoing, incoming)
+        return path

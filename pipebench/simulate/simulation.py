@@ -1,0 +1,279 @@
+"""The simulator: a discrete-event loop that gives every instruction of a schedule a start and an end.
+
+It is lazy: events come out one by one, each after everything it depends on, so that an engine can execute them as
+they come. Equal times are settled by (time, priority, counter), so a run is the same run every time.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from pipebench.errors import ScheduleError
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.costs import NO_HOST_COSTS, Bucket, Costs
+from pipebench.simulate.network import Network
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, CONTROL, GRADIENT
+
+_EVERY_STAGE = -1
+_NORM = (Bucket(4, 1.0),)  # one float32: the squared norm of all gradients
+_NETWORK_FIRST, _WORKERS = 0, 1  # at equal times links are granted before workers go on
+
+
+class Event(NamedTuple):
+    """One executed instruction.
+
+    Attributes:
+        start_s: when the worker turned to it.
+        end_s: when the worker could go on.
+        worker: worker index.
+        instruction: what it executed.
+        stall_s: the part of the wait during which what it waited for was on its way (communication, not a bubble).
+    """
+
+    start_s: float
+    end_s: float
+    worker: int
+    instruction: Instruction
+    stall_s: float = 0.0
+
+
+@dataclass
+class _Reduction:
+    """One all-reduce: the gradients of one round of one stage."""
+
+    ready_s: list[float]  # per bucket, when the last replica has it
+    waits_left: int
+    joined: int = 0
+    buckets_left: int = 0
+    end_s: float | None = None
+    all_joined_s: float = 0.0
+
+
+_Bucket = tuple[int, int, int, _Reduction]  # stage, round, index of the bucket
+_Message = tuple[Op, int, int, int]  # kind of send, unit, sender, receiver
+
+
+class Simulation:
+    """Plays programs against costs and links. Iterate over it once.
+
+    Args:
+        pipeline: the shape the programs belong to.
+        programs: one lazy list of instructions per worker.
+        costs: what instructions cost.
+        network: the links.
+        size_of: number of samples of a unit.
+        start_s: time at which every worker starts.
+
+    Raises:
+        ScheduleError: while iterating, if workers wait for each other in a circle.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        programs: Sequence[Iterator[Instruction]],
+        costs: Costs,
+        network: Network,
+        size_of: Callable[[int], int],
+        start_s: float = 0.0,
+    ) -> None:
+        self._pipeline = pipeline
+        self._programs = programs
+        self._costs = costs
+        self._network = network
+        self._size_of = size_of
+        self._counter = itertools.count()
+        self._heap: list[tuple[float, int, int, int, object]] = []
+        self._arrivals: dict[_Message, tuple[float, float]] = {}
+        self._receiving: dict[_Message, tuple[float, Instruction]] = {}
+        self._reductions: dict[tuple[int, int], _Reduction] = {}
+        self._waiting: dict[tuple[int, int], list[tuple[int, float, Instruction]]] = {}
+        self._loaders = [(start_s, start_s, start_s)] * len(programs)  # loaded; taken, the last two
+        self._running = set(range(len(programs)))
+        self.end_s = start_s
+        for worker in range(len(programs)):
+            self._push(start_s, worker, None)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield events in an order that respects every dependency."""
+        heap = self._heap
+        while heap:
+            now_s, _, _, worker, payload = heapq.heappop(heap)
+            if worker < 0:
+                self._start_bucket(now_s, cast("_Bucket", payload))
+                continue
+            self.end_s = max(self.end_s, now_s)
+            if payload is not None:
+                start_s, instruction, sent_s = cast("tuple[float, Instruction, float]", payload)
+                yield Event(start_s, now_s, worker, instruction, now_s - min(now_s, max(start_s, sent_s)))
+            yield from self._run(worker, now_s)
+        if self._running:
+            raise ScheduleError(self._deadlock())
+
+    def _push(self, time_s: float, worker: int, payload: object, priority: int = _WORKERS) -> None:
+        heapq.heappush(self._heap, (time_s, priority, next(self._counter), worker, payload))
+
+    def _run(self, worker: int, now_s: float) -> Iterator[Event]:
+        """Execute a worker's instructions until one takes time."""
+        stage = self._pipeline.places[worker][0]
+        costs = self._costs.stages[stage]
+        for instruction in self._programs[worker]:
+            op, number = instruction.op, instruction.number
+            if op is Op.FORWARD or op is Op.BACKWARD:
+                duration = (costs.forward_s if op is Op.FORWARD else costs.backward_s)[self._size_of(number)]
+                if instruction.reduce >= 0:
+                    self._join(stage, instruction.reduce, now_s, duration)
+            elif op is Op.UPDATE:
+                duration = costs.update_s
+            elif op is Op.SEND_ACTIVATION or op is Op.SEND_GRADIENT:
+                duration = self._send(worker, stage, instruction, now_s)
+                if duration == 0:
+                    yield Event(now_s, now_s, worker, instruction)
+                    continue
+            else:
+                ready = self._ready(worker, stage, instruction, now_s)
+                if ready is None:
+                    return
+                ready_s, sent_s = ready
+                host_s = self._host_s(stage, instruction)
+                if host_s > 0:
+                    ready_s = max(ready_s, now_s) + host_s
+                if ready_s <= now_s:
+                    yield Event(now_s, now_s, worker, instruction)
+                    continue
+                self._push(ready_s, worker, (now_s, instruction, sent_s))
+                return
+            yield Event(now_s, now_s + duration, worker, instruction)
+            self._push(now_s + duration, worker, None)
+            return
+        self._running.discard(worker)
+
+    def _send(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> float:
+        """Let a message set out; return the seconds that sending it keeps the worker."""
+        op, unit, peer, _ = instruction
+        other, size = self._pipeline.places[peer][0], self._size_of(unit)
+        if op is Op.SEND_ACTIVATION:
+            kind, label, num_bytes = ACTIVATION, "F", self._costs.activation_bytes[stage, other][size]
+        else:
+            kind, label, num_bytes = GRADIENT, "B", self._costs.gradient_bytes[other, stage][size]
+        arrival_s = self._network.send(kind, f"{label}{self._pipeline.label(unit)}", worker, peer, num_bytes, now_s)
+        message = (op, unit, worker, peer)
+        receiver = self._receiving.pop(message, None)
+        if receiver is None:
+            self._arrivals[message] = (arrival_s, now_s)
+        else:
+            host_s = self._host_s(other, receiver[1])
+            self._push(max(arrival_s, now_s) + host_s, peer, (*receiver, now_s))
+        return self._costs.host.message(num_bytes) if size else 0.0
+
+    def _host_s(self, stage: int, instruction: Instruction) -> float:
+        """Return what a wait's communication takes of the waiting worker's own processor."""
+        op, number, peer, _ = instruction
+        host = self._costs.host
+        if host == NO_HOST_COSTS:
+            return 0.0
+        if op is Op.WAIT_ALL_REDUCE:
+            buckets = self._costs.stages[stage].buckets
+            return host.all_reduce(sum(bucket.num_bytes for bucket in buckets), self._pipeline.replicas[stage])
+        if op not in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT) or self._size_of(number) == 0:
+            return 0.0
+        other, size = self._pipeline.places[peer][0], self._size_of(number)
+        if op is Op.RECEIVE_ACTIVATION:
+            return host.message(self._costs.activation_bytes[other, stage][size])
+        return host.message(self._costs.gradient_bytes[stage, other][size])
+
+    def _ready(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
+        """Return when a blocking instruction can end and when what it waits for set out; None if unknown yet."""
+        op, number, peer, _ = instruction
+        if op is Op.LOAD_INPUT:
+            return self._load(worker, stage, number, now_s), math.inf
+        if op is Op.WAIT_ALL_REDUCE:
+            if instruction.reduce >= 0:  # no backward of this round ran here
+                self._join(stage, number, now_s, 0.0)
+            return self._wait_for_reduction(worker, stage, instruction, now_s)
+        if op is Op.WAIT_NORM:
+            self._join(_EVERY_STAGE, number, now_s, 0.0)
+            return self._wait_for_reduction(worker, _EVERY_STAGE, instruction, now_s)
+        sent_as = Op.SEND_ACTIVATION if op is Op.RECEIVE_ACTIVATION else Op.SEND_GRADIENT
+        message = (sent_as, number, peer, worker)
+        arrival = self._arrivals.pop(message, None)
+        if arrival is None:
+            self._receiving[message] = (now_s, instruction)
+        return arrival
+
+    def _load(self, worker: int, stage: int, unit: int, now_s: float) -> float:
+        """One loader and two buffers per worker: a load starts when the last one is done and a buffer was taken."""
+        loaded_s, taken_before_s, taken_s = self._loaders[worker]
+        ready_s = max(loaded_s, taken_before_s) + self._costs.stages[stage].load_s[self._size_of(unit)]
+        self._loaders[worker] = (ready_s, taken_s, max(now_s, ready_s))
+        return ready_s
+
+    def _join(self, stage: int, round_index: int, now_s: float, duration_s: float) -> None:
+        """A replica's gradients of a round become ready, bucket by bucket, while its backward runs."""
+        buckets, workers, _ = self._group(stage)
+        replicas = len(workers)
+        reduction = self._reductions.get((stage, round_index))
+        if reduction is None:
+            reduction = self._reductions[stage, round_index] = _Reduction([0.0] * len(buckets), replicas)
+        reduction.joined += 1
+        reduction.all_joined_s = max(reduction.all_joined_s, now_s + duration_s)
+        for index, bucket in enumerate(buckets):
+            reduction.ready_s[index] = max(reduction.ready_s[index], now_s + bucket.ready * duration_s)
+        if reduction.joined < replicas:
+            return
+        reduction.buckets_left = len(buckets)
+        for index in range(len(buckets)):
+            self._push(reduction.ready_s[index], -1, (stage, round_index, index, reduction), _NETWORK_FIRST)
+        if not buckets:
+            self._push(reduction.all_joined_s, -1, (stage, round_index, -1, reduction), _NETWORK_FIRST)
+
+    def _start_bucket(self, now_s: float, key: _Bucket) -> None:
+        stage, round_index, index, reduction = key
+        if index < 0:
+            self._reduced(stage, round_index, reduction, now_s)
+            return
+        buckets, workers, kind = self._group(stage)
+        end_s = self._network.all_reduce(kind, f"R{round_index}", workers, buckets[index].num_bytes, now_s)
+        reduction.buckets_left -= 1
+        if reduction.buckets_left == 0:
+            self._reduced(stage, round_index, reduction, end_s)
+
+    def _reduced(self, stage: int, round_index: int, reduction: _Reduction, end_s: float) -> None:
+        reduction.end_s = end_s
+        for worker, since_s, instruction in self._waiting.pop((stage, round_index), ()):
+            end_here_s = max(end_s, since_s) + self._host_s(stage, instruction)
+            self._push(end_here_s, worker, (since_s, instruction, reduction.all_joined_s))
+
+    def _group(self, stage: int) -> tuple[Sequence[Bucket], range, str]:
+        """Return what is all-reduced, among whom, and the kind of bytes it is."""
+        if stage == _EVERY_STAGE:
+            return _NORM, range(self._pipeline.num_workers), CONTROL
+        first = self._pipeline.worker(stage, 0)
+        return self._costs.stages[stage].buckets, range(first, first + self._pipeline.replicas[stage]), ALL_REDUCE
+
+    def _wait_for_reduction(
+        self, worker: int, stage: int, instruction: Instruction, now_s: float
+    ) -> tuple[float, float] | None:
+        key = (stage, instruction.number)
+        reduction = self._reductions[key]
+        reduction.waits_left -= 1
+        if reduction.waits_left == 0:
+            del self._reductions[key]
+        if reduction.end_s is None:
+            self._waiting.setdefault(key, []).append((worker, now_s, instruction))
+            return None
+        return reduction.end_s, reduction.all_joined_s
+
+    def _deadlock(self) -> str:
+        places = self._pipeline.places
+        receiving = [(message[3], *waiting) for message, waiting in sorted(self._receiving.items())]
+        reducing = [waiter for _, waiters in sorted(self._waiting.items()) for waiter in waiters]
+        stuck = [
+            f"worker {worker} (stage {places[worker][0]}) waits in {instruction} since {since_s:g} s"
+            for worker, since_s, instruction in (*receiving, *reducing)
+        ]
+        return "the schedule deadlocks:\n  " + "\n  ".join(stuck)

@@ -1,0 +1,149 @@
+"""What all processes of a run must agree on, decided once: the plan, where it stands, and the profile it was made from.
+
+It is kept as JSON in the run's folder, where processes that are started again, or go on later, find it.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from pipebench.cluster import Cluster
+from pipebench.errors import PlanError, UserError
+from pipebench.json_rules import MAX_BYTES, JsonError, count, list_of, one_of, record, shown, text, whole
+from pipebench.model.plan import explicit_plan
+from pipebench.recipe.schema import ParallelismRecipe
+from pipebench.schedule.modes import AUTO, MODES, resolve
+from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
+from pipebench.schedule.pipeline import noam
+
+if TYPE_CHECKING:
+    from pipebench.model.graph import LayerGraph
+    from pipebench.train.prepare import Prepared
+
+ANEW = "remove the file to have it decided anew"
+_RULE = record(
+    {
+        "mode": one_of(tuple(MODES)),
+        "starts": list_of(count),
+        "replicas": list_of(whole(1, MAX_BYTES)),
+        "devices": list_of(count),
+        "depth": whole(1, MAX_BYTES),
+        "profile": text,
+        "changes": list_of(text),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What was decided for a run.
+
+    Attributes:
+        mode: the mode, where the recipe left it to the planner.
+        starts: first layer of every stage but the first.
+        replicas: per stage.
+        devices: of every worker.
+        depth: minibatches in flight per input-stage replica.
+        profile: layer costs, as its JSON.
+        changes: overrides of a run that goes on, for which it was decided.
+    """
+
+    mode: str
+    starts: tuple[int, ...]
+    replicas: tuple[int, ...]
+    devices: tuple[int, ...]
+    depth: int
+    profile: str
+    changes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(prepared: "Prepared", changes: Sequence[str] = ()) -> "Decided":
+        """Return what was decided for a prepared recipe."""
+        setup = prepared.setup
+        return Decided(
+            prepared.recipe.parallelism.mode,
+            tuple(stage.start for stage in setup.plan.stages[1:]),
+            setup.plan.replicas,
+            tuple(setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)),
+            setup.pipeline.depth,
+            prepared.profile.to_json(),
+            tuple(changes),
+        )
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(given: bytes, source: str) -> "Decided":
+        """Read what `to_json` wrote.
+
+        Args:
+            given: the text.
+            source: where it is from.
+
+        Raises:
+            UserError: names the source, the field, what was found and what is allowed.
+        """
+        try:
+            data = json.loads(given)
+            _RULE(data, "")
+        except JsonError as error:
+            raise UserError(f"{source}: {error}; {ANEW}") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{source}: isn't JSON; {ANEW}") from None
+        lists = {name: tuple(data[name]) for name in ("starts", "replicas", "devices", "changes")}
+        return Decided(**{**data, **lists})
+
+    def check(self, parallelism: ParallelismRecipe, cluster: Cluster, graph: "LayerGraph", streams: int | None) -> None:
+        """Check that a recipe could have been decided so.
+
+        Args:
+            parallelism: what the recipe asks for, its mode resolved.
+            cluster: where it is to run.
+            graph: the model.
+            streams: of a text, which replicas take turns with.
+
+        Raises:
+            PlanError: names what doesn't fit, what was found and what is allowed.
+        """
+        for field, found, allowed in self._faults(parallelism, cluster, graph, streams):
+            raise PlanError(f"the kept decision, {field}: got {found}, allowed is {allowed}; {ANEW}")
+
+    def _faults(
+        self, parallelism: ParallelismRecipe, cluster: Cluster, graph: "LayerGraph", streams: int | None
+    ) -> list[tuple[str, str, str]]:
+        faults: list[tuple[str, str, str]] = []
+
+        def expect(fits: bool, field: str, found: object, allowed: str) -> None:
+            if not fits:
+                faults.append((field, shown(found) if isinstance(found, int | str) else str(found)[:60], allowed))
+
+        mode, plan, depth = resolve(parallelism), parallelism.plan, parallelism.depth
+        expect(self.mode == parallelism.mode, "mode", self.mode, parallelism.mode)
+        written = "-".join(map(str, self.replicas))
+        try:
+            parse_plan(written, mode, cluster.num_workers)
+        except PlanError as error:
+            return [("replicas", written[:40], f"a plan of mode {self.mode} ({error})")]
+        if plan != AUTO:
+            asked = parse_plan(plan, mode, cluster.num_workers)
+            expect(self.replicas == asked, "replicas", written, f"the recipe's plan, {format_plan(asked)}")
+        expect(streams_problem(self.replicas, streams) is None, "replicas", written, f"one for {streams} streams")
+        bounds = (0, *self.starts, len(graph.layers))
+        expect(len(self.starts) == len(self.replicas) - 1, "starts", list(self.starts), "one for every later stage")
+        ascending = all(a < b for a, b in itertools.pairwise(bounds))
+        expect(ascending, "starts", list(self.starts), f"ascending layers from 1 to {len(graph.layers) - 1}")
+        if parallelism.cuts is not None and not faults:
+            cuts = [stage.start for stage in explicit_plan(graph, parallelism.cuts, self.replicas).stages[1:]]
+            expect(list(self.starts) == cuts, "starts", list(self.starts), f"the recipe's cuts, {cuts}")
+        devices = {device for device in self.devices if device < cluster.num_workers}
+        enough = len(devices) == len(self.devices) == sum(self.replicas)
+        allowed = f"{sum(self.replicas)} different ones from 0 to {cluster.num_workers - 1}"
+        expect(enough, "devices", list(self.devices), allowed)
+        fixed = mode.depth or (None if depth == AUTO else int(depth))
+        lowest, highest = (fixed, fixed) if fixed is not None else (1, noam(self.replicas))
+        expect(lowest <= self.depth <= highest, "depth", self.depth, f"a whole number from {lowest} to {highest}")
+        return faults

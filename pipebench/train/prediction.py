@@ -1,0 +1,76 @@
+"""The prediction beside the measurement: what the simulator said of an epoch, and what the run came to.
+
+Both sides are metrics under the same names: `simulated.predicted_metrics` predicts, a run's result measures.
+"""
+
+from collections.abc import Mapping
+
+from pipebench.formats import is_share, measure
+
+# What both sides can tell, in the order of the table.
+_COMPARED = (
+    "epoch_time_s",
+    "throughput_samples_per_s",
+    "bubble_fraction",
+    "comm_stall_fraction",
+    "comm_bytes_per_sample",
+    "comm_bytes_per_sample_activation",
+    "comm_bytes_per_sample_gradient",
+    "comm_bytes_per_sample_all_reduce",
+)
+
+
+def compare(measured: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that put a prediction beside a run.
+
+    Args:
+        measured: the run's metrics.
+        predicted: those of the simulated epoch, under the same names.
+
+    Returns:
+        `predicted_<metric>` of what was predicted, and `prediction_error`: measured epoch time over predicted, minus
+        1, so above 0 where the run was slower than predicted; without it where either time is missing.
+    """
+    metrics = {f"predicted_{name}": predicted[name] for name in _COMPARED if name in predicted}
+    measured_s, predicted_s = measured.get("epoch_time_s"), predicted.get("epoch_time_s")
+    if measured_s is not None and predicted_s:
+        metrics["prediction_error"] = measured_s / predicted_s - 1
+    return metrics
+
+
+def prediction_markdown(metrics: Mapping[str, float], note: str = "") -> str:
+    """Return a Markdown table of what was measured and predicted.
+
+    Args:
+        metrics: the run's metrics, those of `compare` among them.
+        note: what to know of the prediction; stands below.
+    """
+    lines = ["| | measured | predicted | difference |", "| --- | ---: | ---: | ---: |"]
+    for name in _COMPARED:
+        measured, predicted = metrics.get(name), metrics.get(f"predicted_{name}")
+        if measured is None and predicted is None:
+            continue
+        cells = (name, measure(name, measured), measure(name, predicted), _difference(name, measured, predicted))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
+
+
+def prediction_line(metrics: Mapping[str, float]) -> str:
+    """Return the prediction of the epoch time beside the measurement in a few words; "" without a prediction."""
+    measured_s, predicted_s = metrics.get("epoch_time_s"), metrics.get("predicted_epoch_time_s")
+    if measured_s is None or predicted_s is None:
+        return ""
+    told = f"epoch {measure('epoch_time_s', predicted_s)} predicted, {measure('epoch_time_s', measured_s)} measured"
+    difference = _difference("epoch_time_s", measured_s, predicted_s)
+    return f"{told} ({difference})" if difference else told
+
+
+def _difference(name: str, measured: float | None, predicted: float | None) -> str:
+    """Return the measured value less the predicted one: in per cent of it, in percentage points for shares."""
+    if measured is None or predicted is None:
+        return ""
+    if is_share(name):
+        return f"{100 * (measured - predicted):+.1f} points"
+    if predicted == 0:
+        return "none" if measured == 0 else ""
+    return f"{100 * (measured / predicted - 1):+.1f}%"

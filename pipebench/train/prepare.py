@@ -1,0 +1,374 @@
+"""From a recipe to everything an engine needs: model, data, profile, plan, pipeline, costs.
+
+Every step is a function of what the steps before it gave, so that each can be called, printed and tested alone.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+
+from pipebench import profile as profiles
+from pipebench.cluster import Cluster
+from pipebench.engine.setup import Setup
+from pipebench.errors import PlanError, ProfileError, TracingError
+from pipebench.model.evaluation import evaluation_of
+from pipebench.model.graph import LayerGraph, as_one_layer, trace
+from pipebench.model.optimizer import make_optimizer
+from pipebench.model.own_schedule import own_schedule
+from pipebench.model.plan import Plan, explicit_plan, make_plan
+from pipebench.model.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
+from pipebench.model.trace_check import check_traced
+from pipebench.planner.compare import compare
+from pipebench.planner.cost_models import find_cost_model
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Comparison, Request
+from pipebench.planner.predict import make_pipeline
+from pipebench.profile.model import Profile
+from pipebench.recipe import options
+from pipebench.recipe.schema import Recipe, TrainRecipe
+from pipebench.recipe.weightless import weightless
+from pipebench.schedule.modes import AUTO, resolve
+from pipebench.schedule.notation import parse_plan, streams_problem
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.costs import stage_costs
+from pipebench.train.decision import ANEW, Decided
+from zoo.plain import seeded
+from zoo.registry import Dataset
+
+_LOG = logging.getLogger("pipebench.train.prepare")
+SIMULATED, DISTRIBUTED = "simulated", "distributed"
+KEPT = "of the kept decision"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe, ready to run.
+
+    Attributes:
+        recipe: the recipe.
+        cluster: the cluster, with as many servers as the recipe asks for.
+        profile: layer costs at every size that travels.
+        setup: what the engine takes.
+        comparison: the modes that were compared, if the recipe left the mode to the planner.
+    """
+
+    recipe: Recipe
+    cluster: Cluster
+    profile: Profile
+    setup: Setup
+    comparison: Comparison | None = None
+
+
+def prepare(
+    recipe: Recipe,
+    cluster: Cluster,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    trains: bool = True,
+    decided: Decided | None = None,
+    measure_again: Callable[["Profiled", Profile], Profile] | None = None,
+) -> Prepared:
+    """Make a recipe ready to run.
+
+    Args:
+        recipe: a validated recipe.
+        cluster: the cluster it names.
+        on_progress: told of (layers profiled, layers to profile).
+        trains: False if only its shape is looked at: then, as in a simulation, there are no weights.
+        decided: profile and plan that were made before; None makes them.
+        measure_again: returns the profile that costs are taken from, where it isn't the one that the plan is from.
+
+    Raises:
+        PlanError, GraphError, ProfileError: what the model turns out not to allow.
+    """
+    trains = trains and recipe.engine.kind != SIMULATED
+    kept = None if decided is None else kept_profile(decided)
+    known = profiled(recipe, cluster, on_progress, trains=trains, kept=kept)
+    dataset, graph, profile = known.dataset, known.graph, known.profile
+    sampler, held_out = samplers(recipe.train, dataset)
+    comparison = None
+    if recipe.parallelism.mode == AUTO:
+        if decided is None:
+            comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
+        chosen = comparison.best.mode if comparison is not None else cast("Decided", decided).mode
+        recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen))
+    mode = resolve(recipe.parallelism)
+    if decided is not None:
+        decided.check(recipe.parallelism, cluster, graph, sampler.streams)
+    if decided is None:
+        plan, devices, depth = choose_plan(recipe, cluster, graph, profile, dataset)
+    else:
+        plan, devices, depth = make_plan(graph, decided.starts, decided.replicas), decided.devices, decided.depth
+    if measure_again is not None:
+        profile = measure_again(known, profile)
+    pipeline = make_pipeline(
+        plan,
+        next(iter(profile.layers.values())),
+        mode,
+        depth=depth,
+        microbatches=recipe.parallelism.microbatches if mode.microbatches else 1,
+        accumulate=recipe.parallelism.accumulate,
+        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flushes and len(plan.stages) > 1,
+    )
+    setup = Setup(
+        graph=graph,
+        plan=plan,
+        pipeline=pipeline,
+        costs=stage_costs(profile, plan, recompute=mode.recompute),
+        evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
+        cluster=cluster.placed(devices),
+        dataset=dataset,
+        sampler=sampler,
+        held_out=held_out,
+        make_optimizer=partial(make_optimizer, recipe.train.optimizer),
+        lr=learning_rate(recipe.train, pipeline, sampler.num_samples),
+        weights=mode.weights,
+        recompute=mode.recompute,
+        clip_norm=recipe.train.optimizer.clip_norm,
+        seed=recipe.train.seed,
+        device=known.device,
+    )
+    return Prepared(recipe, cluster, profile, setup, comparison)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of `auto`, `cpu` or `cuda`."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
+    """Return the whole model, initialised under the recipe's seed, however it is cut later.
+
+    Args:
+        recipe: a validated recipe.
+        device: `cpu`, or `meta` for shapes without weights: no memory, no time.
+    """
+    seed = mix(recipe.train.seed, name_hash("initial weights"))
+    # Whatever a model's author draws from: every process makes the model itself, and all have to make the same.
+    with seeded(seed) if recipe.model.get("target") is not None else nullcontext():
+        seed_default_generator(torch.device("cpu"), seed)
+        with weightless() if device == "meta" else torch.device(device):
+            made: nn.Module = options.make_model(recipe.model)
+    return made
+
+
+def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
+    """Return which samples make up a minibatch, in training and in evaluation."""
+    size = train.minibatch_size
+    if dataset.sequential:
+        streams = train.streams or 1
+        return Streams(dataset.num_train, size, streams), Streams(dataset.num_eval, size, streams, covers=True)
+    return Sampler(dataset.num_train, size, train.seed, dataset.buckets), InOrder(dataset.num_eval, size)
+
+
+def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
+    """Return every number of samples a unit can have, in training and evaluation."""
+    training, held_out = (
+        {sampler.size(0), sampler.size(sampler.minibatches_per_epoch - 1)}
+        for sampler in samplers(recipe.train, dataset)
+    )
+    units = {part for n in training for part in microbatch_sizes(n, recipe.parallelism.microbatches)}
+    return tuple(sorted((units | held_out) - {0}))
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A recipe's model, data and costs.
+
+    Attributes:
+        dataset: the data.
+        graph: the layer graph, with its initial weights where they are needed; else on the meta device.
+        device: where arithmetic happens.
+        profile: layer costs at every size that travels.
+    """
+
+    dataset: Dataset
+    graph: LayerGraph
+    device: torch.device
+    profile: Profile
+
+
+def profiled(
+    recipe: Recipe,
+    cluster: Cluster,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    whole_minibatches: bool = False,
+    trains: bool = False,
+    kept: Profile | None = None,
+) -> Profiled:
+    """Trace and profile a recipe's model.
+
+    Args:
+        recipe: a validated recipe.
+        cluster: whose device the times are to be true for.
+        on_progress: told of (layers profiled, layers to profile).
+        whole_minibatches: profile whole minibatches too where only microbatches travel.
+        trains: whether the weights are needed for more than a profile.
+        kept: the profile, where it is known already.
+
+    Raises:
+        GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
+    """
+    device = choose_device(recipe.engine.device)
+    dataset: Dataset = options.make_dataset(recipe.dataset)
+    measures = kept is None and profiles.is_measured(recipe, cluster)
+    is_users = recipe.model.get("target") is not None
+    on_meta = not trains and not is_users and not measures
+    model = initial_model(recipe, "meta" if on_meta else "cpu")
+    graph = layer_graph(recipe, model, dataset.argument_names or len(dataset.inputs))
+    dataset, called = dataset.feeding(graph.inputs), recipe.dataset.get("name") or recipe.dataset.get("target")
+    if len(graph.inputs) != len(dataset.inputs):
+        raise PlanError(
+            f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "
+            f"but dataset {called} feeds {len(dataset.inputs)} ({', '.join(dataset.inputs)})"
+        )
+    writes = dataset.generates_with
+    if writes is not None and not callable(getattr(model, writes, None)):
+        raise PlanError(
+            f"dataset {called} scores what the model writes, and {type(model).__name__} has no "
+            f"method {writes} to write with"
+        )
+    _check_ids(graph, dataset, str(called))
+    sizes = travelling_sizes(recipe, dataset)
+    if whole_minibatches:
+        sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
+    if kept is not None:
+        profile = profiles.fitting(kept, KEPT, graph, sizes)
+    else:
+        profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+    decides = kept is None and (trains or recipe.engine.kind == DISTRIBUTED)
+    if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
+        check_traced(graph, dataset, sizes)
+    return Profiled(dataset, graph, device, profile)
+
+
+def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:
+    """Return a model as layers; as one, where it can't be traced and nothing is to be cut.
+
+    Args:
+        recipe: says which modules are layers, and how it is run.
+        model: its model.
+        fed: how many arguments of its forward the data set feeds, or which.
+
+    Raises:
+        GraphError: it can't be traced, and would have to be cut.
+    """
+    mode = recipe.parallelism.mode
+    try:
+        return trace(model, list(recipe.model.get("leaves") or ()), fed)
+    except TracingError as error:
+        if mode == AUTO or resolve(recipe.parallelism).shape not in ("one", "one-stage"):
+            raise
+        _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
+        return as_one_layer(model, fed)
+
+
+def kept_profile(decided: Decided) -> Profile:
+    """Return the profile that a plan was made from.
+
+    Raises:
+        ProfileError: it isn't whole.
+    """
+    try:
+        return Profile.from_json(decided.profile)
+    except ProfileError as error:
+        raise ProfileError(f"profile {KEPT}: {error}; {ANEW}") from None
+
+
+def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:
+    """Refuse an embedding with fewer rows than the data set has ids: a lookup would fail somewhere in the run."""
+    fields = dict(zip(graph.inputs, dataset.inputs, strict=True))
+    for layer in graph.layers:
+        module = graph.root.get_submodule(str(layer.node.target)) if layer.node.op == "call_module" else None
+        for field in (fields[read] for read in layer.inputs if isinstance(module, nn.Embedding)):
+            assert isinstance(module, nn.Embedding)
+            if module.num_embeddings < dataset.num_ids.get(field, 0):
+                raise PlanError(
+                    f"embedding {layer.name} of the model has {module.num_embeddings} rows, and {field} of dataset "
+                    f"{name} has {dataset.num_ids[field]} different ids"
+                )
+
+
+def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
+    """Return what a recipe asks of the planner."""
+    parallelism = recipe.parallelism
+    return Request(
+        profile=profile,
+        cluster=cluster,
+        model=find_cost_model(parallelism.cost_model),
+        minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
+        microbatches=parallelism.microbatches,
+        accumulate=parallelism.accumulate,
+        depth=None if parallelism.depth == AUTO else int(parallelism.depth),
+        row=None if parallelism.mode == AUTO else resolve(parallelism),
+        streams=(recipe.train.streams or 1) if dataset.sequential else None,
+    )
+
+
+def choose_plan(
+    recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset
+) -> tuple[Plan, Sequence[int], int | None]:
+    """Return the recipe's plan, the device of every worker, and the depth if it isn't NOAM.
+
+    Raises:
+        PlanError: the model, the cluster or its memory doesn't allow it.
+    """
+    parallelism = recipe.parallelism
+    planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
+    mode = planner.mode
+    if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
+        found = planner.best()
+        return make_plan(graph, found.starts, found.replicas), found.devices, found.depth
+    replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
+    problem = streams_problem(replicas, planner.request.streams)
+    if problem is not None:
+        raise PlanError(f"train.streams: got {problem}")
+    depth = planner.request.depth
+    if parallelism.cuts is not None:
+        plan = explicit_plan(graph, parallelism.cuts, replicas)
+    else:
+        plan = make_plan(graph, planner.starts_of(replicas), replicas)
+    return plan, planner.devices_of(replicas, [stage.start for stage in plan.stages[1:]]), depth
+
+
+def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Callable[[int, int, int], float]:
+    """Return the rate of an update as a function of (stage, samples seen before it, its own samples).
+
+    The schedule goes by samples seen before the update. Warm-up counts the update's own samples too, so that no
+    update has a rate of zero. `lr_scaling: replicas` scales by the stage's samples per update over the input stage's;
+    in flushing modes all stages have the same.
+    """
+    schedule, base = train.schedule, train.optimizer.lr
+    factor_of = None if schedule.target is None else own_schedule(schedule)
+    scaled = train.optimizer.lr_scaling == "replicas"
+    scale = [pipeline.round_size(s) / pipeline.round_size(0) if scaled else 1.0 for s in range(pipeline.num_stages)]
+    warmup, total = schedule.warmup_epochs * num_train, train.max_epochs * num_train
+
+    def rate(stage: int, before: int, own: int) -> float:
+        factor = 1.0
+        if before < warmup:
+            factor = min(1.0, (before + own) / warmup)
+        elif factor_of is not None:
+            factor = factor_of(before / total)
+        elif schedule.name == "step":
+            assert schedule.every_epochs is not None
+            assert schedule.factor is not None
+            factor = schedule.factor ** math.floor(before / (schedule.every_epochs * num_train))
+        elif schedule.name == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * (before - warmup) / max(1, total - warmup)))
+        elif schedule.name == "polynomial":
+            assert schedule.power is not None
+            factor = (1 - before / total) ** schedule.power
+        return base * scale[stage] * factor
+
+    return rate

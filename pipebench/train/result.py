@@ -1,0 +1,89 @@
+"""What a run gives back: the answer to the recipe's question, plain numbers only."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# What the seeds of a recipe are summed up by, beside the best scores.
+SEED_METRICS = ("time_to_accuracy_s", "epochs_to_target", "epoch_time_s", "throughput_samples_per_s")
+
+
+# Facts of a summary that a note may stand beside.
+PREDICTION, WORKERS_IDLE = "prediction", "workers idle"
+REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One moment of a training run, at a drain or a logging step.
+
+    Attributes:
+        samples: training samples seen since the start.
+        clock_s: seconds on the run's clock (virtual or wall), evaluation included.
+        metrics: metric name to value, e.g. `train_loss`, `top1`.
+    """
+
+    samples: int
+    clock_s: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The outcome of one run of one recipe.
+
+    Attributes:
+        name: the recipe's name.
+        mode: parallelism mode.
+        plan: the plan in the papers' notation, e.g. `15-1`.
+        engine: `simulated`, `virtual` or `distributed`.
+        clock: `virtual` or `wall`.
+        timing: where durations came from, one readable sentence.
+        seed: the recipe's seed.
+        outcome: `reached`, `missed`, `diverged`, `completed` (no target set) or `interrupted`.
+        sentence: the outcome in one sentence for people.
+        metrics: final numbers under their tracking names (`time_to_accuracy_s`, `comm_bytes_total`, ...).
+        points: the curves, in time order.
+        stages: one mapping per stage: layers, replicas, depth, and its measured numbers.
+        workers: one mapping per worker of a distributed run: worker, rank, stage, replica, and what its seconds went to
+            (see `pipebench.distributed.meter`); empty for other engines.
+        recipe: full key to text, as it is logged; says which runs may be compared. Empty where nobody recorded it.
+
+
+        notes: a sentence each on numbers that need one, by the fact in the summary that it stands beside.
+    """
+
+    name: str
+    mode: str
+    plan: str
+    engine: str
+    clock: str
+    timing: str
+    seed: int
+    outcome: str
+    sentence: str
+    metrics: Mapping[str, float]
+    points: tuple[Point, ...] = ()
+    stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
+    workers: tuple[Mapping[str, Any], ...] = ()
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the target was reached or none was set, 1 when missed or diverged, 130 when interrupted."""
+        return {REACHED: 0, COMPLETED: 0, MISSED: 1, DIVERGED: 1, INTERRUPTED: 130}[self.outcome]
+
+    def to_json(self) -> str:
+        """Return the result as indented JSON; `from_json` reads it back exactly."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "RunResult":
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        data["points"] = tuple(Point(**point) for point in data["points"])
+        data["stages"] = tuple(data["stages"])
+        data["workers"] = tuple(data.get("workers", ()))  # results of before distributed runs have none
+        return RunResult(**data)

@@ -1,0 +1,45 @@
+"""The simulated engine's answer: an epoch's time, bytes and bubble from durations alone; no accuracy, no TTA."""
+
+from pipebench.engine.setup import Setup
+from pipebench.simulate.meter import Meter, fractions
+from pipebench.simulate.steady import simulate_segment
+from pipebench.simulate.timeline import Timeline
+from pipebench.train.answer import byte_metrics, describe, describe_stages
+from pipebench.train.prepare import Prepared
+from pipebench.train.result import COMPLETED, RunResult
+
+
+def simulate_epoch(prepared: Prepared) -> tuple[RunResult, Timeline]:
+    """Simulate one epoch, fill and drain included; totals are those of one epoch."""
+    setup = prepared.setup
+    meter = Meter(setup.pipeline)
+    metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch, meter)
+    result = RunResult(
+        **describe(prepared),
+        outcome=COMPLETED,
+        sentence="simulated one epoch; nothing was trained, so there is no accuracy",
+        metrics=metrics,
+        stages=tuple(describe_stages(prepared)),
+    )
+    return result, meter.timeline()
+
+
+def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> dict[str, float]:
+    """Return what the simulator says of a segment that ends an epoch, under the names a trained run's metrics have.
+
+    Args:
+        setup: what is run.
+        num_minibatches: length of the segment, up to one epoch; `epoch_time_s` is scaled to one.
+        meter: records the timeline.
+    """
+    totals = simulate_segment(setup, num_minibatches, meter)
+    sampler = setup.sampler  # a segment's last minibatch is the epoch's last, which may be short
+    samples = sampler.samples_before(num_minibatches - 1) + sampler.size(sampler.minibatches_per_epoch - 1)
+    return {
+        "total_time_s": totals.end_s,
+        "epoch_time_s": totals.end_s * sampler.num_samples / samples,
+        "throughput_samples_per_s": samples / totals.end_s,
+        "samples_per_update": setup.pipeline.round_size(0) * sampler.minibatch_size,
+        **byte_metrics(totals.num_bytes, samples),
+        **fractions(totals.busy_s, totals.stall_s, setup.pipeline.num_workers, totals.end_s),
+    }

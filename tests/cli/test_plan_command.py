@@ -1,0 +1,327 @@
+"""`pipebench plan`: what it prints, its JSON, its picture, and what is refused."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipebench.cli.main import cli
+from pipebench.cli.planning import MOST_WORKERS, parse_levels
+from pipebench.errors import UserError
+from pipebench.planner import thinning
+from pipebench.planner.cost_models import COST_MODELS
+from pipebench.show.plan_picture import is_our_picture
+
+PUBLISHED = Path(__file__).parents[1].parent / "shared" / "profiles"
+VGG, GNMT = PUBLISHED / "vgg16_v100_b128.graph.txt", PUBLISHED / "gnmt8_v100.graph.txt"
+published = pytest.mark.skipif(not VGG.exists(), reason="the artifact's profiles aren't beside this checkout")
+
+# The first layer computes, the last has the weights: more replicas of the first are the best plan.
+_NODE = "{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}\n"
+GRAPH = "".join(
+    (
+        _NODE.format("node1", "Input0", 0.0, 0.0, 0.0, 0.0),
+        _NODE.format("node2", "Conv2d", 10.0, 20.0, 4e6, 4e4),
+        _NODE.format("node3", "ReLU", 1.0, 2.0, 4e6, 0.0),
+        _NODE.format("node4", "Linear", 1.0, 2.0, 1e6, 4e8),
+        "\tnode1 -- node2\n\tnode2 -- node3\n\tnode3 -- node4\n",
+    )
+)
+KEYS = {
+    *("config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused", "shapes"),
+    *("cost_model", "cluster", "minibatch_size", "minibatch_s", "samples_per_s", "dp_minibatch_s", "dp_samples_per_s"),
+    *("took_s", "num_states", "bottleneck_at_most"),
+    *("speedup_over_dp", "bytes_per_sample", "dp_bytes_per_sample", "port_s", "memory_limit_bytes", "found_by"),
+}
+STAGE_KEYS = {
+    *("first_layer", "last_layer", "num_layers", "replicas", "compute_s", "sync_s", "transfer_s", "stage_s"),
+    *("memory_bytes", "in_flight", "devices"),
+}
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.fixture
+def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "small.graph.txt").write_text(GRAPH)
+    return "small.graph.txt"
+
+
+@published
+@pytest.mark.parametrize(
+    ("profile", "levels", "bottleneck_s"),
+    [
+        (VGG, "16@1.25e9", 0.0547949),
+        (VGG, "16@3.125e9", 0.0455248),
+        (VGG, "4@1e10", 0.1701791),
+        (GNMT, "16@1.25e9", 0.017125),
+        (GNMT, "16@3.125e9", 0.011081),
+        (GNMT, "4@1e10", 0.025868),
+    ],
+    ids=str,
+)
+def test_the_artifacts_cost_model_gives_the_artifacts_bottlenecks(
+    profile: Path, levels: str, bottleneck_s: float
+) -> None:
+    found = answer("--profile", str(profile), "--levels", levels, "--cost-model", "artifact")
+    assert found["bottleneck_s"] == pytest.approx(bottleneck_s, abs=5e-8)
+    assert max(stage["stage_s"] for stage in found["stages"]) == found["bottleneck_s"]
+
+
+@published
+@pytest.mark.parametrize("cost_model", COST_MODELS)
+@pytest.mark.parametrize("profile", [VGG, GNMT], ids=["vgg16", "gnmt8"])
+def test_no_stage_is_slower_than_the_bottleneck_on_two_levels(profile: Path, cost_model: str) -> None:
+    found = answer("--profile", str(profile), "--levels", "4@1e10,4@1.25e9", "--cost-model", cost_model)
+    slowest_s = max([stage["stage_s"] for stage in found["stages"]])
+    assert max(slowest_s, found["port_s"]) <= found["bottleneck_s"] * (1 + 1e-9)
+    assert sum(stage["replicas"] for stage in found["stages"]) + found["idle_workers"] == 16
+
+
+@published
+def test_sixteen_thousand_workers_and_bytes_that_no_cost_model_changes() -> None:
+    found = answer("--profile", str(GNMT), "--levels", "16384@1.25e9")
+    assert not found["is_simulated"]
+    assert found["solve_s"] < 30
+    sent = {
+        model: answer("--profile", str(VGG), "--levels", "16@1.25e9", "--cost-model", model)["dp_bytes_per_minibatch"]
+        for model in COST_MODELS
+    }
+    assert sent["overlap"] == sent["sosp19"] == sent["artifact"]
+    weights = 4 * 138357544
+    assert sent["overlap"]["all-reduce"] == pytest.approx(2 * 15 / 16 * weights, rel=1e-4)
+
+
+def test_json_has_every_documented_key(graph: str) -> None:
+    found = answer("--profile", graph, "--levels", "4@1e9", "--minibatch-size", "8", "--memory", "16GB")
+    assert found.keys() >= KEYS
+    assert all(stage.keys() == STAGE_KEYS for stage in found["stages"])
+    text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text()
+    missing = {key for key in found.keys() | STAGE_KEYS | found["others"][0].keys() if f"`{key}`" not in text}
+    missing -= {key for key in missing if key.startswith("dp_")}
+    assert not missing
+    assert found["samples_per_s"] == pytest.approx(8 * found["minibatches_per_s"])
+    assert found["memory_limit_bytes"] == 16_000_000_000
+    assert {found["mode"], *(plan["mode"] for plan in found["others"]), *found["refused"]} == {
+        *("single", "dp", "model", "gpipe", "pipedream-flush", "pipedream")
+    }
+
+
+def test_text_says_why(graph: str) -> None:
+    text = invoke("--profile", graph, "--levels", "4@1e9", "--minibatch-size", "8").output
+    assert "small: 3-1 (pipedream)" in text
+    assert "stage 0's computing" in text
+    for word in ("cost model", "times", "bottleneck", "throughput", "data parallel", "bytes per sample", "samples/s"):
+        assert word in text
+    for mode in ("dp", "gpipe", "pipedream-flush", "model", "single"):
+        assert mode in text
+
+
+def test_without_a_size_rates_are_of_minibatches(graph: str) -> None:
+    text = invoke("--profile", graph, "--levels", "4@1e9").output
+    assert "minibatches/s" in text
+    assert "samples/s" not in text
+    assert "bytes per minibatch" in text
+    found = answer("--profile", graph, "--levels", "4@1e9")
+    assert (found["minibatch_size"], found["samples_per_s"], found["bytes_per_sample"]) == (None, None, None)
+
+
+def test_memory_limits_the_plan(graph: str) -> None:
+    # The Linear and its gradient need 800 MB wherever it is; two replicas of it with a stash more.
+    free, tight = (
+        answer("--profile", graph, "--levels", "4@1e9", *more)
+        for more in ((), ("--memory", "850 MB", "--mode", "auto"))
+    )
+    assert free["memory_bytes"] > 0
+    assert all(stage["memory_bytes"] <= 850e6 for stage in tight["stages"])
+    refused = invoke("--profile", graph, "--levels", "4@1e9", "--memory", "100MB")
+    assert refused.exit_code == 2
+    assert "no plan of mode pipedream fits: the leanest needs" in refused.output
+
+
+@pytest.mark.parametrize("mode", ["dp", "gpipe", "pipedream-flush", "model", "single", "auto"])
+def test_every_mode_can_be_asked_for(graph: str, mode: str) -> None:
+    found = answer("--profile", graph, "--levels", "4@1e9", "--mode", mode)
+    assert mode in (found["mode"], "auto")
+    if mode == "auto":
+        assert all(plan["minibatch_s"] >= found["minibatch_s"] for plan in found["others"])
+
+
+def test_a_recipe_on_its_own_cluster_and_on_others(graph: str) -> None:
+    own = answer("quickstart")
+    assert (own["minibatch_size"], own["mode"], own["runnable"]) == (32, "pipedream", True)
+    larger = answer("quickstart", "--cluster", "cluster-a", "--servers", "2", "--cost-model", "sosp19")
+    assert (larger["num_workers"], larger["cost_model"]) == (8, "sosp19")
+    assert answer("quickstart", "--servers", "3")["num_workers"] == 12
+    flat = answer("quickstart", "train.minibatch_size=16", "--levels", "6@1e9", "--memory", "1GB", "--mode", "dp")
+    assert (flat["config"], flat["minibatch_size"], flat["memory_limit_bytes"]) == ("6", 16, 1_000_000_000)
+    cut = answer("quickstart/gpipe", "parallelism.microbatches=4")
+    assert (cut["mode"], cut["microbatches"]) == ("gpipe", 4)
+
+
+def test_the_plan_that_a_recipe_names_stands_beside_the_best() -> None:
+    """With its cuts, if it says where; the best is never slower than it."""
+    best = answer("quickstart")
+    assert best["recipe_plan"] is None
+    for plan, cuts in (("2-2", None), ("3-1", ["classifier.0"]), ("1-1-1", ["features.14", "classifier.3"])):
+        overrides = [f"parallelism.plan={plan}", *([f"parallelism.cuts=[{','.join(cuts)}]"] if cuts else [])]
+        found = answer("quickstart", *overrides)
+        named = found["recipe_plan"]
+        assert named["config"] == ("straight" if plan == "1-1-1" else plan)
+        assert found["minibatch_s"] == best["minibatch_s"] <= named["minibatch_s"] * (1 + 1e-9)
+        printed = " ".join(invoke("quickstart", *overrides).stdout.split())
+        assert f"recipe's plan {named['config']}, " in printed
+    assert answer("quickstart", "parallelism.plan=2-2", "--mode", "gpipe")["recipe_plan"] is None
+    assert answer("quickstart", "parallelism.plan=3-1", "--cluster", "cluster-b", "--servers", "1")["recipe_plan"]
+    wrong = invoke("quickstart", "parallelism.plan=2-2", "parallelism.cuts=[classifier.1.2]")
+    assert wrong.exit_code == 2
+    assert "the model has no layer 'classifier.1.2'" in wrong.stderr
+
+
+def test_picture(graph: str) -> None:
+    result = invoke("--profile", graph, "--levels", "4@1e9", "--picture", "plan.png", "--json")
+    assert result.exit_code == 0
+    json.loads(result.stdout)
+    assert is_our_picture(Path("plan.png"))
+    assert invoke("--profile", graph, "--levels", "2@1e9", "--picture", "plan.png").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to plan: name a recipe"),
+        (["--profile", "P"], "a profile says nothing about links: add --levels"),
+        (["--levels", "4@1e9"], "nothing to plan"),
+        (["--profile", "P", "--levels", ""], "--levels: got '', allowed is N@BYTES_PER_S"),
+        (["--profile", "P", "--levels", "16"], "--levels: got '16', allowed is N@BYTES_PER_S"),
+        (["--profile", "P", "--levels", "0@1e9"], "--levels: got '0@1e9', allowed is"),
+        (["--profile", "P", "--levels", "-4@1e9"], "--levels: got '-4@1e9', allowed is"),
+        (["--profile", "P", "--levels", "4@1e9,"], "--levels: got '' in '4@1e9,', allowed is"),
+        (["--profile", "P", "--levels", "4@-1"], "level 1: got '-1', allowed is a bandwidth of at least 1 B/s"),
+        (["--profile", "P", "--levels", "4@inf"], "level 1: got 'inf', allowed is a bandwidth"),
+        (["--profile", "P", "--levels", "4@1e9,2@nan"], "level 2: got 'nan', allowed is a bandwidth"),
+        (["--profile", "P", "--levels", "1025@1e9,1024@1e9"], "at most 1,048,576 workers on 8 levels"),
+        (["--profile", "P", "--levels", ",".join(["1@1"] * 9)], "at most 1,048,576 workers on 8 levels"),
+        (["--profile", "P", "--levels", "4@1", "--cluster", "local"], "--cluster and --levels both say"),
+        (["--profile", "P", "--levels", "4@1", "--servers", "2"], "--servers: got '2', which needs --cluster"),
+        (["--profile", "P", "--cluster", "cluster-a", "--servers", "0"], "--servers: got '0', allowed is a whole"),
+        (["--profile", "P", "--cluster", "clustera"], "did you mean 'cluster-a'?"),
+        (["--profile", "nix.txt", "--levels", "4@1"], "profile nix.txt can't be read: No such file"),
+        (["--profile", "P", "--levels", "4@1", "--cost-model", "overlapp"], "did you mean 'overlap'?"),
+        (["--profile", "P", "--levels", "4@1", "--mode", "pipedrem"], "did you mean 'pipedream'?"),
+        (["--profile", "P", "--levels", "4@1", "--minibatch-size", "-3"], "--minibatch-size: got '-3', allowed is"),
+        (["--profile", "P", "--levels", "4@1", "--memory", "lots"], "--memory: got 'lots', allowed is a size"),
+        (["--profile", "P", "--levels", "4@1", "--latency", "-1us"], "--latency: got '-1us', allowed is a duration"),
+        (["--profile", "P", "--cluster", "cluster-a", "--memory", "1GB"], "--memory: got '1GB', which goes with"),
+        (["quickstart", "--minibatch-size", "8"], "a recipe says train.minibatch_size=N"),
+        (["quickstrt"], "did you mean 'quickstart'?"),
+        (["P", "--levels", "4@1"], "looks like a profile and not like a recipe: write --profile small.graph.txt"),
+        (["quickstart", "--profile", "P"], "has no times for 8 samples, only for 32"),
+        (["--profile", "P", "--levels", "4@1", "--picture", "nix/a.png"], "--picture: got nix/a.png, but there is no"),
+        (["--profile", "P", "--levels", "4@1", "--picture", "P"], "isn't a picture of a plan, so it is left alone"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence(graph: str, arguments: list[str], message: str) -> None:
+    result = invoke(*(graph if argument == "P" else argument for argument in arguments))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.startswith("pipebench: error: ")
+    assert result.output.count("\n") == 1
+
+
+def test_a_size_that_json_does_not_have(graph: str) -> None:
+    from pipebench.profile import load_profile
+
+    Path("p.json").write_text(load_profile(graph, 8).to_json())
+    assert answer("--profile", "p.json", "--levels", "2@1e9")["minibatch_size"] == 8
+    result = invoke("--profile", "p.json", "--levels", "2@1e9", "--minibatch-size", "16")
+    assert (result.exit_code, "allowed are the sizes in p.json: 8" in result.output) == (2, True)
+
+
+def test_levels_of_any_text_are_levels_or_one_sentence() -> None:
+    random.seed(1)
+    sentences = []
+    pieces = [
+        "4",
+        "@",
+        ",",
+        "1e9",
+        "-",
+        ".",
+        "e",
+        "0",
+        "inf",
+        "nan",
+        " ",
+        "10Gbit/s",
+        "\u0664",
+        "9" * 400,
+        "1e400",
+        "\0",
+    ]
+    for _ in range(3000):
+        text = "".join(random.choices(pieces, k=random.randint(0, 9)))
+        try:
+            levels = parse_levels(text)
+        except UserError as error:
+            sentences.append(str(error))
+        else:
+            assert all(level.count >= 1 and level.bandwidth_bytes_per_s >= 1 for level in levels)
+    assert len(sentences) > 1000
+    assert all(len(sentence) < 400 and "\n" not in sentence for sentence in sentences)
+    assert parse_levels(f"{MOST_WORKERS}@1")[0].count == MOST_WORKERS
+
+
+def test_cost_models_are_listed() -> None:
+    result = CliRunner().invoke(cli, ["ls", "cost-models"])
+    assert [line.split()[0] for line in result.output.splitlines()] == [*COST_MODELS]
+
+
+def test_shapes_that_are_no_modes_are_planned_only_when_asked_for(graph: str) -> None:
+    asked = ("--profile", graph, "--levels", "4@1e9")
+    assert answer(*asked)["shapes"] == []
+    assert "2BW" not in invoke(*asked).output
+    found = answer(*asked, "--shapes")
+    assert found["shapes"][0]["shape"] == "equal stages of one width (2BW)"
+    assert "shapes" in found["took_s"]
+    assert "equal stages of one width (2BW)" in invoke(*asked, "--shapes").output
+
+
+def test_the_time_it_took_is_all_of_it_and_what_it_went_to(graph: str) -> None:
+    took_s = answer("--profile", graph, "--levels", "4@1e9")["took_s"]
+    parts = {name: value for name, value in took_s.items() if name != "in all"}
+    assert parts.keys() == {"search", "simulation", "other modes"}
+    assert sum(parts.values()) <= took_s["in all"]
+    assert "took" in invoke("--profile", graph, "--levels", "4@1e9").output
+
+
+def test_a_thinned_search_says_how_far_from_the_best_it_can_be(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--profile", "long.graph.txt", "--levels", "4@1e9")
+    draw = random.Random(0).uniform
+    lines = [_NODE.format(f"node{i}", "Linear", draw(1, 9), draw(1, 9), int(draw(1, 9e6)), 4e4) for i in range(60)]
+    edges = "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(59))
+    Path("long.graph.txt").write_text("".join(lines) + edges)
+    found = answer(*asked)
+    assert (found["num_states"], found["bottleneck_at_most"]) == (61, 1.0)
+    assert "at most" not in invoke(*asked).output
+    numbers = {"MOST_EXACT": 50, "_MOST_EXACT_BRANCHES": 50, "_COARSE": 20, "_BACKDROP": 20, "_FINE": 20}
+    for name, value in {**numbers, "NUM_GROUPS": 25}.items():
+        monkeypatch.setattr(thinning, name, value)
+    thinned = answer(*asked)
+    assert thinned["bottleneck_at_most"] > 1.0
+    assert "61 places to cut are too many to try all" in " ".join(invoke(*asked).output.split())

@@ -1,0 +1,80 @@
+"""What a command imports: what takes seconds is imported where it is needed. By names, not by time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipebench.recipe.weightless import weightless
+
+SLOW = {"torch._dynamo", "sympy", "mlflow", "matplotlib", "torchvision", "pandas"}
+COMMANDS = [
+    (["--help"], SLOW | {"torch", "numpy", "omegaconf", "rich"}),
+    (["ls", "modes"], SLOW | {"torch", "numpy"}),
+    (["ls", "recipes"], SLOW | {"torch", "numpy"}),
+    (["ls"], SLOW),
+    (["show", "quickstart"], SLOW),
+    (["plan", "quickstart"], SLOW),
+]
+CODE = """\
+import sys
+from pipebench.cli import cli
+code = cli.main(sys.argv[1:], standalone_mode=False)
+print(code, *sorted(sys.modules), file=sys.stderr)
+"""
+EVERY_MODEL = """\
+import sys
+from pipebench.recipe.catalog import recipe_names
+from pipebench.recipe.load import load
+for name in {name.split("/")[0]: name for name in recipe_names()}.values():
+    if not name.startswith("inception"):  # torchvision's, which imports it itself
+        load(name, [])
+        assert "torch._dynamo" not in sys.modules, name
+"""
+
+
+def python(code: str, *words: str, cache: Path) -> str:
+    environment = {**os.environ, "PIPEBENCH_CACHE": str(cache)}
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache that has the quick start's profile: computing one takes what torch has in Python only."""
+    folder = tmp_path_factory.mktemp("cache")
+    python(CODE, "plan", "quickstart", cache=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "unwanted"), COMMANDS, ids=lambda value: " ".join(value if isinstance(value, list) else sorted(value))
+)
+def test_a_command_imports_what_it_needs(words: list[str], unwanted: set[str], cache: Path) -> None:
+    code, *modules = python(CODE, *words, cache=cache).splitlines()[-1].split()
+    assert code == "0"
+    assert unwanted & set(modules) == set()
+
+
+def test_no_recipe_s_model_is_filled_with_noise_to_be_checked(tmp_path: Path) -> None:
+    """On the meta device torch does that by way of its compiler."""
+    python(EVERY_MODEL, cache=tmp_path)
+
+
+def test_models_without_weights_have_the_shapes_of_those_with() -> None:
+    with weightless():
+        linear = nn.Linear(4, 3)
+        model = nn.Sequential(nn.Embedding(5, 4), linear, nn.LSTM(3, 2))
+        nn.init.kaiming_normal_(linear.weight)
+        nn.init.normal_(tensor=linear.weight, std=0.5)
+        assert linear.weight.data.normal_(0, 1).is_meta
+        with pytest.raises(RuntimeError, match="std"):
+            linear.weight.data.normal_(0, -1)
+    assert {tuple(each.shape) for each in model.parameters()} >= {(5, 4), (3, 4), (3,), (8, 3)}
+    assert all(each.is_meta for each in model.parameters())
+    assert torch.ones(2).normal_(7, 0).tolist() == [7, 7]

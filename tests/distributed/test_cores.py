@@ -1,0 +1,130 @@
+"""How many cores a run may use, and what is said where its processes share them."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.distributed import cores
+from pipebench.distributed.cores import core_share, crowding, usable_cores
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.meter import MeasuredMeter
+from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.train.result import PREDICTION
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the root of a system without control groups, where this process may run on 8 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    return tmp_path
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+V1 = "12:memory:/a\n3:cpu,cpuacct:/a/b\n0::/\n"
+V1_GROUP = "sys/fs/cgroup/cpu"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "400000 100000\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/cpu.max": "200000 100000\n",
+            },
+            2,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "9900000 100000\n"}, 8),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense\n"}, 8),
+        (
+            {
+                "proc/self/cgroup": V1,
+                f"{V1_GROUP}/a/b/cpu.cfs_quota_us": "-1\n",
+                f"{V1_GROUP}/a/b/cpu.cfs_period_us": "100000\n",
+                f"{V1_GROUP}/a/cpu.cfs_quota_us": "50000\n",
+                f"{V1_GROUP}/a/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        # In a container: the host's path, and the group's own files at the top.
+        (
+            {
+                "proc/self/cgroup": V1,
+                f"{V1_GROUP}/cpu.cfs_quota_us": "300000\n",
+                f"{V1_GROUP}/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+    ],
+)
+def test_affinity_and_control_groups_limit_cores(root: Path, files: dict[str, str], expected: float) -> None:
+    write(root, files)
+    assert usable_cores(root) == expected
+
+
+def test_where_there_is_no_affinity_all_cores_are_usable(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert usable_cores(root) == 64
+
+
+def share(host: str = "a", threads: int = 1, cores: float = 2) -> dict[str, object]:
+    return {"host": host, "threads": threads, "cores": cores}
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ([share()] * 2, ""),
+        ([share(threads=2)], ""),
+        ([share()] * 4, "4 processes x 1 thread share 2 usable cores, which the prediction does not model"),
+        ([share(threads=3)], "1 process x 3 threads share 2 usable cores, which"),
+        ([share(threads=2, cores=1)] * 2, "2 processes x 2 threads share 1 usable core, which"),
+        ([share(cores=1.5)] * 2, "2 processes x 1 thread share 1.5 usable cores, which"),
+        ([share(threads=1), share(threads=4)], "2 processes x 1 to 4 threads share 2 usable cores, which"),
+        (
+            [*[share("a")] * 2, *[share("b")] * 3],
+            "3 processes x 1 thread share 2 usable cores on one of 2 hosts, which",
+        ),
+        ([*[share("a", cores=2)] * 2, *[share("b", cores=8)] * 8], ""),
+    ],
+)
+def test_processes_that_share_cores_are_told(shares: list[dict[str, object]], said: str) -> None:
+    assert crowding(shares).startswith(said)
+    assert bool(crowding(shares)) == bool(said)
+
+
+def test_a_process_whose_gpu_computes_keeps_one_core_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert {**core_share(torch.device("cpu")), "host": ""} == {"host": "", "threads": 3, "cores": 4.0}
+    assert core_share(torch.device("cuda"))["threads"] == 1
+
+
+@pytest.mark.parametrize(("num_cores", "said"), [(1.0, True), (2.0, False)])
+def test_a_run_s_measurements_carry_the_note(num_cores: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    pipeline = Pipeline((1, 1), chain(2), "1f1b", flushes=False, depth=2)
+    engine: Any = DistributedEngine.__new__(DistributedEngine)
+    engine.setup = SimpleNamespace(device=torch.device("cpu"), pipeline=pipeline)
+    engine.meter = MeasuredMeter(pipeline, 0, rank=0)
+    other = MeasuredMeter(pipeline, 1, rank=1).share()
+    engine.exchange = lambda value: [value, [other, value[1]]]
+    notes = engine.measured(1.0).notes
+    assert notes.get(PREDICTION, "").startswith("2 processes x 1 thread share 1 usable core") == said

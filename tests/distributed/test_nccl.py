@@ -1,0 +1,67 @@
+"""Which workers NCCL takes, and what it is told."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipebench.distributed.nccl import pair_options, set_environment, shares, sharing_remark, takes
+
+needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+
+
+def facts_of(*gpus: str | None, shared: bool = False) -> list[dict[str, Any]]:
+    return [{"host": "a", "gpu": gpu, "shares": shared} for gpu in gpus]
+
+
+@needs_nccl
+def test_nccl_takes_a_gpu_for_every_worker_or_what_it_was_told_to() -> None:
+    assert takes(facts_of("GPU-1", "GPU-2"))
+    assert not takes(facts_of("GPU-1", "GPU-2", "GPU-1"))
+    assert takes(facts_of("GPU-1", "GPU-1", shared=True))
+    assert not takes([*facts_of("GPU-1", shared=True), *facts_of("GPU-1")])  # one of them was told otherwise
+    assert not takes(facts_of("GPU-1", None, shared=True))
+
+
+@pytest.mark.parametrize(
+    ("version", "value", "expected"),
+    [((2, 30, 7), "1", True), ((2, 29, 3), "1", False), ((3, 0, 1), "1", True), ((2, 30, 7), "0", False)],
+)
+def test_ranks_share_a_gpu_where_nccl_is_new_enough_and_told_to(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], value: str, expected: bool
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert shares({"NCCL_MULTI_RANK_GPU_ENABLE": value}) is expected
+    assert not shares({})
+
+
+def test_shared_gpus_are_told_of() -> None:
+    assert sharing_remark(facts_of("GPU-1", "GPU-2")) == ""
+    assert sharing_remark(facts_of("GPU-1", "GPU-1")).startswith(
+        "2 workers share 1 GPU: values and gradients travel by"
+    )
+    assert sharing_remark(facts_of("GPU-1", "GPU-2", "GPU-1")).startswith("3 workers share 2 GPUs: ")
+
+
+def test_cuda_s_settings_leave_alone_what_the_user_has_set() -> None:
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    set_environment(found)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert found["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "false"
+
+
+@needs_nccl
+def test_a_pair_s_communicator_is_small_and_comes_first() -> None:
+    options = pair_options(timedelta(seconds=7), 12)
+    assert options.is_high_priority_stream
+    assert options._timeout == timedelta(seconds=7)
+
+
+@needs_nccl
+@pytest.mark.parametrize(("num_pairs", "blocks"), [(1, 8), (2, 8), (7, 4), (12, 4), (30, 1), (60, 1)])
+def test_the_pairs_of_a_worker_leave_room_for_each_other(num_pairs: int, blocks: int) -> None:
+    """1-6-1 has twelve on its first worker: six peers, activations and gradients."""
+    assert pair_options(timedelta(seconds=7), num_pairs).config.max_ctas == blocks

@@ -1,0 +1,271 @@
+"""Joining the other workers: places, the store, the handshake, and what workers share."""
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipebench.distributed import launch_join, nccl, world
+from pipebench.distributed.launch_join import PeerLostError, Place, connect, meet, peers, prefix, read_place, serve
+from pipebench.distributed.world import check_devices, check_world_size, lost
+from pipebench.errors import UserError
+from pipebench.run import processes as process_run
+from tests.patience import PATIENCE_S
+
+
+def place(rank: int = 0, size: int = 1, port: int = 1, **changes: Any) -> Place:
+    values = {"local_rank": rank, "local_size": size, "address": "127.0.0.1", "agent_store": True, "attempt": None}
+    return Place(**{"rank": rank, "size": size, "port": port, **values, **changes})
+
+
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+GLOO = "[/src/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer. This is typically x"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PeerLostError("rank 0 gave up"), True),
+        (dist.DistNetworkError("Failed to recv, got 0 bytes."), True),
+        (dist.DistStoreError("wait timeout after 1000ms"), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError(GLOO), True),
+        (RuntimeError("[gloo/pair.cc:1] Timed out waiting 1000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error: Duplicate GPU detected"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("the data server timed out"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (UserError("connection reset by peer (gloo)"), False),
+    ],
+)
+def test_lost_tells_consequences_from_causes(error: Exception, expected: bool) -> None:
+    assert lost(error) is expected
+
+
+def test_peers_turns_a_lost_connection_into_one_sentence() -> None:
+    with (
+        pytest.raises(PeerLostError, match=r"^lost a peer: Read error \[127.0.0.1\]:1: Connection reset by peer$"),
+        peers(),
+    ):
+        raise RuntimeError(GLOO)
+    with pytest.raises(ValueError, match="mine"), peers():
+        raise ValueError("mine")
+
+
+ENVIRONMENT = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
+
+
+def test_places_are_read_from_the_environment() -> None:
+    bare = read_place(ENVIRONMENT)
+    assert bare == Place(3, 4, 0, 1, "node-1", 29500, agent_store=False, attempt=None)
+    assert not bare.one_host
+    torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ours = read_place({**ENVIRONMENT, **torchrun, "PIPEBENCH_ATTEMPT": "2"})
+    assert ours == Place(3, 4, 1, 4, "node-1", 29500, agent_store=True, attempt=2)
+    assert ours.one_host
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"RANK": "4"}, "RANK: got '4', allowed is a whole number from 0 to 3"),
+        ({"RANK": "one"}, "RANK: got 'one', allowed is a whole number from 0 to 3"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: got '', allowed is a whole number from 1"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: it isn't set"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT: got '0', allowed is a whole number from 1 to 65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: it isn't set"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE: got '5', allowed is a whole number from 1 to 4"),
+    ],
+)
+def test_a_faulty_environment_is_one_sentence(change: dict[str, str | None], sentence: str) -> None:
+    environment = {name: value for name, value in {**ENVIRONMENT, **change}.items() if value is not None}
+    with pytest.raises(UserError, match=re.escape(f"environment: {sentence}")):
+        read_place(environment)
+
+
+def test_the_number_of_workers_must_be_the_plan_s() -> None:
+    check_world_size(4, 4, "2-1-1")
+    with pytest.raises(UserError, match=r"^plan 2-1-1 needs 4 workers, got 2: .* is 4, or .* for 2$"):
+        check_world_size(2, 4, "2-1-1")
+
+
+def test_devices_must_be_of_one_kind() -> None:
+    cpu, gpu, other = ({"host": "a", "gpu": name} for name in (None, "GPU-1", "GPU-2"))
+    check_devices("cpu", [cpu, cpu])
+    check_devices("auto", [cpu, cpu])
+    check_devices("auto", [gpu, gpu])
+    check_devices("cuda", [gpu, other])
+    with pytest.raises(
+        UserError, match=r"engine.device: got cuda, and 2 of 2 .* \(rank 0 on a, rank 1 on a\); allowed"
+    ):
+        check_devices("cuda", [cpu, cpu])
+    with pytest.raises(UserError, match=r"^engine.device: got auto, and 1 of 2 .* \(rank 1 on a\); allowed"):
+        check_devices("auto", [gpu, cpu])
+
+
+@pytest.mark.parametrize(("rank", "attempt", "told"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_what_is_told_is_told_once(
+    capsys: pytest.CaptureFixture[str], rank: int, attempt: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    where: Any = place(rank, 2, attempt=attempt)
+    nothing: Any = None
+    process_run._remark(world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is"))
+    assert capsys.readouterr().err == ("pipebench: so it is\n" if told else "")
+
+
+def test_a_pair_s_options_reach_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: found.append((how["backend"], how["pg_options"])))
+    monkeypatch.setattr(nccl, "pair_options", lambda limit, num_pairs: f"one of {num_pairs}")
+    nothing: Any = None
+    joined = world.World(place(), torch.device("cpu"), True, nothing, 1.0, nothing)
+    joined.new_group("gloo", [0, 1], num_pairs=3)
+    joined.new_group("nccl", [0, 1])
+    joined.new_group("nccl", [0, 1], num_pairs=3)
+    assert found == [("gloo", None), ("nccl", None), ("nccl", "one of 3")]
+
+
+def test_a_store_listens_on_its_address_only() -> None:
+    store = serve("127.0.0.1")
+    socket.create_connection(("127.0.0.1", store.port), timeout=PATIENCE_S).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=PATIENCE_S)
+    everywhere = serve("127.0.0.1", one_host=False)
+    socket.create_connection(("127.0.0.2", everywhere.port), timeout=PATIENCE_S).close()
+
+
+@pytest.mark.parametrize("local_size", [2, 1])
+def test_a_port_in_use_is_one_sentence(local_size: int) -> None:
+    with taken_port() as port, pytest.raises(UserError, match=rf"127.0.0.1:{port}: Address already in use; give"):
+        connect(place(0, 2, port, agent_store=False, local_size=local_size), PATIENCE_S)
+
+
+def test_an_address_that_is_not_this_host_s_is_one_sentence() -> None:
+    # 192.0.2.0/24 is kept for documentation.
+    for address, reason in (("192.0.2.1", "Cannot assign requested address"), ("no.such.host.invalid", "")):
+        with pytest.raises(UserError, match=rf"^can't serve the workers' store on {address}:0: {reason}[^;]*$"):
+            serve(address)
+
+
+def test_an_address_that_nobody_serves_is_one_sentence() -> None:
+    with taken_port() as port:
+        free = port
+    with pytest.raises(UserError, match=rf"rank 1 of 2: nothing answers at 127.0.0.1:{free} after 0.3 s"):
+        connect(place(1, 2, free), 0.3)
+
+
+def meeting(port: int, ranks: list[int], size: int, limit_s: float = PATIENCE_S, **changes: Any) -> dict[int, Any]:
+    """Let these ranks meet, each in a thread with a connection of its own; the outcome of each."""
+    outcomes: dict[int, Any] = {}
+
+    def attend(rank: int) -> None:
+        mine = place(rank, size, port, **changes)
+        try:
+            outcomes[rank] = meet(connect(mine, PATIENCE_S), mine, {"of": rank}, limit_s)
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=attend, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return outcomes
+
+
+def test_workers_meet_and_learn_of_each_other() -> None:
+    store = serve("127.0.0.1")
+    outcomes = meeting(store.port, [2, 0, 1], 3, attempt=4)
+    assert outcomes == {rank: (prefix(4), [{"of": 0}, {"of": 1}, {"of": 2}]) for rank in range(3)}
+
+
+def test_workers_meet_on_a_store_that_the_dead_have_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_join, "_SLACK_S", 0.3)
+    store = serve("127.0.0.1")
+    tokens = [meeting(store.port, [0, 1, 2], 3)[0][0] for _ in range(3)]
+    # Attempts that some workers never joined, as when one dies while the others start.
+    for ranks in ([1, 2], [0, 1]):
+        assert all(isinstance(each, PeerLostError | UserError) for each in meeting(store.port, ranks, 3, 0.1).values())
+    outcomes = meeting(store.port, [0, 1, 2], 3)
+    assert len({token for token, _ in outcomes.values()}) == 1
+    assert outcomes[0][0] not in tokens
+    assert outcomes[1][1] == [{"of": 0}, {"of": 1}, {"of": 2}]
+
+
+def test_rank_0_waits_for_the_living_where_the_dead_have_said_hello() -> None:
+    store = serve("127.0.0.1")
+    store.set("pipebench/join/hello/1", "a word of the dead")
+    late = threading.Timer(0.2, lambda: found.update(meeting(store.port, [1], 2)))
+    found: dict[int, Any] = {}
+    late.start()
+    outcome = meeting(store.port, [0], 2)[0]
+    late.join()
+    assert outcome[1] == [{"of": 0}, {"of": 1}]
+    assert found[1] == outcome
+
+
+def test_a_missing_worker_is_told_once_with_how_many_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ticks = serve("127.0.0.1"), threading.local()
+
+    def now_s() -> float:
+        """Stand still until rank 2 is there, then go on at every look of a thread's own."""
+        if store.check([f"pipebench/join/{prefix(0)}/here/2"]):
+            ticks.now_s = getattr(ticks, "now_s", 0.0) + 0.1
+        return getattr(ticks, "now_s", 0.0)
+
+    monkeypatch.setattr(launch_join, "time", SimpleNamespace(monotonic=now_s, sleep=time.sleep))
+    outcomes = meeting(store.port, [0, 2], 4, 0.5, attempt=0)
+    expected = (
+        f"2 of 4 workers joined at 127.0.0.1:{store.port} within 0.5 s (engine.join_limit_s); missing: ranks 1, 3"
+    )
+    assert (type(outcomes[0]), str(outcomes[0])) == (UserError, expected)
+    assert (type(outcomes[2]), str(outcomes[2])) == (PeerLostError, expected)
+
+
+def test_a_missing_rank_0_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_join, "_SLACK_S", 0.1)
+    store = serve("127.0.0.1")
+    outcome = meeting(store.port, [1], 2, 0.1)[1]
+    assert isinstance(outcome, PeerLostError)
+    assert "rank 0 doesn't answer" in str(outcome)
+
+
+def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    with taken_port() as port:
+        free = port
+    joined = world.join("cpu", limit_s=PATIENCE_S, place=place(port=free, agent_store=False, attempt=0))
+    try:
+        assert (joined.rank, joined.size, joined.local_rank, joined.device) == (0, 1, 0, torch.device("cpu"))
+        assert world.current() is joined
+        assert not joined.direct
+        assert joined.exchange({"a": [1.5, None, "é"]}) == [{"a": [1.5, None, "é"]}]
+        assert joined.new_group("gloo") is not joined.new_group("gloo", [0])
+        assert [joined.first("x"), joined.first("x"), joined.first("y")] == [True, False, True]
+        assert not joined.store.check(["started/0"])
+        joined.mark_started()
+        assert joined.store.check(["started/0"])
+        world.shared_folder_check(joined, tmp_path / "new")
+        assert list((tmp_path / "new").iterdir()) == []
+    finally:
+        joined.close()
+    joined.close()
+    assert not dist.is_initialized()

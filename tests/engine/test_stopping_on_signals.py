@@ -1,0 +1,63 @@
+"""Ctrl-C on the virtual clock: the run drains, keeps a checkpoint, says how to go on, and goes on."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipebench.engine.gate import StopRequest
+from pipebench.engine.stopping import STOPPING, stopping_on_signals
+from reports.watched_run import WatchedRun, recorded
+from tests.checkpoint.spoiling import RECIPE
+
+LIMIT_S = 300.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    stop, before = StopRequest(), signal.getsignal(number)
+    with stopping_on_signals(stop):
+        signal.raise_signal(number)
+        assert stop.reason == "interrupted"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+    assert capsys.readouterr().err == f"{STOPPING}\n"
+
+
+def test_a_signal_that_is_to_be_ignored_stays_so() -> None:
+    stop = StopRequest()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stopping_on_signals(stop):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stop.reason is None
+
+
+def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=1000")
+    with WatchedRun(tmp_path, words) as run:
+        assert run.wait_until(lambda: "epoch 1" in run.output, LIMIT_S, "the first evaluation")
+        run.signal(signal.SIGINT, [run.process.pid])
+        assert run.wait(LIMIT_S) == 130, run.output
+        assert run.run_folder is not None
+        run_id, step = run.run_folder.name, max(run.steps())
+        hint = f"pipebench: its checkpoints are kept: pipebench run --resume {run_id}"
+        assert run.output.splitlines().count(hint) == 1
+        assert run.output.count(STOPPING) == 1
+        assert f"interrupted after {step * 500:,} samples" in run.output
+    (before,) = recorded(tmp_path)["runs"]
+    assert before["status"] == "KILLED"
+
+    epochs = step // 8 + 2
+    with WatchedRun(tmp_path, ("--resume", run_id, f"train.max_epochs={epochs}")) as run:
+        assert run.wait(LIMIT_S) == 0, run.output
+        assert f"trained {epochs} epochs" in run.output
+        assert max(run.steps()) == 8 * epochs
+    record = recorded(tmp_path)
+    (after,) = record["runs"]
+    assert (after["id"], after["status"]) == (before["id"], "FINISHED")
+    assert [samples for samples, _ in record["metrics"]["top1"]] == [4000 * (each + 1) for each in range(epochs)]

@@ -1,0 +1,171 @@
+"""Optimizers by name and by target: the weights of a plain loop, and a trial that finds those that can't give them."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipebench.errors import UserCodeError
+from pipebench.model.optimizer import make_optimizer, state_bytes_per_byte
+from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.run.optimizer_trial import try_optimizer
+from tests.checkpoint.test_round_trips import check_going_on
+from tests.distributed.cases import matrices, own_optimizer
+from tests.oracles import sequential
+from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+
+# Every class of torch.optim but those that need a closure or sparse gradients.
+OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+REFUSED = ("LBFGS", "SparseAdam")
+LR = 0.05
+
+
+def model_for(name: str) -> nn.Module:
+    return matrices() if name == "Muon" else Mlp()
+
+
+def test_no_optimizer_of_torch_is_left_out() -> None:
+    classes = {name for name, each in vars(torch.optim).items() if isinstance(each, type)} - {"Optimizer"}
+    assert classes <= {*OPTIMIZERS, *REFUSED}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_the_bits_of_a_plain_loop(name: str) -> None:
+    recipe, data = own_optimizer(f"torch.optim:{name}"), Blobs()
+    setup = make_setup(
+        model_for(name), ([3], [1, 1]), weights="one", depth=1, dataset=data,
+        make_optimizer=partial(make_optimizer, recipe), lr=lambda stage, before, own: LR,
+    )  # fmt: skip
+    engine = make_engine(setup)
+    engine.train(0, 9)
+    model = model_for(name)
+    fields = [data.fetch("train", setup.sampler.indices(k), ["x", "label"]) for k in range(9)]
+    sequential.train(
+        model,
+        getattr(torch.optim, name)(model.parameters(), lr=LR),
+        [[((each["x"],), each)] for each in fields],
+        data.loss,
+        lambda targets: float(len(targets["label"])),
+    )
+    found = parameters_of(engine)
+    assert all(torch.equal(found[key], parameter.detach()) for key, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_from_a_checkpoint(name: str) -> None:
+    recipe = own_optimizer(f"torch.optim:{name}")
+    check_going_on(
+        lambda: make_setup(model_for(name), ([2, 4], [1, 2, 1]), make_optimizer=partial(make_optimizer, recipe))
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_passes_the_trial(name: str) -> None:
+    try_optimizer(own_optimizer(f"torch.optim:{name}"), list(model_for(name).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("LBFGS", "can't take a step of a stage: TypeError: .*'closure'"),
+        ("SparseAdam", "can't take a step of a stage: RuntimeError: SparseAdam does not support dense gradients"),
+        ("Muon", "can't make the optimizer: ValueError: Muon only supports 2D parameters"),
+    ],
+)
+def test_optimizers_that_cannot_train_stages_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UserCodeError, match=rf"^train.optimizer.target: torch.optim:{name} {message}"):
+        try_optimizer(own_optimizer(f"torch.optim:{name}"), list(Mlp().parameters()))
+
+
+class Forgetful(torch.optim.SGD):
+    """Keeps its momentum in a list of its own, beside the state that travels with parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.sums: list[torch.Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Add up gradients and step by the sum."""
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            if len(self.sums) <= index:
+                self.sums.append(torch.zeros_like(parameter.grad))
+            self.sums[index] += parameter.grad
+            parameter.data.sub_(self.param_groups[0]["lr"] * self.sums[index])
+
+
+class Together(torch.optim.SGD):
+    """Divides by the norm of all gradients together."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step by a fixed length."""
+        parameters = self.param_groups[0]["params"]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.data.sub_(self.param_groups[0]["lr"] / norm * parameter.grad)
+
+
+def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Return an optimizer without weight decay on biases, whose rate is twice that of the others."""
+    flat = [parameter for parameter in parameters if parameter.dim() < 2]
+    others = [parameter for parameter in parameters if parameter.dim() >= 2]
+    groups: list[dict[str, Any]] = [{"params": flat, "weight_decay": 0.0, "lr": 2 * lr}, {"params": others}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, weight_decay=0.1)
+
+
+def twelve(parameters: Any, lr: float) -> int:
+    """Return no optimizer."""
+    return 12
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Forgetful", "comes to other weights when its parameters are moved"),
+        ("Together", "updates a parameter otherwise without the others"),
+        ("twelve", "returned int, needed is a torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_of_one_s_own_that_cannot_train_stages_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UserCodeError, match=message):
+        try_optimizer(own_optimizer(f"tests.model.test_optimizer:{name}"), list(Mlp().parameters()))
+
+
+def test_groups_with_rates_of_their_own_keep_them() -> None:
+    recipe, data, model = own_optimizer("tests.model.test_optimizer:grouped"), Blobs(), Mlp()
+    try_optimizer(recipe, list(model.parameters()))
+    make = partial(make_optimizer, recipe)
+    check_going_on(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=make))
+    setup = make_setup(
+        Mlp(), ([3], [1, 1]), weights="one", depth=1, dataset=data, make_optimizer=make,
+        lr=lambda stage, before, own: LR / (1 + before),
+    )  # fmt: skip
+    engine = make_engine(setup)
+    engine.train(0, 5)
+    optimizer = grouped(list(model.parameters()), LR)
+    for k in range(5):
+        fields = data.fetch("train", setup.sampler.indices(k), ["x", "label"])
+        for group, share in zip(optimizer.param_groups, (2, 1), strict=True):
+            group["lr"] = LR / (1 + setup.sampler.samples_before(k)) * share
+        sequential.train(model, optimizer, [[((fields["x"],), fields)]], data.loss, lambda t: float(len(t["label"])))
+    found = parameters_of(engine)
+    assert all(torch.equal(found[key], parameter.detach()) for key, parameter in model.named_parameters())
+
+
+def test_adamw_is_torch_s_and_not_adam() -> None:
+    recipe = OptimizerRecipe("adamw", 0.01, weight_decay=0.1)
+    made = make_optimizer(recipe, [torch.zeros(2, requires_grad=True)])
+    assert type(made) is torch.optim.AdamW
+    assert made.defaults["weight_decay"] == 0.1
+    assert made.defaults["fused"] is True
+
+
+def test_state_is_counted() -> None:
+    counts = {"SGD": 0, "RMSprop": 1, "Adam": 2, "Adafactor": 0, "Muon": 1}
+    assert {name: state_bytes_per_byte(own_optimizer(f"torch.optim:{name}")) for name in counts} == counts
+    named = {"sgd": OptimizerRecipe("sgd", 1.0, 0.9), "adamw": OptimizerRecipe("adamw", 1.0)}
+    assert {name: state_bytes_per_byte(recipe) for name, recipe in named.items()} == {"sgd": 1, "adamw": 2}

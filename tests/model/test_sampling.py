@@ -1,0 +1,64 @@
+"""Which samples make up a minibatch: streams of text, buckets, held-out samples."""
+
+import pytest
+
+from pipebench.model.sampling import InOrder, Sampler, Streams
+
+
+class TestStreams:
+    @pytest.mark.parametrize(("chunks", "rows", "streams"), [(43, 4, 2), (24, 2, 3), (7, 7, 1)])
+    def test_a_minibatch_continues_the_one_a_stream_ago(self, chunks: int, rows: int, streams: int) -> None:
+        sampler = Streams(chunks, rows, streams)
+        for k in range(3 * sampler.minibatches_per_epoch):
+            stream = sampler.stream(k)
+            assert stream.number == k % streams
+            if not stream.starts:
+                assert list(sampler.indices(k)) == [i + 1 for i in sampler.indices(k - streams)]
+        epoch = [i for k in range(sampler.minibatches_per_epoch) for i in sampler.indices(k)]
+        assert len(epoch) == len({*epoch}) == sampler.num_samples == chunks // (rows * streams) * rows * streams
+        assert max(epoch) < chunks
+
+    def test_every_epoch_starts_anew(self) -> None:
+        sampler = Streams(43, 4, 2)
+        starts = [k for k in range(25) if sampler.stream(k).starts]
+        assert starts == [0, 1, 10, 11, 20, 21]
+        assert list(sampler.indices(10)) == list(sampler.indices(0)) == [0, 5, 10, 15]
+
+    def test_covering_rows_leave_no_chunk_out(self) -> None:
+        sampler = Streams(43, 4, 2, covers=True)
+        epoch = sorted(i for k in range(sampler.minibatches_per_epoch) for i in sampler.indices(k))
+        assert epoch[:43] == list(range(43))
+        assert len(epoch) == 48
+        assert {sampler.size(k) for k in range(sampler.minibatches_per_epoch)} == {4}
+
+
+class TestBuckets:
+    def test_minibatches_are_of_one_bucket_but_where_buckets_meet(self) -> None:
+        buckets = [i % 3 for i in range(103)]
+        sampler = Sampler(103, 10, 4, lambda: buckets)
+        made = [sampler.indices(k) for k in range(sampler.minibatches_per_epoch)]
+        assert sorted(i for indices in made for i in indices) == list(range(103))
+        assert [len(indices) for indices in made] == [10] * 10 + [3]
+        mixed = [indices for indices in made if len({buckets[i] for i in indices}) > 1]
+        assert len(mixed) <= 2
+
+    def test_order_of_buckets_and_samples_changes_with_epoch_and_seed(self) -> None:
+        buckets = [i % 3 for i in range(103)]
+        first, again, other = (Sampler(103, 10, seed, lambda: buckets) for seed in (4, 4, 5))
+        assert [first.indices(k) for k in range(22)] == [again.indices(k) for k in range(22)]
+        assert first.indices(0) != first.indices(11)
+        assert first.indices(0) != other.indices(0)
+
+    def test_buckets_are_read_when_they_are_needed_only(self) -> None:
+        def unread() -> list[int]:
+            raise AssertionError("read")
+
+        sampler = Sampler(103, 10, 4, unread)
+        assert (sampler.size(10), sampler.samples_before(12)) == (3, 113)
+        with pytest.raises(AssertionError, match="read"):
+            sampler.indices(0)
+
+
+def test_held_out_samples_keep_their_order() -> None:
+    sampler = InOrder(10, 4)
+    assert [list(sampler.indices(k)) for k in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

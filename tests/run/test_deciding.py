@@ -1,0 +1,196 @@
+"""What starts a run touches no GPU: another process measures and plans, and its end is told as one's own would be."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pipebench.cli.main import cli
+from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
+from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.load import load
+from pipebench.run import runner
+from pipebench.run.deciding import decided_apart
+from pipebench.train.decision import Decided
+from pipebench.train.prepare import prepare
+
+SMALL = (
+    "model.width=0.05", "parallelism.plan=1-1", "train.target=null", "train.max_epochs=1", "train.minibatch_size=250",
+)  # fmt: skip
+ENDING = """\
+name: ending
+model: {target: "ending:HOW"}
+dataset: {name: mnist5k}
+train: {minibatch_size: 4, optimizer: {lr: 1}, max_epochs: 1}
+cluster: {name: cluster-a}
+parallelism: {mode: single}
+"""
+MODEL = """\
+import os, signal
+
+def exits():
+    os._exit(7)
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def raises():
+    raise RuntimeError("a mistake inside")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "ending.py").write_text(MODEL)
+    return tmp_path
+
+
+def decide(*words: str) -> tuple[Decided, list[tuple[int, int]]]:
+    loaded = load("quickstart/pipedream", [*SMALL, *words])
+    cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
+    told: list[tuple[int, int]] = []
+    return decided_apart(loaded.recipe, cluster, lambda done, total: told.append((done, total))), told
+
+
+def forbid(*_: object) -> None:
+    raise AssertionError("this process touches CUDA")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process, and no other, see a GPU, and fail as soon as it touches it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", forbid)
+    monkeypatch.setattr(torch.cuda, "empty_cache", forbid)
+    monkeypatch.setattr(torch.cuda, "synchronize", forbid)
+
+
+@pytest.mark.usefixtures("here", "gpu")
+def test_starting_a_run_in_processes_touches_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    """From the command line to the record, with real processes; they see no GPU, so they measure the processor."""
+    words = ["run", "quickstart/pipedream", *SMALL, "engine.kind=distributed", "cluster.name=local"]
+    result = CliRunner().invoke(cli, words)
+    said = capfd.readouterr()
+    assert result.exit_code == 0, result.output + said.err
+    assert "trained 1 epochs" in said.out
+    assert "prediction" in said.out
+
+
+@pytest.mark.usefixtures("here", "gpu")
+def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, started = [], []
+    decided = prepare_here()
+
+    def apart(recipe: Any, *_: object) -> Decided:
+        asked.append(recipe.name)
+        return decided
+
+    def run_in_processes(loaded: Any, prepared: Any, name: str, *_: object) -> Any:
+        started.append((name, prepared.recipe.train.seed, prepared.profile.to_json() == decided.profile))
+        raise WorkersFailedError(3)
+
+    monkeypatch.setattr(runner, "decided_apart", apart)
+    monkeypatch.setattr(runner, "run_in_processes", run_in_processes)
+    words = ["quickstart/pipedream", *SMALL, "engine.kind=distributed", "cluster.name=local"]
+    CliRunner().invoke(cli, ["run", *words, "--seeds", "1,2"])
+    assert asked == ["quickstart-pipedream"]
+    assert started == [("quickstart-pipedream-seed1", 1, True)]
+
+
+def prepare_here(*words: str) -> Decided:
+    loaded = load("quickstart/pipedream", [*SMALL, *words])
+    cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
+    return Decided.of(prepare(loaded.recipe, cluster, trains=False))
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_decided_is_what_this_process_would_have_decided() -> None:
+    decided, told = decide()
+    assert decided == prepare_here()
+    measured, told = decide("cluster.name=local")
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] > 0
+    assert prepare_here("cluster.name=local") == measured, "it is in the cache"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(["parallelism.cuts=[nowhere]"], PlanError), (["engine.timing=none.json"], ProfileError)],
+    ids=["plan", "profile"],
+)
+def test_a_mistake_comes_back_as_the_same_sentence(words: list[str], kind: type[Exception]) -> None:
+    with pytest.raises(kind) as expected:
+        prepare_here(*words)
+    with pytest.raises(kind) as found:
+        decide(*words)
+    assert str(found.value) == str(expected.value)
+    assert type(found.value) is type(expected.value)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exits", "ended with exit code 7"),
+        ("killed", "was ended by SIGKILL; the system sends SIGKILL when memory runs out, unless somebody did"),
+    ],
+)
+def test_an_end_without_an_answer_is_told_once(
+    how: str, said: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "ending.yaml").write_text(ENDING.replace("HOW", how))
+    with pytest.raises(WorkersFailedError) as failed:
+        decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda done, total: None)
+    assert failed.value.exit_code == 3
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("pipebench:")] == [
+        f"pipebench: error: the process that measures the profile {said}"
+    ]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_the_user_s_code_raises_comes_back_as_the_user_s(here: Path) -> None:
+    (here / "ending.yaml").write_text(ENDING.replace("HOW", "raises"))
+    with pytest.raises(UserCodeError, match=r"RuntimeError: a mistake inside \(.*ending.py:10, in raises\)"):
+        decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda done, total: None)
+
+
+@pytest.mark.usefixtures("here")
+def test_ctrl_c_ends_the_process_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Spied(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append((self, os.getpgid(self.pid)))
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Spied)
+    loaded = load("quickstart/pipedream", [*SMALL, "cluster.name=local"])
+    with pytest.raises(KeyboardInterrupt):
+        decided_apart(loaded.recipe, load_cluster("local", 1), interrupt)
+    ((process, group),) = started
+    assert process.returncode == -signal.SIGKILL
+    assert group == process.pid, "the terminal's Ctrl-C isn't for it"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("here")
+def test_deciding_leaves_nothing_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_lazy_init", forbid)
+    decided, _ = decide("cluster.name=local", "engine.device=cuda")
+    assert '"measured"' in decided.profile

@@ -1,0 +1,163 @@
+"""Recipes that leave the plan, or the mode, to the planner; and what it foretells of a run, against the run."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipebench.cluster import Cluster, Level
+from pipebench.errors import PlanError
+from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.flat import Stage
+from pipebench.planner.planner import Planner
+from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.load import load
+from pipebench.recipe.validate import CHOICES
+from pipebench.schedule.modes import MODES
+from pipebench.simulate.network import Network
+from pipebench.simulate.steady import simulate_all
+from pipebench.train.prepare import Prepared, plan_request, prepare
+from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+
+SMALL = ["model.width=0.05", "train.max_epochs=1"]
+
+
+def prepared(reference: str, *overrides: str, cluster: Cluster | None = None) -> Prepared:
+    loaded = load(reference, [*SMALL, *overrides])
+    recipe = loaded.recipe
+    return prepare(recipe, cluster or load_cluster(recipe.cluster.name, recipe.cluster.servers))
+
+
+def test_a_recipe_may_name_every_cost_model() -> None:
+    assert set(CHOICES["parallelism.cost_model"]) == set(COST_MODELS)
+
+
+def test_plan_auto_holds_every_layer_once_in_stages_that_are_not_empty() -> None:
+    for mode in ("pipedream", "gpipe", "pipedream-flush", "model"):
+        given = prepared("quickstart", f"parallelism.mode={mode}", "parallelism.plan=auto")
+        stages = given.setup.plan.stages
+        assert [stage.start for stage in stages[1:]] == [stage.stop for stage in stages[:-1]]
+        assert (stages[0].start, stages[-1].stop) == (0, len(given.setup.graph.layers))
+        assert all(stage.start < stage.stop for stage in stages)
+        assert sum(given.setup.plan.replicas) <= given.cluster.num_workers
+
+
+def test_mode_auto_is_the_mode_predicted_to_be_fastest_and_keeps_the_others() -> None:
+    given = prepared("quickstart", "parallelism.mode=auto", "parallelism.plan=auto")
+    assert given.comparison is not None
+    seconds = [given.comparison.best.minibatch_s, *(other.minibatch_s for other in given.comparison.others)]
+    assert seconds == sorted(seconds)
+    assert {given.comparison.best.mode, *(other.mode for other in given.comparison.others)} == set(MODES)
+    assert given.recipe.parallelism.mode == given.comparison.best.mode
+    assert given.setup.plan.replicas == given.comparison.best.replicas
+
+
+@pytest.mark.parametrize(
+    ("reference", "overrides"),
+    [
+        ("quickstart", []),
+        ("quickstart/dp", []),
+        ("quickstart/model", []),
+        ("quickstart/gpipe", ["parallelism.recompute=false"]),
+        ("quickstart", ["parallelism.plan=2-1-1"]),
+        ("quickstart", ["parallelism.plan=1-3"]),
+        ("modes/pipedream-flush", []),
+    ],
+)
+def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[str]) -> None:
+    """Never less than the live tensors; more by the buffers for transfers, which the virtual engine doesn't have."""
+    given = prepared(reference, *overrides)
+    setup = given.setup
+    engine = make_engine(setup)
+    engine.train(0, 16)
+    planner = Planner(
+        plan_request(given.recipe, given.cluster, given.profile, setup.dataset), given.recipe.parallelism.mode
+    )
+    planned = planner.placed("", [Stage(*vars(stage).values()) for stage in setup.plan.stages])
+    peaks: dict[int, int] = {}
+    for worker, (stage, _) in enumerate(setup.pipeline.places):
+        peaks[stage] = max(peaks.get(stage, 0), engine.peak_bytes[worker])
+    for index, foretold in enumerate(planned.stages):
+        sent = planner.work.states.sent_bytes
+        stops = [setup.plan.stages[index].start, setup.plan.stages[index].stop]
+        buffers = 2 * sum(sent[cut] for cut in stops if 0 < cut < len(sent) - 1)
+        assert peaks[index] * 0.99 <= foretold.memory_bytes
+        assert foretold.memory_bytes - buffers <= peaks[index] * 1.3
+
+
+def test_memory_decides_depth_and_refusal() -> None:
+    loaded = load("quickstart", [*SMALL, "parallelism.plan=auto"])
+    cluster = load_cluster("cluster-a", 1)
+    needed = Planner(plan_request(loaded.recipe, cluster, prepared("quickstart").profile, Blobs()), "pipedream").best()
+    most = max(stage.memory_bytes for stage in needed.stages)
+    smaller = prepared("quickstart", "parallelism.plan=auto", cluster=replace(cluster, memory_bytes=int(0.5 * most)))
+    assert smaller.setup.plan.replicas != needed.replicas or smaller.setup.pipeline.depth < needed.depth
+    with pytest.raises(PlanError, match=r"no plan of mode pipedream fits: the leanest needs .* more than the 10.0 kB"):
+        prepared("quickstart", "parallelism.plan=auto", cluster=replace(cluster, memory_bytes=10_000))
+
+
+def two_servers(devices: tuple[int, ...]) -> Cluster:
+    levels = (Level("server", 2, 1e6, 1e-3), Level("cluster", 2, 1e5, 1e-3))
+    return Cluster("two servers", "unit", None, levels).placed(devices)
+
+
+def test_where_workers_stand_changes_times_and_levels_but_not_what_is_computed() -> None:
+    """A hierarchical plan, 2-2 with every minibatch inside one server, against the same plan stage by stage."""
+    weights, num_bytes = [], []
+    for devices in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        setup = make_setup(Mlp(), ([3], [2, 2]), cluster=two_servers(devices))
+        engine = make_engine(setup)
+        engine.train(0, 12)
+        weights.append(parameters_of(engine))
+        num_bytes.append(engine.num_bytes)
+        assert engine.num_bytes == engine.network.num_bytes  # counted tensors, and the simulator's prediction
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    activations = [
+        Counter({level: n for (kind, level), n in each.items() if kind == "activation"}) for each in num_bytes
+    ]
+    assert set(activations[0]) == {"cluster"}
+    assert set(activations[1]) == {"server"}
+    assert activations[0].total() == activations[1].total()
+
+
+def test_a_ring_follows_the_devices_whatever_the_workers_numbers() -> None:
+    cluster = two_servers((0, 2, 1, 3))
+    network = Network(cluster)
+    network.all_reduce("all-reduce", "", range(4), 400, 0.0)
+    # 4 members pass on 150 bytes in each of 2 x 3 steps over 4; two of the four links leave a server.
+    assert network.num_bytes["all-reduce", "server"] == network.num_bytes["all-reduce", "cluster"] == 1200
+
+
+def test_efficiency_is_bandwidth_that_payload_does_not_get() -> None:
+    full = Cluster("flat", "unit", None, (Level("server", 2, 1e6, 0.0),))
+    half = replace(full, levels=(replace(full.levels[0], efficiency=0.5),))
+    assert Network(half).send("activation", "", 0, 1, 100, 0.0) == 2 * Network(full).send(
+        "activation", "", 0, 1, 100, 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "overrides"),
+    [
+        ("quickstart", ["parallelism.plan=2-1-1"]),
+        ("quickstart", ["parallelism.plan=1-3"]),
+        ("quickstart/dp", []),
+        ("quickstart/dp", ["parallelism.accumulate=3"]),
+        ("quickstart/gpipe", []),
+        ("modes/pipedream-flush", ["parallelism.accumulate=2", "parallelism.plan=2-2", "parallelism.microbatches=1"]),
+    ],
+)
+def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: list[str]) -> None:
+    given = prepared(reference, *overrides)
+    setup = given.setup
+    request = plan_request(given.recipe, given.cluster, given.profile, setup.dataset)
+    planner = Planner(request, given.recipe.parallelism.mode)
+    planned = planner.placed("", [Stage(*vars(stage).values()) for stage in setup.plan.stages])
+    sent: Counter[str] = Counter()
+    for sign, count in ((1, 96), (-1, 48)):  # whole rounds and flushes; what 48 more minibatches send
+        for (kind, _), num_bytes in simulate_all(setup, count).num_bytes.items():
+            sent[kind] += sign * num_bytes
+    for kind, foretold in planned.num_bytes.items():
+        # A ring's members may send a few bytes more or less each: chunks are whole numbers.
+        assert sent[kind] / 48 == pytest.approx(foretold, rel=1e-6), kind

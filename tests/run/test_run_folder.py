@@ -1,0 +1,113 @@
+"""Folders of distributed runs: made, changed, and found by what people remember of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipebench.errors import UserError
+from pipebench.run.folder import RunFolder, create, find
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make(recipe: str = "small", digits: str | None = None) -> RunFolder:
+    with pytest.MonkeyPatch.context() as patch:
+        if digits is not None:
+            patch.setattr("pipebench.run.folder.secrets.token_hex", lambda _: digits)
+        return create(
+            f"{recipe}-seed3", recipe=recipe, recipe_yaml="name: small\n", suite="study", seed=3,
+            words=["small.yaml", "train.seed=3"], parent_mlflow_run_id="p1", verbose=True,
+        )  # fmt: skip
+
+
+def test_a_folder_says_who_the_run_is() -> None:
+    folder = make()
+    assert folder.path.parent == Path("pipebench-runs").absolute()
+    assert folder.run_id.startswith("small-")
+    assert len(folder.run_id) == len("small-") + 8
+    assert json.loads((folder.path / "run.json").read_text()) == {
+        "run_id": folder.run_id, "name": "small-seed3", "suite": "study", "seed": 3,
+        "words": ["small.yaml", "train.seed=3"], "parent_mlflow_run_id": "p1", "mlflow_run_id": None, "verbose": True,
+            "code_folders": [], "started_at_s": None,
+    }  # fmt: skip
+    assert folder.recipe_path.read_text() == "name: small\n"
+    assert folder.read().words == ("small.yaml", "train.seed=3")
+    assert folder.checkpoints.latest() == (None, [])
+    assert folder.result_path == folder.path / "result.json"
+
+
+def test_two_runs_have_two_folders() -> None:
+    assert make().run_id != make().run_id
+
+
+def test_facts_change_and_stay() -> None:
+    folder = make()
+    assert folder.update(mlflow_run_id="m1").mlflow_run_id == "m1"
+    assert find(folder.run_id).read() == folder.read()
+    assert folder.read().seed == 3
+    assert sorted(path.name for path in folder.path.iterdir()) == ["recipe.yaml", "run.json"]
+
+
+def test_a_run_is_found_by_all_it_is_known_by(tmp_path: Path) -> None:
+    first, second = make("small", "aa000000"), make("small", "ab000000")
+    other = make("small-gpipe", "cc000000")
+    second.update(mlflow_run_id="0123456789abcdef")
+    assert find("small-aa000000") == first
+    assert find("small-ab") == second
+    assert find("0123456789abcdef") == second
+    assert find("small-g") == other
+    assert find("pipebench-runs/small-aa000000/") == first
+    assert find(str(first.path)) == first
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("small-a", r"^run: got 'small-a', with which 2 runs begin: small-aa000000, small-ab000000$"),
+        ("smal-aa000000", r"allowed are the runs in pipebench-runs/ \(.*\) and .* did you mean 'small-aa000000'\?$"),
+        ("", r"^run: got '', allowed are the runs in pipebench-runs/"),
+        ("../elsewhere", r"^run: got '../elsewhere', allowed are"),
+    ],
+)
+def test_what_isnt_one_run_is_answered_in_a_sentence(run: str, message: str) -> None:
+    make("small", "aa000000"), make("small", "ab000000")
+    with pytest.raises(UserError, match=message) as caught:
+        find(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_run_at_all() -> None:
+    with pytest.raises(
+        UserError, match=r"^run: got 'small', but pipebench-runs/ in the working directory holds no run$"
+    ):
+        find("small")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": 3}', '{"unknown": 1}', "\xff"])
+def test_a_damaged_description_is_named_and_hides_no_other_run(content: str) -> None:
+    damaged, other = make("small", "aa000000"), make("small", "ab000000")
+    other.update(mlflow_run_id="m2")
+    (damaged.path / "run.json").write_bytes(content.encode("latin-1"))
+    assert find("m2") == other
+    with pytest.raises(UserError, match=r"run\.json: isn't the description of a run"):
+        find("small-aa").read()
+
+
+def test_a_working_directory_that_isnt_writable_is_named() -> None:
+    Path("pipebench-runs").write_text("a file in the way")
+    with pytest.raises(UserError, match=r"the run's folder can't be made: "):
+        make()
+
+
+def test_a_recipes_own_name_means_its_run_whatever_others_begin_with_it() -> None:
+    """0.1.0: `quickstart` was answered with two runs, though only one was of the recipe of that name."""
+    own = make("small", "aa000000")
+    make("small-gpipe", "bb000000"), make("smaller", "cc000000")
+    assert find("small") == own
+    make("small", "dd000000")
+    with pytest.raises(UserError, match=r"'small', with which 2 runs begin: small-aa000000, small-dd000000$"):
+        find("small")

@@ -1,0 +1,102 @@
+"""Whole runs through the command line: exit codes, records, and mistakes that only the traced model shows."""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipebench.cli.main import cli
+
+SHORT = ["train.max_epochs=1", "train.target.value=0.999", "train.evaluate_every.minibatches=60", "model.width=0.05"]
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["run", *words])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None:
+    result = run("quickstart", *SHORT, "--seeds", "1,2")
+    assert result.exit_code == 1, result.output
+    assert "missed top1 0.999" in result.output
+    with sqlite3.connect(folder / "mlflow.db") as store:
+        rows = dict(store.execute("select name, run_uuid from runs"))
+        assert {"quickstart", "quickstart-seed1", "quickstart-seed2"} <= rows.keys()
+        parents = store.execute("select value from tags where key = 'mlflow.parentRunId'").fetchall()
+        assert parents == [(rows["quickstart"],)] * 2
+        of_parent = "select key from metrics where run_uuid = ?"
+        keys = {key for (key,) in store.execute(of_parent, (rows["quickstart"],))}
+        assert {"throughput_samples_per_s_mean", "best_top1_std", "runs_reached", "throughput_samples_per_s"} <= keys
+        notes = "select value from tags where run_uuid = ? and key = 'mlflow.note.content'"
+        (note,) = next(store.execute(notes, (rows["quickstart"],)))
+    assert note.startswith("| run | plan | reached |")
+    assert "- quickstart, seed 2: missed" in note
+    assert "![top1.png](get-artifact?path=top1.png" in note
+    told = result.output.splitlines()
+    assert [line for line in told if " of 2  " in line] == ["1 of 2  quickstart-seed1", "2 of 2  quickstart-seed2"]
+    assert "quickstart  preparing" in told
+    assert "quickstart-seed1  training, at most 1 epochs" in told
+
+
+def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
+    assert run("quickstart/gpipe", *SHORT, "name=again").exit_code == 1
+    (recipe,) = [path for path in folder.rglob("recipe.yaml") if "name: again" in path.read_text()]
+    artifacts = {path.name for path in recipe.parent.iterdir()}
+    wanted = {"environment.yaml", "plan.json", "profile.json", "result.json", "run.log", "timeline.png", "trace.json"}
+    assert wanted <= artifacts
+    first = json.loads((recipe.parent / "result.json").read_text())
+    assert run(str(recipe), "name=twin").exit_code == 1
+    (twin,) = [path for path in folder.rglob("result.json") if '"name": "twin"' in path.read_text()]
+    second = json.loads(twin.read_text())
+    assert second["points"] == first["points"], "same recipe, same seed, same curve"
+
+
+def test_a_simulated_run_trains_nothing() -> None:
+    result = run("quickstart/dp", "engine.kind=simulated")
+    assert result.exit_code == 0
+    assert "nothing was trained" in result.output
+
+
+def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() -> None:
+    result = run(
+        "quickstart/model",
+        "quickstart/gpipe",
+        "parallelism.plan=straight",
+        "parallelism.cuts=[features.7,features.300,classifier.1]",
+    )
+    assert result.exit_code == 2
+    assert "recipes/quickstart/model.yaml: parallelism.cuts: the model has no layer 'features.300'" in result.output
+    assert "epoch 1" not in result.output
+
+
+def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -> None:
+    result = run("modes/auto", *SHORT, "engine.kind=simulated")
+    assert result.exit_code == 0, result.output
+    (told,) = [
+        json.loads(path.read_text()) for path in folder.rglob("plan.json") if "modes_compared" in path.read_text()
+    ]
+    seconds = [each["predicted_minibatch_s"] for each in told["modes_compared"]]
+    assert len(seconds) == 6
+    assert seconds == sorted(seconds)
+    assert told["plan"] == told["modes_compared"][0]["plan"]
+
+
+def test_seeds_of_several_recipes_are_a_row_per_recipe() -> None:
+    """0.1.0 printed a row per seed, all under the recipe's name."""
+    result = run("quickstart/dp", "quickstart/pipedream", "engine.kind=simulated", "--seeds", "0,1")
+    assert result.exit_code == 0, result.output
+    comparison = result.output[result.output.rindex("vs dp") :].splitlines()
+    assert [line.split()[0] for line in comparison if "%" in line] == ["dp", "pipedream"]
+    assert "4 of 4  quickstart-pipedream-seed1" in result.output

@@ -1,0 +1,189 @@
+"""Which runs are set beside each other, and what a row says of one run or of several seeds."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from pipebench.recipe.catalog import find_recipes, recipes_folder
+from pipebench.recipe.load import load_file
+from pipebench.show.comparison import (
+    REACHED_HEADING,
+    baseline,
+    comparison_markdown,
+    epoch_speed_up,
+    groups,
+    headings,
+    rows,
+    speed_up,
+)
+from pipebench.train.result import COMPLETED, DIVERGED, MISSED, RunResult
+from tests.results import DP, PIPEDREAM
+
+NOTHING: Mapping[str, str] = {}
+RECIPE = {
+    "name": "quickstart-dp",
+    "model.name": "vgg16",
+    "dataset.name": "mnist5k",
+    "train.seed": "0",
+    "train.minibatch_size": "32",
+    "train.optimizer.name": "sgd",
+    "train.optimizer.lr": "0.08",
+    "train.schedule.name": "cosine",
+    "train.target.value": "0.95",
+    "train.max_epochs": "10",
+    "cluster.name": "cluster-a",
+    "cluster.servers": "1",
+    "parallelism.mode": "dp",
+    "engine.kind": "virtual",
+    "engine.timing": "auto",
+    "engine.stall_limit_s": "300.0",
+}
+
+
+def dp(seed: int = 0, time_s: float = 6.0, changes: Mapping[str, str] = NOTHING) -> RunResult:
+    metrics = {**DP.metrics, "time_to_accuracy_s": time_s}
+    return replace(
+        DP, name=" ".join(["dp", *changes.values()]), seed=seed, metrics=metrics, recipe={**RECIPE, **changes}
+    )
+
+
+def pipedream(seed: int = 0, time_s: float = 2.0, changes: Mapping[str, str] = NOTHING) -> RunResult:
+    own = {"name": "pipedream", "train.optimizer.lr": "0.02", "parallelism.mode": "pipedream"}
+    metrics = {**DP.metrics, "time_to_accuracy_s": time_s}
+    return replace(PIPEDREAM, name="pipedream", seed=seed, metrics=metrics, recipe={**RECIPE, **own, **changes})
+
+
+def column(results: list[RunResult], heading: str) -> dict[str, str]:
+    index = headings(results).index(heading)
+    return {row[0]: row[index] for group in groups(results) for row in rows(results, group)}
+
+
+def test_a_row_is_measured_against_the_dp_of_its_own_cluster() -> None:
+    results = [
+        dp(time_s=3.0, changes={"cluster.servers": "1"}),
+        dp(changes={"cluster.servers": "3"}),
+        pipedream(changes={"cluster.servers": "3"}),
+    ]
+    assert column(results, "vs dp")["pipedream"] == "3.00x"
+    assert [group.title for group in groups(results)] == ["cluster.servers=1", "cluster.servers=3"]
+    assert [len(group.entries) for group in groups(results)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cluster.name": "cluster-b"},
+        {"cluster.servers": "2"},
+        {"model.name": "resnet50"},
+        {"model.width": "0.5"},
+        {"dataset.name": "imagenet"},
+        {"train.target.value": "0.97"},
+        {"train.minibatch_size": "64"},
+        {"train.optimizer.name": "adam"},
+        {"train.max_epochs": "20"},  # the cosine ends with it
+        {"engine.kind": "distributed"},
+        {"engine.timing": "measured"},
+    ],
+)
+def test_a_comparison_varies_one_thing(change: Mapping[str, str]) -> None:
+    results = [dp(), pipedream(changes=change)]
+    assert column(results, "vs dp")["pipedream"] == "-"
+    assert len(groups(results)) == 2
+    (key, value) = next(iter(change.items()))
+    assert groups(results)[1].title == f"{key}={value}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train.optimizer.lr": "0.5"},
+        {"train.schedule.warmup_epochs": "2"},
+        {"model.leaves": "[Block]"},
+        {"engine.stall_limit_s": "1.0"},
+        {"parallelism.plan": "2-1"},
+    ],
+)
+def test_what_a_mode_may_bring_along(change: Mapping[str, str]) -> None:
+    results = [dp(), pipedream(changes=change)]
+    assert column(results, "vs dp")["pipedream"] == "3.00x"
+    assert [group.title for group in groups(results)] == [""]
+
+
+def test_patience_is_no_difference_where_the_rate_does_not_end_with_it() -> None:
+    constant = {"train.schedule.name": "constant"}
+    assert len(groups([dp(changes=constant), pipedream(changes={**constant, "train.max_epochs": "20"})])) == 1
+
+
+def test_runs_of_other_seeds_are_no_baseline() -> None:
+    assert column([dp(seed=0), pipedream(seed=1)], "vs dp")["pipedream"] == "-"
+    assert column([dp(seed=1), pipedream(seed=1)], "vs dp")["pipedream"] == "3.00x"
+    assert column([dp(seed=0), dp(seed=1), pipedream(seed=0)], "vs dp")["pipedream"] == "-"
+
+
+def test_without_dp_there_is_no_speed_up() -> None:
+    assert column([PIPEDREAM], "vs dp") == {"quickstart-pipedream": "-"}
+
+
+def test_speed_ups_are_of_time_to_accuracy_and_of_epochs() -> None:
+    (group,) = groups([DP, PIPEDREAM])
+    base, entry = group.entries
+    assert baseline(entry, group.entries) is base
+    assert speed_up(entry, base) == 3.0
+    assert epoch_speed_up(entry, base) == 1.0
+    assert speed_up(entry, None) is epoch_speed_up(entry, None) is None
+
+
+def test_a_missed_run_has_no_time_and_no_speed_up_but_epochs() -> None:
+    results = [DP, replace(PIPEDREAM, outcome=MISSED)]
+    (group,) = groups(results)
+    row = rows(results, group)[1]
+    assert row[:7] == ("pipedream", "straight", "missed", "-", "-", "1.80 s", "1.00x")
+    assert column([replace(DP, outcome=DIVERGED), PIPEDREAM], "vs dp")["pipedream"] == "-"
+
+
+def test_seeds_of_a_recipe_are_one_row_with_median_range_and_how_many_reached() -> None:
+    results = [dp(seed, time_s) for seed, time_s in enumerate((6.0, 7.0, 9.0))]
+    results += [pipedream(seed, time_s) for seed, time_s in enumerate((2.0, 3.5, 4.0))]
+    assert column(results, REACHED_HEADING) == {"dp": "3 of 3", "pipedream": "3 of 3"}
+    assert column(results, "time to accuracy")["dp"] == "7.00 s [6.00 s to 9.00 s]"
+    assert column(results, "vs dp")["pipedream"] == "2.00x"
+    assert column(results, "epoch time")["dp"] == "1.80 s", "what all seeds agree on has no range"
+
+
+def test_a_seed_that_missed_takes_the_speed_up_with_it() -> None:
+    results = [dp(0), dp(1), pipedream(0), replace(pipedream(1), outcome=MISSED)]
+    assert column(results, REACHED_HEADING)["pipedream"] == "1 of 2"
+    assert column(results, "time to accuracy")["pipedream"] == "2.00 s"
+    assert column(results, "vs dp")["pipedream"] == "-"
+
+
+def test_without_a_target_nothing_is_counted() -> None:
+    results = [replace(dp(seed), outcome=COMPLETED) for seed in (0, 1)]
+    assert column(results, REACHED_HEADING) == {"dp": "-"}
+
+
+def test_markdown_is_a_table_and_a_sentence_each() -> None:
+    lines = comparison_markdown([DP, PIPEDREAM]).splitlines()
+    assert lines[0].startswith("| run | plan | time to accuracy | vs dp |")
+    assert lines[1].count("---") == lines[0].count("|") - 1
+    assert lines[3].startswith("| pipedream | straight | 2.00 s | 3.00x |")
+    assert lines[5] == "- quickstart-dp: reached top1 0.95 (top1 0.957) after 3 epochs"
+
+
+def test_markdown_has_a_table_per_group_and_tells_seeds_apart() -> None:
+    text = comparison_markdown([dp(seed=0), dp(seed=1), dp(changes={"cluster.servers": "2"})])
+    assert text.count("| run | plan | reached |") == 2
+    assert "**cluster.servers=2**\n\n| run" in text
+    assert "- dp, seed 1: reached" in text
+
+
+@pytest.mark.parametrize("folder", ["quickstart", "gnmt8", "vgg16", "small/gnmt8"])
+def test_shipped_recipes_differ_from_their_dp_in_nothing_that_would_keep_them_apart(folder: str) -> None:
+    loaded = [load_file(path) for path in find_recipes(str(recipes_folder() / folder))]
+    results = [
+        replace(DP, name=each.recipe.name, mode=each.recipe.parallelism.mode, recipe=each.flat) for each in loaded
+    ]
+    clusters = {(each.recipe.cluster.name, each.recipe.cluster.servers) for each in loaded}
+    assert len(groups(results)) == len(clusters)
+    assert "-" not in {row: cell for row, cell in column(results, "vs dp").items() if row != "single"}.values()

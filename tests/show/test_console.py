@@ -1,0 +1,277 @@
+"""What is printed: progress, the summary of a run, seeds and comparisons."""
+
+import io
+import itertools
+import threading
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from pipebench.show import console
+from pipebench.show.progress import RunProgress, preparing, searching
+from pipebench.tracking import summarise_seeds
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, WORKERS_IDLE, Point, RunResult
+from tests.results import DP, PIPEDREAM
+
+BARE = replace(PIPEDREAM, name="quickstart-bare", outcome=COMPLETED, metrics={}, stages=({},))
+
+
+def plain(width: int = 110) -> Console:
+    return Console(file=io.StringIO(), width=width, highlight=False)
+
+
+def written(to: Console) -> str:
+    assert isinstance(to.file, io.StringIO)
+    return to.file.getvalue()
+
+
+def test_the_summary_tells_everything_a_run_came_to() -> None:
+    to = plain()
+    console.print_summary(DP, "stage 0  F0 B0", "pipebench ui", to)
+    lines = written(to).splitlines()
+    assert "quickstart-dp: reached top1 0.95 (top1 0.957) after 3 epochs" in lines
+    facts = {line[2:18].strip(): line[20:].strip() for line in lines if line.startswith("  ")}
+    assert facts["plan"] == "4 (dp, seed 0, virtual engine, virtual clock)"
+    assert facts["durations"] == "roofline of V100"
+    assert facts["time to accuracy"] == "6.00 s (5.50 s without evaluation)"
+    assert facts["epochs"] == "3 to the target, 1.80 s each"
+    assert facts["throughput"] == "2,222 samples/s, 128 samples per update"
+    assert facts["sent per sample"] == (
+        "300 kB (activation 100 kB, all-reduce 200 kB); 3.00 GB in all; buffers 1.00 kB in all"
+    )
+    assert facts["workers idle"] == "14.1% bubble, 12.0% waiting for communication"
+    assert facts["memory"] == "3.00 MB at most on a worker, 1 weight versions at most"
+    assert "  stage 0  F0 B0" in lines
+    assert "  MLflow  pipebench ui" in lines
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_the_summary_has_a_row_per_worker_and_the_prediction() -> None:
+    row = {"worker": 0, "stage": 1, "rank": 2, "compute_s": 5.0, "waiting_s": 3.0, "sending_s": 0.5, "other_s": 1.5}
+    workers = ({**row, "all_reduce_s": 0.0, "bubble_fraction": 0.5, "waiting_norm_s": 0.0},)
+    to = plain()
+    console.print_summary(
+        replace(DP, workers=workers, metrics={**DP.metrics, "predicted_epoch_time_s": 1.5}), "", "", to
+    )
+    lines = [line.split() for line in written(to).splitlines()]
+    assert ["worker", "stage", "rank", "compute", "waiting", "sending", "other", "all-reduce", "bubble"] in lines
+    assert ["0", "1", "2", "5.00", "s", "3.00", "s", "500", "ms", "1.50", "s", "0", "s", "50.0%"] in lines
+    assert ["prediction", "epoch", "1.50", "s", "predicted,", "1.80", "s", "measured", "(+20.0%)"] in lines
+
+
+def test_a_note_stands_beside_its_number() -> None:
+    notes = {PREDICTION: "4 processes x 1 thread share 2 usable cores", WORKERS_IDLE: "times aren't known"}
+    crowded = replace(DP, metrics={**DP.metrics, "predicted_epoch_time_s": 1.5}, notes=notes)
+    to = plain(160)
+    console.print_summary(crowded, "", "", to)
+    text = " ".join(written(to).split())
+    assert "1.80 s measured (+20.0%); 4 processes x 1 thread share 2 usable cores" in text
+    assert "waiting for communication; times aren't known" in text
+    to = plain()
+    console.print_comparison([crowded, PIPEDREAM, replace(crowded, name="quickstart-gpipe")], "", to)
+    assert "dp, gpipe: prediction: 4 processes x 1 thread share 2 usable cores" in written(to)
+    assert "- dp: workers idle: times aren't known" in console.comparison_markdown([crowded, PIPEDREAM]).splitlines()
+    assert RunResult.from_json(crowded.to_json()) == crowded
+
+
+def test_the_summary_has_a_row_per_stage() -> None:
+    to = plain()
+    console.print_summary(DP, "", "", to)
+    assert any(line.split() == ["0", "53", "4", "1", "700", "us", "1"] for line in written(to).splitlines())
+
+
+@pytest.mark.parametrize("outcome", [MISSED, DIVERGED, INTERRUPTED])
+def test_a_run_without_a_time_says_why(outcome: str) -> None:
+    to = plain()
+    console.print_summary(replace(DP, outcome=outcome), "", "", to)
+    assert f"none: {outcome}" in written(to)
+    assert "6.00 s" not in written(to)
+
+
+def test_nothing_is_needed_but_the_sentence() -> None:
+    to = plain()
+    console.print_summary(BARE, "", "", to)
+    console.print_comparison([BARE], "", to)
+    assert "quickstart-bare" in written(to)
+
+
+def test_brackets_in_names_are_no_markup() -> None:
+    to = plain()
+    console.print_summary(replace(DP, name="a[bold]b", sentence="[/red]"), "[x]", "[y]", to)
+    assert "a[bold]b: [/red]" in written(to)
+
+
+def test_a_comparison_fits_a_terminal_of_80_columns() -> None:
+    to = plain(80)
+    console.print_comparison([DP, PIPEDREAM], "", to)
+    lines = [line.split() for line in written(to).splitlines()]
+    assert ["dp", "4", "6.00", "s", "1.00x", "3", "1.80", "s", "1.00x", "300", "kB", "3.00", "MB", "14.1%"] in lines
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_nothing_of_a_summary_is_wider_than_the_terminal_and_no_word_is_broken(width: int) -> None:
+    to = plain(width)
+    long = replace(DP, name="gnmt8-3x4-a-pipedream")
+    console.print_summary(long, "", "", to)
+    console.print_comparison([long, replace(PIPEDREAM, name="gnmt16-4x4-a-dp")], "", to)
+    lines = written(to).splitlines()
+    assert max(map(len, lines)) <= width
+    words = {word for line in lines for word in line.split()}
+    expected = {"accuracy", "replicas", "versions", "straight", "bubble", "14.1%", "gnmt8-3x4-a-pipedream", "53", "kB"}
+    assert expected <= words
+
+
+def test_seeds_have_median_and_spread() -> None:
+    results = [DP, replace(DP, seed=1, metrics={**DP.metrics, "time_to_accuracy_s": 8.0}), replace(DP, outcome=MISSED)]
+    to = plain()
+    console.print_seeds("quickstart-dp", results, summarise_seeds(results), to)
+    assert "quickstart-dp: 3 seeds, 2 of 3 reached the target" in written(to)
+    rows = [line.split() for line in written(to).splitlines()]
+    assert ["time_to_accuracy_s", "7.00", "s", "6.00", "s", "8.00", "s", "7.00", "s", "1.41", "s"] in rows
+
+
+def test_seeds_that_differ_by_rounding_have_no_spread() -> None:
+    times = [1.8, 1.8 * (1 + 1e-15), 1.8 * (1 - 1e-15)]
+    results = [replace(DP, seed=seed, metrics={**DP.metrics, "epoch_time_s": each}) for seed, each in enumerate(times)]
+    assert summarise_seeds(results)["epoch_time_s_std"] == 0
+    to = plain()
+    console.print_seeds("quickstart-dp", results, summarise_seeds(results), to)
+    assert "ns" not in written(to)
+
+
+def test_groups_of_a_comparison_stand_below_each_other_under_what_they_differ_in() -> None:
+    to = plain()
+    results = [
+        replace(result, name=f"{result.mode}-{servers}", recipe={"cluster.servers": str(servers)})
+        for servers in (1, 3)
+        for result in (DP, PIPEDREAM)
+    ]
+    console.print_comparison(results, "", to)
+    lines = [line.split() for line in written(to).splitlines() if line.strip()]
+    assert [line[0] for line in lines if len(line) == 1 and "=" in line[0]] == [
+        "cluster.servers=1",
+        "cluster.servers=3",
+    ]
+    assert [line[0] for line in lines if "6.00" in line or "2.00" in line] == [
+        "dp-1", "pipedream-1", "dp-3", "pipedream-3"
+    ]  # fmt: skip
+
+
+def test_without_a_terminal_there_is_a_line_per_evaluation() -> None:
+    to = plain()
+    with RunProgress("dp", 1000, quiet=True, console=to) as progress:
+        for samples in range(0, 500, 10):
+            progress.update(samples, 0.001 * samples, 2.0, 0.5)
+        progress.evaluation(Point(500, 0.6, {"train_loss": 0.25, "top1": 0.9}), 1.0)
+    first, line = written(to).splitlines()
+    assert first == "dp  training, at most 1,000 samples"
+    assert line.startswith("dp  epoch 1  train_loss 0.250  top1 90.0%  virtual time 600 ms  wall ")
+
+
+def test_without_a_terminal_lines_between_evaluations_come_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: now_s)
+    to = plain()
+    told_s = []
+    with RunProgress("dp", 100_000, quiet=True, samples_per_epoch=1000, console=to) as progress:
+        for second in range(7200):
+            now_s, before = float(second), written(to)
+            progress.update(second, 0.001 * second, 2.0, 0.5)
+            told_s += [second] if written(to) != before else []
+    assert told_s[:6] == [10, 20, 30, 45, 68, 102]
+    assert max(after - before for before, after in itertools.pairwise(told_s)) == 600
+    assert len(told_s) < 25
+    assert "dp  epoch 0.0 of at most 100  loss 2.00  virtual time 10.0 ms  wall 10.0 s" in written(to)
+
+
+def test_which_run_of_how_many_begins() -> None:
+    to = plain()
+    console.print_position(2, 4, "quickstart-gpipe", to)
+    assert written(to).split("\n") == ["", "2 of 4  quickstart-gpipe", ""]
+
+
+def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter(range(1000))
+    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: float(next(now_s)))
+    to = Console(file=io.StringIO(), width=120, force_terminal=True, highlight=False, color_system=None)
+    with RunProgress("dp", 1000, quiet=False, samples_per_epoch=500, console=to) as progress:
+        progress.update(250, 0.3, 2.0, 0.5)
+        progress.evaluation(Point(500, 0.6, {"train_loss": 0.25, "top1": 0.9}), 1.0)
+        progress.update(750, 0.9, 0.125, 0.75)
+    text = written(to)
+    assert "epoch 0.5 of at most 2  loss 2.00" in text
+    assert "epoch 1.5 of at most 2  loss 0.125  top1 90.0%" in text
+    assert "virtual time 900 ms  pipeline 75.0% busy  wall" in text
+    assert "epoch 1  train_loss 0.250" in text
+
+
+def test_updates_are_drawn_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: 1.0)
+    to = Console(file=io.StringIO(), width=120, force_terminal=True, highlight=False, color_system=None)
+    with RunProgress("dp", 1000, quiet=False, console=to) as progress:
+        for samples in range(1000):
+            progress.update(samples, 0.0, 1.0, 0.0)
+        drawn = written(to)
+    assert "sample 0 of at most 1,000" in drawn
+    assert "sample 1 of" not in drawn
+
+
+def test_preparing_writes_nothing_without_a_terminal() -> None:
+    to = plain()
+    with preparing("dp", to) as on_progress:
+        on_progress(1, 2)
+    assert written(to) == ""
+
+
+def test_preparing_a_run_says_so_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("pipebench.show.progress.time.monotonic", lambda: now_s)
+    to = plain()
+    with preparing("dp", to, tells=True) as on_progress:
+        for done in range(20):
+            now_s = float(done)
+            on_progress(done, 20)
+    assert written(to).splitlines() == [
+        "dp  preparing", "dp  profiling layer 3 of 20", "dp  profiling layer 13 of 20"
+    ]  # fmt: skip
+
+
+def test_preparing_on_a_terminal_takes_its_line_away() -> None:
+    to = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with preparing("dp", to) as on_progress:
+        on_progress(1, 2)
+    assert written(to).endswith("\x1b[2K")
+
+
+def test_searching_writes_nothing_without_a_terminal() -> None:
+    to = plain()
+    with searching("dp", to) as tell:
+        tell(1, 6, "gpipe, flat")
+    assert written(to) == ""
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_searching_on_a_terminal_shows_what_takes_long(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Now(threading.Timer):
+        """Begins at once, or never."""
+
+        def start(self) -> None:
+            assert self.interval == 2.0
+            if is_long:
+                self.function()
+
+        def join(self, timeout: float | None = None) -> None:
+            del timeout
+
+    monkeypatch.setattr("pipebench.show.progress.Timer", Now)
+    to = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    with searching("vgg16", to) as tell:
+        tell(1, 6, "gpipe, flat, straight")
+    assert ("mode 2 of 6: gpipe, flat, straight" in written(to)) == is_long
+
+
+def test_standard_output_of_a_test_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not console.is_terminal()
+    console.print_comparison([DP, PIPEDREAM], "pipebench ui")
+    assert "MLflow  pipebench ui" in capsys.readouterr().out

@@ -1,0 +1,93 @@
+"""The trace file, against the fields that the Trace Event Format documents."""
+
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipebench.show.trace import write_trace
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, Span, Timeline, Transfer
+
+TIMELINE = Timeline(
+    worker_names=("stage 0", "stage 1"),
+    spans=(
+        Span(0, "forward", "F0", 0.0, 0.001, 0),
+        Span(1, "wait", "wait for activation", 0.0, 0.0015, 0),
+        Span(1, "forward", "F0", 0.0015, 0.0025, 0),
+        Span(0, "update", "U0", 0.0025, 0.003, -1),
+        Span(1, "forward", "F0", 0.01, 0.011, 0),
+    ),
+    transfers=(
+        Transfer(ACTIVATION, "F0", (0,), (1,), "server", 4096, 0.001, 0.0015),
+        Transfer(ALL_REDUCE, "R0", (0, 1), (0, 1), "cluster", 100, 0.0012, 0.002),
+        Transfer(ACTIVATION, "F0", (0,), (1,), "server", 4096, 0.009, 0.01),
+        Transfer(ACTIVATION, "F9", (0,), (1,), "server", 4096, 0.012, 0.013),
+    ),
+    truncated=True,
+)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> list[dict[str, Any]]:
+    write_trace(TIMELINE, tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    found: list[dict[str, Any]] = document["traceEvents"]
+    return found
+
+
+def test_every_event_has_the_documented_fields(events: list[dict[str, Any]]) -> None:
+    required = {"X": {"cat", "ts", "dur"}, "M": {"args"}, "s": {"cat", "id", "ts"}, "f": {"cat", "id", "ts", "bp"}}
+    for event in events:
+        assert {"name", "ph", "pid", "tid"} | required[event["ph"]] <= event.keys()
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+
+
+def test_a_process_per_worker_with_named_threads(events: list[dict[str, Any]]) -> None:
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"].endswith("_name")}
+    assert names["process_name", 0, 0] == "0: stage 0"
+    assert names["process_name", 1, 0] == "1: stage 1"
+    assert names["thread_name", 0, 1] == names["thread_name", 1, 1] == "compute"
+    assert names["thread_name", 0, 2] == names["thread_name", 1, 2] == "network"
+    assert names["thread_name", 0, 3] == "network 2"
+
+
+def test_spans_are_in_microseconds(events: list[dict[str, Any]]) -> None:
+    compute = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert compute == [
+        (0, "F0", 0.0, 1000.0),
+        (1, "wait for activation", 0.0, 1500.0),
+        (1, "F0", 1500.0, 1000.0),
+        (0, "U0", 2500.0, 500.0),
+        (1, "F0", 10000.0, 1000.0),
+    ]
+
+
+def test_slices_of_a_thread_never_overlap(events: list[dict[str, Any]]) -> None:
+    threads = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for slices in threads.values():
+        slices.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(slices))
+
+
+def test_sends_carry_bytes_and_level(events: list[dict[str, Any]]) -> None:
+    sends = [event for event in events if event["ph"] == "X" and event["tid"] > 1]
+    assert sends[0]["args"] == {"bytes": 4096, "level": "server", "receivers": [1]}
+    assert len([event for event in sends if event["cat"] == ALL_REDUCE]) == 2
+
+
+def test_arrows_go_from_a_send_to_the_work_that_needed_it(events: list[dict[str, Any]]) -> None:
+    starts = [(e["pid"], e["tid"], e["ts"]) for e in events if e["ph"] == "s"]
+    ends = [(e["pid"], e["tid"], e["ts"]) for e in events if e["ph"] == "f"]
+    assert starts == [(0, 2, 1000.0), (0, 2, 9000.0)]
+    assert ends == [(1, 1, 1500.0), (1, 1, 10000.0)]
+    ids = [event["id"] for event in events if event["ph"] == "s"]
+    assert len(set(ids)) == 2
+    assert ids == [event["id"] for event in events if event["ph"] == "f"]

@@ -1,0 +1,159 @@
+"""Times of the simulator against hand calculation: links, shared ports, overlapping all-reduce, loading."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pipebench.cluster import Cluster, Level
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.pipeline import Pipeline, chain, forward_programs, programs
+from pipebench.simulate.costs import Bucket, Costs, HostCosts, StageCosts
+from pipebench.simulate.network import Network, ring_bytes
+from pipebench.simulate.simulation import Event, Simulation
+
+TWO_LEVELS = Cluster("two", "unit", None, (Level("server", 2, 100.0, 0.5), Level("cluster", 2, 10.0, 1.0)))
+
+
+def simulate(
+    pipeline: Pipeline, num_minibatches: int, stages: list[StageCosts], num_bytes: int, cluster: Cluster
+) -> tuple[list[Event], Network]:
+    sizes = {(e.source, e.target): {1: num_bytes} for e in pipeline.edges}
+    network = Network(cluster)
+    simulation = Simulation(
+        pipeline, programs(pipeline, num_minibatches), Costs(tuple(stages), sizes, sizes), network, lambda _: 1
+    )
+    return list(simulation), network
+
+
+def stage(
+    forward: float = 1.0, backward: float = 2.0, update: float = 0.0, load: float = 0.0, *buckets: Bucket
+) -> StageCosts:
+    return StageCosts({1: forward}, {1: backward}, {1: load}, update, buckets)
+
+
+def compute(events: list[Event], worker: int) -> Iterator[tuple[str, Any, Any]]:
+    for event in events:
+        if event.worker == worker and event.instruction.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE):
+            yield str(event.instruction), event.start_s, event.end_s
+
+
+def test_one_minibatch_through_two_servers() -> None:
+    """Worker 1 to 2 crosses servers: 20 bytes at 10 bytes/s and 1 s of latency, each way."""
+    pipeline = Pipeline((1, 1, 1, 1), chain(4), "1f1b", True, 1)
+    events, network = simulate(pipeline, 1, [stage(update=0.25)] * 4, 20, TWO_LEVELS)
+    inside, across = 20 / 100 + 0.5, 20 / 10 + 1.0
+    forward_3 = 3 + 2 * inside + across
+    assert next(compute(events, 3)) == ("F0", pytest.approx(forward_3), pytest.approx(forward_3 + 1))
+    backward_0 = forward_3 + 1 + 6 + 2 * inside + across
+    assert list(compute(events, 0))[1:] == [
+        ("B0", pytest.approx(backward_0), pytest.approx(backward_0 + 2)),
+        ("U0", pytest.approx(backward_0 + 2), pytest.approx(backward_0 + 2.25)),
+    ]
+    assert network.num_bytes == {
+        ("activation", "server"): 40, ("activation", "cluster"): 20,
+        ("gradient", "server"): 40, ("gradient", "cluster"): 20,
+    }  # fmt: skip
+
+
+def test_workers_of_a_server_share_its_uplink() -> None:
+    """Both replicas of stage 0 send at the same time to the other server: the second waits for the first."""
+    pipeline = Pipeline((2, 2), chain(2), "1f1b", True, 1)
+    events, _ = simulate(pipeline, 2, [stage(), stage()], 20, TWO_LEVELS)
+    starts = sorted(start for w in (2, 3) for name, start, _ in compute(events, w) if name.startswith("F"))
+    assert starts == [pytest.approx(1 + 2 + 1), pytest.approx(1 + 2 + 2 + 1)]
+
+
+def test_all_reduce_overlaps_the_backward() -> None:
+    """Two replicas, a bucket ready half-way (40 bytes) and one at the end (20 bytes); ring of two: 2 steps of half."""
+    cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
+    pipeline = Pipeline((2,), (), "1f1b", True, 1)
+    buckets = Bucket(40, 0.5), Bucket(20, 1.0)
+    events, network = simulate(pipeline, 2, [stage(1.0, 4.0, 0.0, 0.0, *buckets)], 0, cluster)
+    waits = [e for e in events if e.instruction.op is Op.WAIT_ALL_REDUCE]
+    # backward 1..5; the first bucket takes 3..7, the second waits for the links: 7..9
+    assert [(e.start_s, e.end_s, e.stall_s) for e in waits] == [(5.0, 9.0, 4.0)] * 2
+    assert network.num_bytes == {("all-reduce", "server"): 2 * (2 - 1) * 60}
+
+
+def test_waiting_for_a_slow_replica_is_a_bubble_and_no_stall() -> None:
+    pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1)
+    events, _ = simulate(
+        pipeline, 1, [stage(), stage(3.0, 5.0)], 0, Cluster("f", "u", None, (Level("s", 2, 1.0, 0.5),))
+    )
+    (wait,) = [e for e in events if e.instruction.op is Op.RECEIVE_GRADIENT]
+    assert (wait.start_s, wait.end_s) == (1.0, 1 + 0.5 + 8 + 0.5)
+    assert wait.stall_s == pytest.approx(0.5), "only the transfer counts as communication"
+
+
+def test_loading_is_hidden_behind_compute_until_it_is_the_bottleneck() -> None:
+    pipeline, flat = Pipeline((1,), (), "1f1b", True, 1), Cluster("f", "u", None, (Level("s", 1, 1.0, 0.0),))
+    fast, _ = simulate(pipeline, 10, [stage(load=2.5)], 0, flat)
+    slow, _ = simulate(pipeline, 10, [stage(load=5.0)], 0, flat)
+    assert fast[-1].end_s == pytest.approx(2.5 + 10 * 3), "the first load shows, the others don't"
+    assert slow[-1].end_s == pytest.approx(10 * 5 + 3), "one load after the other, then the last step"
+
+
+def test_events_come_after_what_they_depend_on() -> None:
+    pipeline = Pipeline((2, 1, 2), chain(3), "1f1b", False, 3)
+    buckets = (Bucket(30, 1.0),)
+    events, _ = simulate(
+        pipeline, 12, [stage(1, 2, 0.1, 0.0, *buckets)] * 3, 7, Cluster("f", "u", None, (Level("s", 5, 50.0, 0.1),))
+    )
+    sent: set[tuple[int, int, int]] = set()
+    for event in events:
+        op, number, peer, _ = event.instruction
+        if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+            sent.add((number, event.worker, peer))
+        elif op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            assert (number, peer, event.worker) in sent
+    for worker in range(5):
+        spans = [(e.start_s, e.end_s) for e in events if e.worker == worker]
+        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(spans)), "a worker does one thing at a time"
+
+
+def test_evaluation_runs_forward_only() -> None:
+    pipeline = Pipeline((2, 1), chain(2), "1f1b", False, 2)
+    ops = {i.op for program in forward_programs(pipeline, 5) for i in program}
+    assert ops == {Op.LOAD_INPUT, Op.RECEIVE_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("elements", [1, 2, 5, 100, 1001])
+def test_ring_bytes_add_up(size: int, elements: int) -> None:
+    assert sum(ring_bytes(4 * elements, size)) == 2 * (size - 1) * 4 * elements
+
+
+def test_messages_take_their_ends_own_time_where_they_do() -> None:
+    """An end of a message of 20 bytes takes 0.1 + 20 x 0.01 s, on top of the link: sender and receiver each."""
+    pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1)
+    sizes = {(0, 1): {1: 20}}
+    cluster = Cluster("one", "unit", None, (Level("server", 2, 100.0, 0.5),))
+    costs = Costs((stage(), stage()), sizes, sizes, HostCosts(0.1, 0.01))
+    events = list(Simulation(pipeline, programs(pipeline, 1), costs, Network(cluster), lambda _: 1))
+    arrives, end_s = 1 + 20 / 100 + 0.5, 0.3
+    assert list(compute(events, 1)) == [
+        ("F0", pytest.approx(arrives + end_s), pytest.approx(arrives + end_s + 1)),
+        ("B0", pytest.approx(arrives + end_s + 1), pytest.approx(arrives + end_s + 3)),
+        ("U0", pytest.approx(arrives + end_s + 3 + end_s), pytest.approx(arrives + end_s + 3 + end_s)),
+    ]
+    sends: list[Any] = [
+        (event.worker, event.end_s - event.start_s) for event in events if "SEND" in event.instruction.op.name
+    ]
+    assert sends == [(0, pytest.approx(end_s)), (1, pytest.approx(end_s))]
+    last = next(event for event in events if event.instruction.op is Op.RECEIVE_GRADIENT)
+    assert last.end_s == pytest.approx(arrives + end_s + 3 + 0.7 + end_s)
+
+
+@pytest.mark.parametrize("early", [0.0, 5.0])
+def test_an_all_reduce_takes_its_members_own_time_where_it_does(early: float) -> None:
+    """8 bytes over 2 replicas: each sends 8 at 0.5 s per byte of its own, whoever comes first."""
+    pipeline = Pipeline((2,), (), "1f1b", True, 1)
+    cluster = Cluster("one", "unit", None, (Level("server", 2, 100.0, 0.5),))
+    stages = (stage(1.0, 2.0, early, 0.0, Bucket(8, 1.0)),)
+    costs = Costs(stages, {}, {}, HostCosts(ring_byte_s=0.5))
+    events = list(Simulation(pipeline, programs(pipeline, 2), costs, Network(cluster), lambda _: 1))
+    waits = [event.end_s for event in events if event.instruction.op is Op.WAIT_ALL_REDUCE]
+    link_s = 2 * (8 / 2 / 100 + 0.5)
+    assert waits == [pytest.approx(3 + link_s + 4)] * 2

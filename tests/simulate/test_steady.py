@@ -1,0 +1,37 @@
+"""The extrapolated epoch equals the fully simulated one."""
+
+from typing import Any
+
+import pytest
+
+from pipebench.simulate.steady import _steady_state, simulate_all, simulate_segment
+from tests.support import Blobs, Mlp, make_setup
+
+PLANS = [([], [1]), ([2], [1, 1]), ([2, 4, 6], [1] * 4), ([4], [2, 1]), ([4], [3, 1]), ([2, 4], [1, 2, 1]), ([], [3])]
+COLUMNS: list[dict[str, Any]] = [
+    {"weights": "stash"},
+    {"weights": "one", "microbatches": 2, "order": "all-forwards"},
+    {"weights": "one", "microbatches": 2},
+    {"weights": "one", "depth": 1},
+    {"weights": "one", "microbatches": 2, "clip_norm": 1.0},
+]
+
+
+@pytest.mark.parametrize("columns", COLUMNS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_extrapolation_is_exact(plan: tuple[list[int], list[int]], columns: dict[str, Any]) -> None:
+    setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=40 * 12 + 3, num_eval=4), **columns)
+    num_minibatches = setup.sampler.minibatches_per_epoch
+    found = _steady_state(setup, num_minibatches, setup.pipeline.block)
+    assert found is not None, "nothing was extrapolated, so this would test nothing"
+    assert found[0] + 2 * found[1] < num_minibatches // 2
+    whole, short = simulate_all(setup, num_minibatches), simulate_segment(setup, num_minibatches)
+    assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
+    assert short.busy_s == pytest.approx(whole.busy_s, rel=1e-9)
+    assert short.stall_s == pytest.approx(whole.stall_s, rel=1e-6, abs=1e-6)
+    assert short.num_bytes == whole.num_bytes
+
+
+def test_a_segment_too_short_to_be_steady_is_simulated_whole() -> None:
+    setup = make_setup(Mlp(), ([2, 4, 6], [1] * 4), dataset=Blobs(num_train=20, num_eval=4))
+    assert simulate_segment(setup, 5) == simulate_all(setup, 5)

@@ -1,0 +1,79 @@
+"""The simulator's prediction beside what a run measured."""
+
+import pytest
+
+from pipebench.simulate.steady import simulate_segment
+from pipebench.train.prediction import compare, prediction_line, prediction_markdown
+from pipebench.train.simulated import predicted_metrics
+from tests.support import Blobs, Mlp, make_setup
+
+PREDICTED = {
+    "epoch_time_s": 1.0,
+    "bubble_fraction": 0.25,
+    "comm_bytes_per_sample": 2000.0,
+    "comm_bytes_per_sample_gradient": 0.0,
+    "samples_per_update": 32.0,
+}
+MEASURED = {
+    "epoch_time_s": 1.25,
+    "bubble_fraction": 0.2,
+    "comm_bytes_per_sample": 2000.0,
+    "comm_bytes_per_sample_gradient": 0.0,
+    "throughput_samples_per_s": 100.0,
+    "samples_per_update": 32.0,
+}
+
+
+def test_a_run_slower_than_predicted_has_an_error_above_zero() -> None:
+    assert compare(MEASURED, PREDICTED) == {
+        "predicted_epoch_time_s": 1.0,
+        "predicted_bubble_fraction": 0.25,
+        "predicted_comm_bytes_per_sample": 2000.0,
+        "predicted_comm_bytes_per_sample_gradient": 0.0,
+        "prediction_error": pytest.approx(0.25),
+    }
+
+
+def test_without_a_measured_epoch_there_is_no_error() -> None:
+    metrics = compare({}, PREDICTED)
+    assert "prediction_error" not in metrics
+    assert metrics["predicted_epoch_time_s"] == 1.0
+    assert prediction_line(metrics) == ""
+
+
+def test_the_table_has_measured_predicted_and_difference() -> None:
+    assert prediction_markdown({**MEASURED, **compare(MEASURED, PREDICTED)}).splitlines() == [
+        "| | measured | predicted | difference |",
+        "| --- | ---: | ---: | ---: |",
+        "| epoch_time_s | 1.25 s | 1.00 s | +25.0% |",
+        "| throughput_samples_per_s | 100 | - |  |",
+        "| bubble_fraction | 20.0% | 25.0% | -5.0 points |",
+        "| comm_bytes_per_sample | 2.00 kB | 2.00 kB | +0.0% |",
+        "| comm_bytes_per_sample_gradient | 0 B | 0 B | none |",
+    ]
+
+
+def test_a_note_stands_below_the_table() -> None:
+    assert prediction_markdown(MEASURED, "cores are shared").splitlines()[-2:] == ["", "cores are shared"]
+
+
+def test_the_line_says_both_epoch_times() -> None:
+    line = prediction_line({**MEASURED, **compare(MEASURED, PREDICTED)})
+    assert line == "epoch 1.00 s predicted, 1.25 s measured (+25.0%)"
+
+
+def test_a_part_of_an_epoch_is_scaled_to_one() -> None:
+    setup = make_setup(Mlp(), ([4], [1, 1]), dataset=Blobs(num_train=40, num_eval=4))  # minibatches of 4
+    predicted = predicted_metrics(setup, 5)
+    assert predicted["epoch_time_s"] == pytest.approx(2 * simulate_segment(setup, 5).end_s)
+    assert predicted["throughput_samples_per_s"] == pytest.approx(40 / predicted["epoch_time_s"])
+    whole = predicted_metrics(setup, 10)
+    assert whole["epoch_time_s"] == whole["total_time_s"] < predicted["epoch_time_s"]  # one drain instead of two
+    assert whole["comm_bytes_per_sample"] == predicted["comm_bytes_per_sample"] > 0
+
+
+def test_a_short_last_minibatch_counts_what_it_has() -> None:
+    setup = make_setup(Mlp(), ([4], [1, 1]), dataset=Blobs(num_train=37, num_eval=4))  # 9 minibatches of 4, one of 1
+    whole, part = predicted_metrics(setup, 10), predicted_metrics(setup, 2)
+    assert whole["throughput_samples_per_s"] == pytest.approx(37 / whole["total_time_s"])
+    assert part["throughput_samples_per_s"] == pytest.approx(5 / part["total_time_s"])

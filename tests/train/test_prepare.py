@@ -1,0 +1,173 @@
+"""From a recipe to what an engine needs: what of model, data and plan doesn't fit together is said in a sentence."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from torch import nn
+
+from pipebench.cli.main import cli
+from pipebench.errors import PlanError, ProfileError, RecipeError
+from pipebench.planner import planner
+from pipebench.recipe.catalog import recipes_folder
+from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.load import load
+from pipebench.recipe.preflight import preflight
+from pipebench.recipe.schema import Recipe
+from pipebench.run import runner
+from pipebench.train import prepare as prepare_module
+from pipebench.train.prepare import prepare, profiled
+
+TEXT = """\
+name: text
+model: {name: awd_lm, vocabulary: 500, embedding_size: 8, hidden_size: 12, num_layers: 2}
+dataset: {name: king_james, bptt: 10, train_tokens: 4000, eval_tokens: 300, vocabulary: 500}
+train: {minibatch_size: 4, streams: 2, optimizer: {lr: 1}, max_epochs: 1}
+cluster: {name: cluster-a}
+parallelism: {mode: pipedream}
+engine: {kind: simulated}
+"""
+PAIRS = """\
+name: pairs
+model: {name: gnmt8, hidden_size: 8, source_vocabulary: 128, target_vocabulary: 128}
+dataset: {name: number_words}
+train: {minibatch_size: 4, optimizer: {lr: 1}, max_epochs: 1}
+cluster: {name: cluster-a}
+parallelism: {mode: single}
+engine: {kind: simulated}
+"""
+MODELS = """\
+from torch import nn
+
+class Mute(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.head = nn.Embedding(128, 4), nn.Linear(4, width)
+
+    def forward(self, source, source_length, target_in):
+        read = self.table(source).sum(1, True) * source_length[:, None, None]
+        return self.head(self.table(target_in) + read)
+
+def mute():
+    return Mute(128)
+
+def few():
+    model = Mute(120)
+    model.translate = print
+    return model
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # of another test's folder
+    (tmp_path / "text.yaml").write_text(TEXT)
+    (tmp_path / "pairs.yaml").write_text(PAIRS)
+    (tmp_path / "models.py").write_text(MODELS)
+    named = "model: {name: gnmt8, hidden_size: 8, source_vocabulary: 128, target_vocabulary: 128}"
+    for name in ("mute", "few"):
+        (tmp_path / f"{name}.yaml").write_text(PAIRS.replace(named, f"model: {{target: 'models:{name}'}}"))
+    return tmp_path
+
+
+def prepare_with(name: str, *overrides: str) -> object:
+    recipe = load(f"{name}.yaml", list(overrides)).recipe
+    return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
+
+
+@pytest.mark.usefixtures("here")
+class TestPlansForText:
+    @pytest.mark.parametrize("streams", [1, 2, 3, 4])
+    def test_every_stages_replicas_divide_the_streams(self, streams: int) -> None:
+        recipe = load("text.yaml", [f"train.streams={streams}"]).recipe
+        setup = prepare(recipe, load_cluster("cluster-a", 1)).setup
+        assert all(streams % r == 0 for r in setup.plan.replicas)
+        assert setup.sampler.streams == setup.held_out.streams == streams
+
+    def test_straight_plans_are_found_for_long_models_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where cuts are so many that given shapes aren't tried, the search of any width alone tears streams apart."""
+        monkeypatch.setattr(planner, "_MOST_CUTS_OF_SHAPES", 1)
+        for streams in (1, 2, 3):
+            recipe = load("text.yaml", [f"train.streams={streams}"]).recipe
+            setup = prepare(recipe, load_cluster("cluster-a", 1)).setup
+            assert all(streams % r == 0 for r in setup.plan.replicas)
+
+    def test_mode_auto_leaves_out_modes_without_such_a_plan(self) -> None:
+        recipe = load("text.yaml", ["parallelism.mode=auto", "train.streams=3"]).recipe
+        comparison = prepare(recipe, load_cluster("cluster-a", 1)).comparison
+        assert comparison is not None
+        assert "train.streams is 3 with plan 4" in comparison.refused["dp"]
+        assert comparison.best.mode != "dp"
+
+    def test_a_plan_that_tears_a_stream_apart_is_refused(self) -> None:
+        """Where validation can't see it: the plan is given after the recipe was checked."""
+        recipe = load("text.yaml").recipe
+        torn = replace(recipe, parallelism=replace(recipe.parallelism, plan="3-1"))
+        with pytest.raises(PlanError, match=r"train.streams: got 2 with plan 3-1, .* allowed are multiples of 3"):
+            prepare(torn, load_cluster("cluster-a", 1))
+
+    def test_an_epoch_is_what_whole_rows_hold(self) -> None:
+        """403 chunks in 2 x 4 rows of 50."""
+        setup = prepare(load("text.yaml", ["dataset.train_tokens=4030"]).recipe, load_cluster("cluster-a", 1)).setup
+        assert (setup.dataset.num_train, setup.sampler.num_samples) == (403, 400)
+
+
+@pytest.mark.usefixtures("here")
+class TestModelsThatDoNotFitTheData:
+    def test_too_few_rows_in_an_embedding(self) -> None:
+        with pytest.raises(PlanError, match="embedding embedding of the model has 400 rows, and tokens of dataset kin"):
+            prepare_with("text", "model.vocabulary=400")
+        with pytest.raises(PlanError, match="embedding source_embedder of the model has 64 rows, and source of"):
+            prepare_with("pairs", "model.source_vocabulary=64")
+
+    def test_too_few_logits(self) -> None:
+        with pytest.raises(ProfileError, match="the model has 120 outputs, and target_out of NumberWords has 128 diff"):
+            prepare_with("few")
+
+    @pytest.mark.parametrize("name", ["small/resnet50/single", "small/alexnet/dp", "alexnet/single"])
+    def test_too_few_classes(self, name: str) -> None:
+        recipe = load(name, ["model.num_classes=5", "engine.kind=simulated"]).recipe
+        with pytest.raises(ProfileError, match=r"the model has 5 outputs, and label of .* different ids"):
+            prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
+
+    def test_a_model_that_cannot_write(self) -> None:
+        with pytest.raises(PlanError, match="number_words scores what the model writes, and Mute has no method transl"):
+            prepare_with("mute")
+
+
+@pytest.mark.usefixtures("here")
+def test_plans_and_simulations_take_no_weights_and_no_data() -> None:
+    recipe = load("vgg16/4x4-a-pipedream").recipe
+    made = profiled(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
+    assert all(parameter.is_meta for parameter in made.graph.root.parameters())
+    assert sum(parameter.numel() for parameter in made.graph.root.parameters()) == 138_357_544
+
+
+def test_data_are_asked_for_where_times_are_measured_whatever_the_cluster_is_called(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
+    (here / "box.yaml").write_text((recipes_folder() / "clusters" / "local.yaml").read_text())
+    for cluster in ("local", str(here / "box.yaml")):
+        loaded = load("awd_lm/1x4-a-dp", [f"cluster.name={cluster}", "train.streams=8"])
+        with pytest.raises(RecipeError, match="ptb: no folder is given"):
+            preflight(loaded, trains=False)
+        result = CliRunner().invoke(cli, ["draw", "awd_lm/1x4-a-dp", f"cluster.name={cluster}", "train.streams=8"])
+        assert isinstance(result.exception, RecipeError) or result.exit_code == 2
+    preflight(load("awd_lm/1x4-a-dp"), trains=False)
+
+
+def test_drawing_takes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+    make = prepare_module.initial_model
+
+    def watched(recipe: Recipe, device: str) -> nn.Module:
+        devices.append(device)
+        return make(recipe, device)
+
+    monkeypatch.setattr(prepare_module, "initial_model", watched)
+    assert "stage 3" in runner.draw(load("small/gnmt8/pipedream"))
+    assert devices == ["meta"]

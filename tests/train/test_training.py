@@ -1,0 +1,413 @@
+"""Training to a target: outcomes, the clock, short last minibatches, learning rates."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part
+from pipebench.cluster import Cluster
+from pipebench.engine.gate import StopRequest
+from pipebench.profile.model import Profile
+from pipebench.recipe.schema import (
+    ClusterRecipe,
+    OptimizerRecipe,
+    ParallelismRecipe,
+    PeriodRecipe,
+    Recipe,
+    ScheduleRecipe,
+    TargetRecipe,
+    TrainRecipe,
+)
+from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.simulate.timeline import Timeline
+from pipebench.train.loop import Keeping, on_virtual_clock, train_to_target
+from pipebench.train.prepare import Prepared, initial_model, learning_rate, travelling_sizes
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.train.resume import taken_up
+from pipebench.train.simulated import simulate_epoch
+from tests.support import Blobs, Mlp, flat_cluster, make_setup
+
+
+class Silent:
+    """Progress nobody sees; may interrupt."""
+
+    def __init__(self, interrupt_after: int = 10**9) -> None:
+        self.updates: list[tuple[int, float, float, float]] = []
+        self._interrupt_after = interrupt_after
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        self.updates.append((samples, clock_s, loss, occupancy))
+        if len(self.updates) >= self._interrupt_after:
+            raise KeyboardInterrupt
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Nothing to do."""
+
+    def note(self, text: str) -> None:
+        """Nothing to do."""
+
+
+def recipe(**train: Any) -> Recipe:
+    defaults: dict[str, Any] = {
+        "minibatch_size": 4,
+        "max_epochs": 3,
+        "optimizer": OptimizerRecipe(lr=0.1),
+        "target": TargetRecipe("top1", 2.0),
+    }
+    return Recipe(
+        name="test",
+        model={"name": "mlp"},
+        dataset={"name": "blobs"},
+        train=TrainRecipe(**defaults | train),
+        cluster=ClusterRecipe("flat"),
+        parallelism=ParallelismRecipe(mode="pipedream"),
+    )
+
+
+def prepared(given: Recipe, lr: float = 0.1, plan: Any = ([4], [2, 1]), num_train: int = 46) -> Prepared:
+    setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=num_train), lr=lambda stage, before, own: lr)
+    profile = Profile("mlp", "unit", "file", "unit costs", {}, 0.0, 0.0, {}, {})
+    return Prepared(given, flat_cluster(4), profile, setup)
+
+
+def train(given: Prepared, progress: Silent | None = None) -> tuple[RunResult, Timeline, list[Point]]:
+    points: list[Point] = []
+    result, timeline = train_to_target(given, on_virtual_clock(given), progress or Silent(), points.append)
+    return result, timeline, points
+
+
+def test_a_missed_target_says_so_and_has_no_time() -> None:
+    result, _, points = train(prepared(recipe()))
+    assert result.outcome == MISSED
+    assert result.exit_code == 1
+    assert "missed top1 2: the best in 3 epochs was top1" in result.sentence
+    assert "time_to_accuracy_s" not in result.metrics
+    assert [point.samples for point in points] == [46, 92, 138]
+    assert result.points == tuple(points)
+
+
+def test_a_reached_target_stops_the_run_with_its_time() -> None:
+    result, _, points = train(prepared(recipe(target=TargetRecipe("top1", 0.0))))
+    assert (result.outcome, result.exit_code, len(points)) == (REACHED, 0, 1)
+    metrics = result.metrics
+    assert metrics["time_to_accuracy_s"] == points[0].clock_s == metrics["total_time_s"]
+    assert metrics["epochs_to_target"] == 1
+    evaluation_s = metrics["evaluation_time_s"]
+    assert metrics["time_to_accuracy_without_evaluation_s"] == pytest.approx(points[0].clock_s - evaluation_s)
+    assert evaluation_s > 0
+    assert metrics["throughput_samples_per_s"] == pytest.approx(46 / (points[0].clock_s - evaluation_s))
+
+
+def test_without_a_target_it_trains_every_epoch() -> None:
+    result, _, points = train(prepared(recipe(target=None)))
+    assert (result.outcome, result.exit_code, len(points)) == (COMPLETED, 0, 3)
+
+
+@pytest.mark.parametrize("plan", [([], [1]), ([4], [2, 1]), ([2, 4, 6], [1, 1, 1, 1])], ids=str)
+def test_divergence_is_a_result(plan: Any) -> None:
+    result, _, _ = train(prepared(recipe(optimizer=OptimizerRecipe(lr=1e308)), lr=1e308, plan=plan))
+    assert (result.outcome, result.exit_code) == (DIVERGED, 1)
+    assert result.sentence.startswith("diverged: the training loss is ")
+    assert "lower train.optimizer.lr (1e+308)" in result.sentence
+    assert result.metrics["total_time_s"] > 0
+
+
+def test_ctrl_c_keeps_what_was_trained() -> None:
+    result, timeline, points = train(prepared(recipe()), Silent(interrupt_after=15))
+    assert (result.outcome, result.exit_code) == (INTERRUPTED, 130)
+    assert len(points) == 1, "the first epoch was finished"
+    assert "interrupted after" in result.sentence
+    assert timeline.spans
+
+
+def test_evaluation_periods_in_minibatches() -> None:
+    _, _, points = train(prepared(recipe(evaluate_every=PeriodRecipe(minibatches=5), max_epochs=1)))
+    assert [point.samples for point in points] == [20, 40, 46]
+
+
+def test_the_clock_never_pauses_and_only_grows() -> None:
+    progress = Silent()
+    _, timeline, points = train(prepared(recipe()), progress)
+    clocks = [clock_s for _, clock_s, _, _ in progress.updates]
+    assert clocks == sorted(clocks)
+    assert all(0 <= occupancy <= 1 for *_, occupancy in progress.updates)
+    evaluations = [span for span in timeline.spans if span.kind == "evaluate"]
+    assert max(span.end_s for span in evaluations) == pytest.approx(points[-1].clock_s)
+    training = [span for span in timeline.spans if span.kind == "forward" and span.start_s < points[0].clock_s]
+    first = min(span.start_s for span in evaluations)
+    assert max(span.end_s for span in training) <= first, "the pipeline is drained before an evaluation"
+
+
+def test_the_training_loss_weighs_a_short_minibatch_rightly() -> None:
+    """With a rate of zero the loss of an epoch is the mean over all samples, whatever the minibatches."""
+    result, _, points = train(prepared(recipe(max_epochs=1), lr=0.0))
+    model, data = Mlp(), Blobs(num_train=46)
+    fields = data.fetch("train", range(46), ["x", "label"])
+    mean = torch.nn.functional.cross_entropy(model(fields["x"]), fields["label"]).item()
+    assert points[0].metrics["train_loss"] == pytest.approx(mean, rel=1e-12)
+    assert result.metrics["throughput_samples_per_s"] > 0
+
+
+def test_a_simulated_run_has_throughput_and_no_accuracy() -> None:
+    given = prepared(recipe())
+    simulated, _ = simulate_epoch(given)
+    trained, _, _ = train(prepared(recipe(max_epochs=1, target=None)))
+    assert (simulated.outcome, simulated.points) == (COMPLETED, ())
+    for name in ("epoch_time_s", "throughput_samples_per_s", "bubble_fraction", "comm_bytes_total"):
+        assert simulated.metrics[name] == pytest.approx(trained.metrics[name], rel=1e-9), name
+
+
+def test_results_round_trip_as_json() -> None:
+    result, _, _ = train(prepared(recipe()))
+    assert RunResult.from_json(result.to_json()).to_json() == result.to_json()
+
+
+def rate_of(
+    schedule: ScheduleRecipe, replicas: tuple[int, ...] = (1,), *, flushes: bool = False, **optimizer: Any
+) -> Any:
+    given = TrainRecipe(
+        minibatch_size=10, max_epochs=10, schedule=schedule, optimizer=OptimizerRecipe(lr=1.0, **optimizer)
+    )
+    pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", flushes, 2)
+    return learning_rate(given, pipeline, num_train=100)
+
+
+def test_learning_rate_schedules() -> None:
+    step = rate_of(ScheduleRecipe("step", every_epochs=3, factor=0.1))
+    assert [step(0, before, 10) for before in (0, 299, 300, 599, 600)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+    cosine = rate_of(ScheduleRecipe("cosine", warmup_epochs=1))
+    assert [cosine(0, before, 10) for before in (0, 10, 90, 100)] == pytest.approx([0.1, 0.2, 1.0, 1.0])
+    assert cosine(0, 550, 10) == pytest.approx(0.5)
+    assert 0 < cosine(0, 990, 10) < 0.001
+    polynomial = rate_of(ScheduleRecipe("polynomial", power=2, warmup_epochs=1))
+    assert [polynomial(0, before, 10) for before in (0, 90, 100, 500, 900)] == pytest.approx([0.1, 1, 0.81, 0.25, 0.01])
+    assert rate_of(ScheduleRecipe())(0, 12345, 10) == 1.0
+
+
+def test_rates_scale_with_the_samples_of_an_update() -> None:
+    scaled = rate_of(ScheduleRecipe(), (3, 1, 2))
+    assert [scaled(stage, 0, 10) for stage in range(3)] == pytest.approx([1, 1 / 3, 2 / 3])
+    same = rate_of(ScheduleRecipe(), (3, 1, 2), lr_scaling="none")
+    assert [same(stage, 0, 10) for stage in range(3)] == [1, 1, 1]
+    flushing = rate_of(ScheduleRecipe(), (3, 1, 2), flushes=True)
+    assert [flushing(stage, 0, 10) for stage in range(3)] == [1, 1, 1], "all stages average over the same minibatches"
+
+
+def test_every_size_that_travels_is_profiled() -> None:
+    given = replace(recipe(minibatch_size=32), parallelism=ParallelismRecipe(mode="gpipe", microbatches=5))
+    data = Blobs(num_train=4000 + 3, num_eval=1000)
+    assert travelling_sizes(given, data) == (1, 6, 7, 8, 32)  # 32 = 7+7+6+6+6, 3 = 1+1+1+0+0, evaluation 32 and 8
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    given = recipe()
+    vgg = {"name": "vgg16", "width": 0.05, "num_classes": 10, "in_channels": 1, "image_size": 32}
+    one, same, other = (
+        initial_model(replace(given, model=vgg, train=replace(given.train, seed=seed))) for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+
+def test_a_flat_cluster_is_not_the_whole_story() -> None:
+    """A transfer knows the level it crosses; bytes are reported by level."""
+    given = prepared(recipe(max_epochs=1, target=None))
+    level = given.cluster.levels[0]
+    cluster = Cluster("two", "unit", None, (replace(level, count=2), replace(level, name="cluster", count=2)))
+    result, _, _ = train(replace(given, cluster=cluster, setup=replace(given.setup, cluster=cluster)))
+    metrics = result.metrics
+    assert metrics["comm_bytes_level_server"] > 0
+    assert metrics["comm_bytes_level_cluster"] > 0
+    assert metrics["comm_bytes_level_server"] + metrics["comm_bytes_level_cluster"] == metrics["comm_bytes_total"]
+    assert math.isclose(metrics["comm_bytes_per_sample"] * 46, metrics["comm_bytes_total"])
+
+
+def kept(
+    given: Prepared,
+    checkpoints: Checkpoints,
+    found: Checkpoint | None = None,
+    on_point: Callable[[Point], None] = lambda point: None,
+) -> tuple[RunResult, Any]:
+    """Train with checkpoints; return the result and the engine."""
+    engines: list[Any] = []
+
+    def make(*told: Any) -> Any:
+        engines.append(on_virtual_clock(given)(*told))
+        return engines[-1]
+
+    goes_on = None if found is None else taken_up(found, given)
+    result, _ = train_to_target(given, make, Silent(), on_point, Keeping(checkpoints, goes_on))
+    return result, engines[0]
+
+
+def checkpointed(max_epochs: int = 3) -> Prepared:
+    """A run that drains for checkpoints twice per epoch of 12 minibatches."""
+    every = PeriodRecipe(minibatches=5)
+    return prepared(recipe(max_epochs=max_epochs, checkpoint_every=every), plan=([4], [2, 1]))
+
+
+@pytest.mark.parametrize("step", [5, 12, 15, 30])
+def test_a_run_that_goes_on_ends_like_one_that_never_stopped(tmp_path: Path, step: int) -> None:
+    whole, engine = kept(checkpointed(), Checkpoints(tmp_path / "whole", keep=99))
+    assert Checkpoints(tmp_path / "whole").steps() == [5, 10, 12, 15, 20, 24, 25, 30, 35, 36]
+    found = Checkpoints(tmp_path / "whole").at(step)
+    told: list[Point] = []
+    resumed, again = kept(checkpointed(), Checkpoints(tmp_path / "again"), found, told.append)
+    for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
+    # All are told of, also those before the checkpoint: whoever queued them may have died before they were recorded.
+    assert resumed.points == whole.points == tuple(told)
+    assert resumed.sentence == whole.sentence
+    same = {name: value for name, value in whole.metrics.items() if name != "wall_time_s"}
+    assert {name: resumed.metrics[name] for name in same} == pytest.approx(same)
+
+
+def test_checkpoint_drains_are_part_of_the_recipe() -> None:
+    """They are drains like any other: an evaluation there changes nothing, none there changes the weights."""
+    drained, plain = checkpointed(), prepared(recipe())
+    results = [train(given)[0].points[-1].metrics["train_loss"] for given in (drained, plain)]
+    assert results[0] != results[1]
+
+
+class Full(Checkpoints):
+    """A disk that is full from some step on."""
+
+    def write_part(self, step: int, part: str, state: Any) -> Part:
+        if step > 10:
+            raise OSError(28, "No space left on device")
+        return super().write_part(step, part, state)
+
+
+class Noted(Silent):
+    """Progress that keeps notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path) -> None:
+    progress, given = Noted(), checkpointed()
+    result, _ = train_to_target(
+        given, on_virtual_clock(given), progress, lambda point: None, Keeping(Full(tmp_path, keep=9))
+    )
+    assert result.outcome == MISSED
+    assert progress.notes[0].startswith("no checkpoint at minibatch 12: [Errno 28] No space left on device; the one")
+    assert Checkpoints(tmp_path).latest()[0] is not None
+    assert Checkpoints(tmp_path).steps() == [5, 10]
+
+
+class Stopped:
+    """An engine that another process has asked to stop after some minibatches."""
+
+    def __init__(self, engine: Any, after: int, reason: str) -> None:
+        self._engine, self._left, self._reason = engine, after, reason
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._reason if self._left <= 0 else None
+
+    def train(self, first: int, count: int) -> int:
+        done = min(count, max(0, self._left))
+        self._left -= count
+        return int(self._engine.train(first, done))
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "steps"), [("interrupted", INTERRUPTED, [5, 8]), ("diverged: x", DIVERGED, [5])]
+)
+def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
+    tmp_path: Path, reason: str, outcome: str, steps: list[int]
+) -> None:
+    given = checkpointed()
+    result, _ = train_to_target(
+        given,
+        lambda *told: Stopped(on_virtual_clock(given)(*told), 8, reason),
+        Silent(),
+        lambda point: None,
+        Keeping(Checkpoints(tmp_path)),
+    )
+    assert result.outcome == outcome
+    assert Checkpoints(tmp_path).steps() == steps
+    assert result.sentence == ("interrupted after 32 samples" if outcome == INTERRUPTED else reason)
+
+
+@pytest.mark.parametrize("step", [12, 36])
+def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path, step: int) -> None:
+    whole, _ = kept(checkpointed(), Checkpoints(tmp_path / "whole"))
+    given, checkpoints = checkpointed(), Checkpoints(tmp_path / "stopped")
+    train_to_target(
+        given,
+        lambda *told: Stopped(on_virtual_clock(given)(*told), step, "interrupted"),
+        Silent(),
+        lambda point: None,
+        Keeping(checkpoints),
+    )
+    found, _ = checkpoints.latest()
+    assert found is not None
+    assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
+    resumed, _ = kept(checkpointed(), Checkpoints(tmp_path / "again"), found)
+    assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
+
+
+def test_bytes_add_up_over_plans(tmp_path: Path) -> None:
+    """An epoch under one plan, one under another, one under the first again: bytes are the whole run's."""
+    plans: list[Any] = [([4], [2, 1]), ([2, 4], [1, 1, 1]), ([4], [2, 1])]
+    alone = [train(prepared(recipe(max_epochs=1, target=None), plan=plan))[0].metrics for plan in plans]
+    store, result = Checkpoints(tmp_path), None
+    for index, plan in enumerate(plans):
+        given = prepared(recipe(max_epochs=index + 1, target=None), plan=plan)
+        result, _ = kept(given, store, store.latest()[0])
+        metrics = result.metrics
+        for name in alone[0]:
+            if name.startswith("comm_bytes") and "per_sample" not in name:
+                assert metrics[name] == sum(each.get(name, 0) for each in alone[: index + 1]), name
+        assert metrics["comm_bytes_per_sample"] == metrics["comm_bytes_total"] / (46 * (index + 1))
+        assert metrics.get("workers_counted_from_samples", 0) == 46 * index
+        assert metrics["throughput_samples_per_s"] > 0
+    assert "lost_time_s" not in metrics
+
+
+def test_lost_time_adds_up(tmp_path: Path) -> None:
+    store, given = Checkpoints(tmp_path), checkpointed(1)
+    kept(given, store)
+    for index in range(1, 3):
+        given = checkpointed(index + 1)
+        found = store.latest()[0]
+        assert found is not None
+        keeping = Keeping(store, taken_up(found, given), lost_s=7.0)
+        result, _ = train_to_target(given, on_virtual_clock(given), Silent(), lambda point: None, keeping)
+        assert result.metrics["lost_time_s"] == 7.0 * index
+    assert result.metrics["total_time_s"] > 14
+
+
+def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_path: Path) -> None:
+    """The recipe wants no checkpoints: a place is asked for once, when the run is stopped."""
+    given, stop, asked = prepared(recipe(max_epochs=5)), StopRequest(), []
+
+    class Stopping(Silent):
+        def evaluation(self, point: Point, epoch: float) -> None:
+            stop.reason = "interrupted"
+
+    def place() -> Checkpoints:
+        asked.append(1)
+        return Checkpoints(tmp_path)
+
+    result, _ = train_to_target(
+        given, on_virtual_clock(given, stop), Stopping(), lambda point: None, Keeping(when_stopped=place)
+    )
+    assert (result.outcome, result.sentence, asked) == (INTERRUPTED, "interrupted after 46 samples", [1])
+    found = Checkpoints(tmp_path).latest()[0]
+    assert found is not None
+    assert taken_up(found, given).progress.samples == 46
