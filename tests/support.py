@@ -15,14 +15,14 @@ import pipebench
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.engine.weights import MakeOptimizer
-from pipebench.model.evaluation import evaluation_of
 from pipebench.model.graph import LayerGraph, attribute, forget_states, run_node, trace
+from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan, make_plan
 from pipebench.model.sampling import InOrder, Sampler
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.simulate.costs import stage_costs
+from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.network import Network
 from zoo.registry import Dataset
 

@@ -6,15 +6,13 @@ shapes and types: of the parameter's shape (momentum), scalars (step), rows and 
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.checkpoint.tensors import Form, check_form, check_plain, has_nan, kind_of
-
-if TYPE_CHECKING:
-    from pipebench.engine.weights import MakeOptimizer
+from pipebench.model.optimizer import MakeOptimizer
 
 _STEPS = 3  # some keep a thing from the second step on, or have None in it before
 _COUNTER = "step"  # what every optimizer of torch.optim calls the number of its steps
@@ -30,7 +28,7 @@ class FreshStates:
         make_optimizer: the recipe's.
     """
 
-    def __init__(self, make_optimizer: "MakeOptimizer") -> None:
+    def __init__(self, make_optimizer: MakeOptimizer) -> None:
         self._make_optimizer = make_optimizer
         self._known: dict[Form, tuple[_Kept, bool]] = {}
 

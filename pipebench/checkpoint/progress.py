@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipebench.checkpoint.state import CheckpointError
-from pipebench.json_rules import (
+from pipebench.schedule.instructions import Op
+from pipebench.typed_json import (
     JsonError,
     Rule,
     by_name,
@@ -19,7 +20,6 @@ from pipebench.json_rules import (
     text,
     wrong,
 )
-from pipebench.schedule.instructions import Op
 
 
 @dataclass(frozen=True)

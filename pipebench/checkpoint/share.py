@@ -2,13 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pipebench.model.graph import LayerGraph
-from pipebench.model.sampling import microbatch_sizes
-
-if TYPE_CHECKING:
-    from pipebench.engine.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -31,13 +26,6 @@ class Share:
     def holds(self, stream: int) -> bool:
         """Return whether this replica carries a stream's state: segments start at multiples of the streams."""
         return bool(self.unit_sizes) and stream % self.num_replicas == self.replica
-
-
-def share_of(setup: "Setup", worker: int) -> Share:
-    """Return a worker's share of the state of a setup's model."""
-    stage, replica = setup.pipeline.places[worker]
-    sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
-    return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], tuple(sizes))
 
 
 def own_names(graph: LayerGraph) -> dict[str, str]:

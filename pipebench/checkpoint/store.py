@@ -24,7 +24,7 @@ import torch
 
 from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.json_rules import JsonError, by_name, count, list_of, record, shown, text
+from pipebench.typed_json import JsonError, by_name, count, list_of, record, shown, text
 
 MANIFEST = "manifest.json"
 _FORMAT = "pipebench checkpoint 1"

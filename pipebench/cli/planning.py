@@ -26,8 +26,9 @@ from pipebench.planner.plans import Planned, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
+from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import ParallelismRecipe
-from pipebench.schedule.modes import AUTO, MODES, resolve
+from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.show.console import preparing, print_written, standard_error, standard_output
 from pipebench.show.plan_picture import draw_plan, is_our_picture

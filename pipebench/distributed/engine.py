@@ -18,7 +18,8 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.distributed.collectives import Together
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import core_share, crowding
-from pipebench.distributed.meter import Measured, MeasuredMeter, merge
+from pipebench.distributed.gather import gather_tensors
+from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.distributed.rehearsal import gains_by_rehearsal, rehearse
 from pipebench.distributed.transport import Transport
 from pipebench.distributed.watch import DeviceWatch, HostWatch, Watch
@@ -28,13 +29,13 @@ from pipebench.engine.gate import admitted_program
 from pipebench.engine.pace import Pace
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
-from pipebench.engine.whole import WholeModel, gather_tensors
+from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, training_feed
 from pipebench.errors import DivergedError
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import forward_programs, programs
+from pipebench.simulate.meter import PREDICTION, Measured
 from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, Transfer
-from pipebench.train.result import PREDICTION
 
 _MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU

@@ -12,10 +12,9 @@ from typing import Any
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.drawing import worker_names
-from pipebench.simulate.meter import COMPUTE, RECORDED_SPANS, fractions, span_of
+from pipebench.simulate.meter import COMPUTE, RECORDED_SPANS, WORKERS_IDLE, Measured, fractions, span_of
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import ALL_REDUCE, Span, Timeline, Transfer
-from pipebench.train.result import WORKERS_IDLE
 
 _COMPUTE_COLUMNS = {Op.FORWARD: "forward_s", Op.BACKWARD: "backward_s", Op.UPDATE: "update_s"}
 _WAIT_COLUMNS = {
@@ -187,29 +186,6 @@ class MeasuredMeter:
                 for t in self._transfers
             ],
         }
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What all workers measured together.
-
-    Attributes:
-        metrics: sums over all workers and fractions of the run, under their tracking names; training only.
-        workers: a row per worker, for `RunResult.workers`.
-        timeline: the recorded part, of all workers; seconds since the run began or resumed.
-        busy_s: forward, backward and update seconds over all workers, training only.
-        stall_s: seconds waited for bytes on their way, likewise; nothing to go by where a note says so.
-        num_bytes: payload by (kind, level) as the receivers saw it, training only.
-        notes: what to know of some of these numbers, see `RunResult.notes`.
-    """
-
-    metrics: dict[str, float]
-    workers: tuple[dict[str, Any], ...]
-    timeline: Timeline
-    busy_s: float
-    stall_s: float
-    num_bytes: Counter[tuple[str, str]]
-    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 def merge(shares: Sequence[Mapping[str, Any]], pipeline: Pipeline, training_s: float) -> Measured:

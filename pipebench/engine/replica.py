@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from pipebench.checkpoint.recut import carried_states
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
-from pipebench.engine.weights import MakeOptimizer, Version, Weights
+from pipebench.engine.weights import Version, Weights
+from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.sampling import name_hash
 from pipebench.model.stage import Stage
 

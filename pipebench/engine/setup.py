@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
+from pipebench.checkpoint.share import Share, own_names
 from pipebench.cluster import Cluster
-from pipebench.engine.weights import MakeOptimizer
-from pipebench.model.evaluation import Evaluation
 from pipebench.model.graph import LayerGraph
+from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan
-from pipebench.model.sampling import Sampler
+from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
+from pipebench.simulate.evaluation import Evaluation
 from zoo.registry import Dataset
 
 
@@ -87,3 +88,10 @@ def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float]
         group = range(start, min(start + size, num_minibatches))
         divisors += [sum(minibatch_weight(setup, first + k) for k in group)] * len(group)
     return divisors
+
+
+def share_of(setup: Setup, worker: int) -> Share:
+    """Return a worker's share of the state of a setup's model."""
+    stage, replica = setup.pipeline.places[worker]
+    sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
+    return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], tuple(sizes))

@@ -15,7 +15,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.state import ModelState
-from pipebench.distributed.meter import Measured
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.replica import Replica
@@ -27,7 +26,7 @@ from pipebench.engine.worker import Worker, training_feed
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline, forward_programs
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.meter import Meter, fractions
+from pipebench.simulate.meter import Measured, Meter, fractions
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT

@@ -10,15 +10,14 @@ cuDNN wants it: anywhere else in a storage, or in another order, cuDNN would cop
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
-
+from pipebench.model.optimizer import MakeOptimizer
 
 _ALIGNED_BYTES = 256  # where cudaMalloc lets memory begin: kernels read from there as fast as from a tensor of its own
 

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipebench.checkpoint.share import share_of
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.replica import LossFunction, OnGradient, Replica, Values
-from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight
+from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight, share_of
 from pipebench.engine.structure import CrossingError, flatten
 from pipebench.model.stage import cut_stage
 from pipebench.schedule.modes import NONE, VERTICAL_SYNC

@@ -1,6 +1,6 @@
 """The recipe's optimizer as a torch.optim one: one definition for the engine that steps and the profile that times."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -9,6 +9,8 @@ from pipebench.recipe.options import given_arguments
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.recipe.targets import import_target
 from pipebench.recipe.users_code import users_code
+
+MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 _SIDE = 64  # of the matrix on which a target's state is counted
 

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from pipebench.errors import PlanError, nearest
 from pipebench.model.graph import LayerGraph
-from pipebench.profile.model import LayerProfile
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,6 @@ class Cuttable(Protocol):
     @property
     def outputs(self) -> tuple[int, ...]:
         """Indices of the layers that the loss reads."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The layers of a profile without the loss, as something that can be cut."""
-
-    layers: tuple[LayerProfile, ...]
-    outputs: tuple[int, ...]
-
-    @staticmethod
-    def of(rows: Sequence[LayerProfile]) -> "Rows":
-        """Return a profile's rows, the last of which is the loss."""
-        return Rows(tuple(rows[:-1]), rows[-1].reads)
 
 
 def make_plan(graph: Cuttable, starts: Sequence[int], replicas: Sequence[int]) -> Plan:

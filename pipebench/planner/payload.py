@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from pipebench.model.plan import Rows, make_plan
-from pipebench.profile.model import LayerProfile
+from pipebench.model.plan import make_plan
+from pipebench.profile.model import LayerProfile, Rows
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
 

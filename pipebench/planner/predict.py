@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
-from pipebench.model.plan import Plan, Rows, make_plan
+from pipebench.model.plan import Plan, make_plan
 from pipebench.model.sampling import Sampler
 from pipebench.planner.cost_models import CostModel
 from pipebench.planner.flat import Stage
 from pipebench.planner.states import States
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, Profile, Rows
 from pipebench.schedule.modes import Mode
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.simulate.costs import Costs, stage_costs

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipebench.errors import ProfileError
-from pipebench.json_rules import (
+from pipebench.typed_json import (
     MAX_BYTES,
     MAX_SECONDS,
     JsonError,

@@ -1,7 +1,7 @@
 """The profile: what every layer costs at the size that travels, and on which device that is so."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -128,3 +128,16 @@ class Profile:
 def _row(data: dict[str, Any]) -> LayerProfile:
     lists = {name: tuple(data[name]) for name in ("reads", "inputs", "output_parts")}
     return LayerProfile(**{**data, **lists})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The layers of a profile without the loss, as something that can be cut."""
+
+    layers: tuple[LayerProfile, ...]
+    outputs: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Sequence[LayerProfile]) -> "Rows":
+        """Return a profile's rows, the last of which is the loss."""
+        return Rows(tuple(rows[:-1]), rows[-1].reads)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipebench.errors import UserError, nearest
-from pipebench.json_rules import JsonError, finite, flag, list_of, optional, record, shown, text, whole
+from pipebench.typed_json import JsonError, finite, flag, list_of, optional, record, shown, text, whole
 
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints

@@ -31,13 +31,14 @@ from pipebench.run.suite import Suite
 from pipebench.show import console, pictures
 from pipebench.show.progress import Silent
 from pipebench.simulate.drawing import draw as draw_schedule
+from pipebench.simulate.meter import PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.train.decision import Decided
 from pipebench.train.loop import Keeping, Progress, on_virtual_clock, segment_length, train_to_target
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
-from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, REACHED, Point, RunResult
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import predicted_metrics, simulate_epoch
 

@@ -3,9 +3,7 @@
 A recipe names a row, and may overwrite its columns to get a combination no paper has tried.
 """
 
-from dataclasses import dataclass, replace
-
-from pipebench.recipe.schema import ParallelismRecipe
+from dataclasses import dataclass
 
 ALL_FORWARDS, ONE_F_ONE_B = "all-forwards", "1f1b"
 ONE, STASH, VERTICAL_SYNC, NONE = "one", "stash", "stash-vertical-sync", "none"
@@ -54,10 +52,3 @@ MODES: dict[str, Mode] = {
     "pipedream-flush": Mode("1F1B with a flush at every update", "any", ONE_F_ONE_B, ONE, microbatches=True),
     "pipedream": Mode("1F1B-RR without a flush, weight stashing", "any", ONE_F_ONE_B, STASH),
 }
-
-
-def resolve(parallelism: ParallelismRecipe) -> Mode:
-    """Return a recipe's row of the table, with the columns the recipe overwrites."""
-    row = MODES[parallelism.mode]
-    columns = {name: getattr(parallelism, name) for name in ("order", "weights", "recompute")}
-    return replace(row, **{name: value for name, value in columns.items() if value is not None})

@@ -14,6 +14,7 @@ from pipebench.show.comparison import comparison_markdown, groups, headings, not
 from pipebench.show.progress import RunProgress, preparing
 from pipebench.show.tables import new_table, print_groups, print_table
 from pipebench.show.terminal import is_terminal, print_plain, standard_error, standard_output
+from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
 from pipebench.train.prediction import prediction_line
 from pipebench.train.result import (
@@ -21,10 +22,8 @@ from pipebench.train.result import (
     DIVERGED,
     INTERRUPTED,
     MISSED,
-    PREDICTION,
     REACHED,
     SEED_METRICS,
-    WORKERS_IDLE,
     RunResult,
 )
 

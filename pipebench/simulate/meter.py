@@ -1,6 +1,9 @@
 """The meter: turns an engine's events into busy time, waiting time and the recorded part of the timeline."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
@@ -18,6 +21,33 @@ _WAIT_LABELS = {
     Op.WAIT_ALL_REDUCE: "wait for all-reduce",
     Op.WAIT_NORM: "wait for gradient norm",
 }
+
+
+# Facts of a summary that a note may stand beside.
+PREDICTION, WORKERS_IDLE = "prediction", "workers idle"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all workers measured together.
+
+    Attributes:
+        metrics: sums over all workers and fractions of the run, under their tracking names; training only.
+        workers: a row per worker, for `RunResult.workers`.
+        timeline: the recorded part, of all workers; seconds since the run began or resumed.
+        busy_s: forward, backward and update seconds over all workers, training only.
+        stall_s: seconds waited for bytes on their way, likewise; nothing to go by where a note says so.
+        num_bytes: payload by (kind, level) as the receivers saw it, training only.
+        notes: what to know of some of these numbers, see `RunResult.notes`.
+    """
+
+    metrics: dict[str, float]
+    workers: tuple[dict[str, Any], ...]
+    timeline: Timeline
+    busy_s: float
+    stall_s: float
+    num_bytes: Counter[tuple[str, str]]
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 class Meter:

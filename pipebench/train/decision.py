@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, UserError
-from pipebench.json_rules import MAX_BYTES, JsonError, count, list_of, one_of, record, shown, text, whole
 from pipebench.model.plan import explicit_plan
+from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import ParallelismRecipe
-from pipebench.schedule.modes import AUTO, MODES, resolve
+from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
 from pipebench.schedule.pipeline import noam
+from pipebench.typed_json import MAX_BYTES, JsonError, count, list_of, one_of, record, shown, text, whole
 
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph

@@ -19,12 +19,11 @@ import torch
 from pipebench.checkpoint.progress import Progress as Kept
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoints, Part
-from pipebench.distributed.meter import Measured
 from pipebench.engine.gate import StopRequest
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import DivergedError
 from pipebench.recipe.schema import PeriodRecipe
-from pipebench.simulate.meter import Meter
+from pipebench.simulate.meter import Measured, Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.answer import byte_metrics, describe, stage_rows, together

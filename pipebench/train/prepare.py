@@ -18,7 +18,6 @@ from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError, ProfileError, TracingError
-from pipebench.model.evaluation import evaluation_of
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.own_schedule import own_schedule
@@ -32,12 +31,14 @@ from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe import options
+from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.recipe.weightless import weightless
-from pipebench.schedule.modes import AUTO, resolve
+from pipebench.schedule.modes import AUTO
 from pipebench.schedule.notation import parse_plan, streams_problem
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import stage_costs
+from pipebench.simulate.evaluation import evaluation_of
 from pipebench.train.decision import ANEW, Decided
 from zoo.plain import seeded
 from zoo.registry import Dataset

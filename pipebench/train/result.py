@@ -9,8 +9,6 @@ from typing import Any
 SEED_METRICS = ("time_to_accuracy_s", "epochs_to_target", "epoch_time_s", "throughput_samples_per_s")
 
 
-# Facts of a summary that a note may stand beside.
-PREDICTION, WORKERS_IDLE = "prediction", "workers idle"
 REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
 
 

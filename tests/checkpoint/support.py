@@ -2,9 +2,8 @@
 
 import copy
 
-from pipebench.checkpoint.share import share_of
 from pipebench.checkpoint.state import ModelState
-from pipebench.engine.setup import Setup
+from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.virtual import VirtualEngine
 from tests.support import make_engine
 

@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 from omegaconf import OmegaConf
 from torch import nn
 
-from pipebench.checkpoint.share import share_of
 from pipebench.cli.main import cli
+from pipebench.engine.setup import share_of
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.folder import RunFolder, create
 from pipebench.train.prepare import initial_model

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipebench.checkpoint.share import own_names, share_of
+from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoints
-from pipebench.engine.setup import Setup
+from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from tests.checkpoint.support import captured, restored

@@ -13,7 +13,7 @@ from pipebench.distributed.cores import core_share, crowding, usable_cores
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.schedule.pipeline import Pipeline, chain
-from pipebench.train.result import PREDICTION
+from pipebench.simulate.meter import PREDICTION
 
 
 @pytest.fixture

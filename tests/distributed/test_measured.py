@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipebench.distributed.meter import Measured, MeasuredMeter, merge
+from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.schedule.instructions import parse
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.show.pictures import draw_timeline, text_picture
 from pipebench.show.trace import write_trace
-from pipebench.simulate.meter import RECORDED_SPANS
+from pipebench.simulate.meter import RECORDED_SPANS, Measured
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, EVALUATE, SEND, UPDATE, WAIT, Transfer
 

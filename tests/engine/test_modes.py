@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.engine.weights import MakeOptimizer
 from pipebench.model.graph import trace
+from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.sampling import Sampler
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, GRADIENT
 from tests.models import ConvNet, RandomNet, SkipNet

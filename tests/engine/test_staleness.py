@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.engine.weights import MakeOptimizer
+from pipebench.model.optimizer import MakeOptimizer
 from pipebench.schedule.instructions import Op
 from pipebench.simulate.simulation import Event
 from tests.oracles import staleness

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from pipebench.show import console
 from pipebench.show.progress import RunProgress, preparing, searching
+from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
 from pipebench.tracking import summarise_seeds
-from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, PREDICTION, WORKERS_IDLE, Point, RunResult
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, Point, RunResult
 from tests.results import DP, PIPEDREAM
 
 BARE = replace(PIPEDREAM, name="quickstart-bare", outcome=COMPLETED, metrics={}, stages=({},))

@@ -8,7 +8,6 @@ from torch import nn
 
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
-from pipebench.model.evaluation import evaluation_of
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import Plan, make_plan
@@ -18,6 +17,7 @@ from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, stage_costs
+from pipebench.simulate.evaluation import evaluation_of
 from zoo.mnist5k import Mnist5k, mnist5k
 from zoo.vgg import vgg16
 

@@ -1,0 +1,71 @@
+"""The rooms of the package: what a file may import is known from where it stands."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pipebench
+
+ROOT = Path(pipebench.__file__).parent
+# From top to bottom; a room imports those below it, and the root, which imports nothing of the package.
+ROOMS = (
+    "cli", "run", "show", "tracking", "train", "distributed", "engine", "planner", "simulate", "checkpoint", "profile",
+    "model", "recipe", "schedule", "root",
+)  # fmt: skip
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.name != "__main__.py"
+}
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """Yield what a module imports of the package, wherever in the file, with the line."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            assert node.level == 0
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module, node.lineno
+
+
+def room(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and (ROOT / parts[1]).is_dir() else "root"
+
+
+def test_every_folder_is_a_room_that_says_what_it_is_for() -> None:
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == {*ROOMS} - {"root"}
+    assert all(ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) for folder in folders)
+
+
+def test_the_root_keeps_only_what_every_room_may_need() -> None:
+    loose = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
+    assert loose == {"cluster", "errors", "files", "formats", "typed_json", "units"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_imports_from_a_room_above_its_own(name: str) -> None:
+    own = ROOMS.index(room(name))
+    upwards = [f"line {line}: {other}" for other, line in imports(name) if ROOMS.index(room(other)) < own]
+    assert not upwards, f"{name} imports upwards: {', '.join(upwards)}"
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    """Those inside functions count: an import that waits for its function only to break a circle hides it."""
+    arrows = {name: {other for other, _ in imports(name)} - {name} for name in MODULES}
+    for name in MODULES:  # a package that reads its own parts is their contents page, not a circle
+        if MODULES[name].name == "__init__.py":
+            arrows = {a: outs - {name} if a.startswith(f"{name}.") else outs for a, outs in arrows.items()}
+    circular: set[str] = set()
+    while circular != {*arrows}:  # what nobody imports, or what imports nobody, is in no circle
+        circular = {*arrows}
+        read = {other for outs in arrows.values() for other in outs}
+        arrows = {name: outs & read for name, outs in arrows.items() if name in read and outs}
+        arrows = {name: outs & {*arrows} for name, outs in arrows.items()}
+    assert not arrows, f"these import each other in circles: {', '.join(sorted(arrows))}"
