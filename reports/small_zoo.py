@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipebench import files
 from pipebench.formats import num_bytes, seconds
 from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.clusters import load_cluster
@@ -176,9 +177,7 @@ def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -
     """Write a run's file, aside first: it is there whole or not at all."""
     kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": asdict(result)}
     RESULTS.mkdir(exist_ok=True)
-    aside = run.path.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(kept) + "\n")
-    aside.replace(run.path)
+    files.replace(run.path, f"{json.dumps(kept)}\n".encode())
 
 
 def prepared_of(loaded: LoadedRecipe) -> Prepared:
