@@ -139,6 +139,7 @@ def make_setup(
     depth: int | None = None,
     microbatches: int = 1,
     accumulate: int = 1,
+    chunks: int = 1,
     recompute: bool = False,
     minibatch_size: int = 4,
     dataset: Any = None,
@@ -163,8 +164,9 @@ def make_setup(
     loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
     flushes = weights == "one"
     pipeline = Pipeline(
-        plan.replicas, edges, order, flushes, depth or noam(plan.replicas), microbatches, accumulate, loads,
-        shares_norm=clip_norm is not None and flushes and len(plan.stages) > 1,
+        plan.replicas, edges, order, flushes,
+        depth or noam(plan.replicas[: len(plan.replicas) // chunks]), microbatches, accumulate, loads,
+        shares_norm=clip_norm is not None and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
     )  # fmt: skip
     return Setup(
         graph=graph,
@@ -178,7 +180,6 @@ def make_setup(
         held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
         make_optimizer=make_optimizer,
         lr=lr,
-        weights=weights,
         recompute=recompute,
         clip_norm=clip_norm,
         seed=seed,

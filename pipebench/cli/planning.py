@@ -199,7 +199,7 @@ def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
     mode = asked.mode or parallelism.mode
     own_mode = None if parallelism.mode == AUTO else parallelism.mode
     row = resolve(parallelism) if own_mode == mode else None
-    flushes = own_mode is None or resolve(parallelism).flushes
+    flushes = own_mode is None or resolve(parallelism).flush
     request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
     answer = _answer(loaded.recipe.name, request, mode, loaded.source, asked, says_samples=True)
     try:
@@ -257,7 +257,7 @@ def _answer(name: str, request: Request, mode: str, source: str, asked: Asked, *
         spare_s = None
         row = request.row or MODES[best.mode]
         waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
-        if waits and not row.flushes and len(best.stages) > 1:
+        if waits and not row.flush and len(best.stages) > 1:
             planner = Planner(request if best.mode == mode else replace(request, row=None), best.mode)
             spare_s = planner.predicted(replace(best, depth=best.depth + 1)).minibatch_s
     except (GraphError, PlanError, ProfileError) as error:

@@ -31,9 +31,11 @@ from pipebench.planner.seating import seatings
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile
-from pipebench.schedule.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC
+from pipebench.schedule.modes import MODES
 from pipebench.schedule.notation import streams_problem
-from pipebench.schedule.pipeline import noam
+from pipebench.schedule.orders import ALL_FORWARDS
+from pipebench.schedule.pipeline import STASH, noam
+from pipebench.schedule.weights import VERTICAL_SYNC
 
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
 MOST_COMPONENTS = 128
@@ -93,7 +95,7 @@ class Planner:
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
         if not found:
             raise PlanError(_why_nothing_fits(self))
-        if not self.mode.flushes and not self.request.model.has_ports:
+        if not self.mode.flush and not self.request.model.has_ports:
             found = [min(found, key=lambda plan: plan.bottleneck_s)]
         self._tell("simulating")
         best = min(map(self.predicted, found), key=lambda plan: plan.minibatch_s)
@@ -153,7 +155,7 @@ class Planner:
         with the smallest bottlenecks, or the bottleneck itself if simulating takes long or isn't the cost model's way.
         A bottleneck says nothing about flushes, so that a flushing pipeline too large to simulate stays as it is.
         """
-        request, flushes = self.request, self.mode.flushes
+        request, flushes = self.request, self.mode.flush
         small = sum(stage.replicas for stage in stages) <= _MOST_SIMULATED
         choices = seatings(request.cluster, [stage.replicas for stage in stages]) if small else [None]
         in_order, *others = (self.placed("the recipe", stages, each, depth=request.depth) for each in choices)
@@ -228,7 +230,7 @@ class Planner:
     @property
     def _units_per_flush(self) -> int:
         """Units that each replica of a single stage, or a straight pipeline, runs between two updates."""
-        if not self.mode.flushes:
+        if not self.mode.flush:
             return 1
         if self.mode.shape != "any":
             return self.request.accumulate or 1
@@ -247,7 +249,7 @@ class Planner:
             if rule is None or plan.stages[0].memory_bytes <= rule.limit_bytes:
                 yield plan
             return
-        any_width = self.mode.shape == "any" and not self.mode.flushes
+        any_width = self.mode.shape == "any" and not self.mode.flush
         replicated = self.placed("one stage", (Stage(0, last, count),))
         if any_width and (rule is None or replicated.stages[0].memory_bytes <= rule.limit_bytes):
             yield replicated
@@ -342,7 +344,7 @@ class Planner:
         replicas = [stage.replicas for stage in stages]
         units = self.request.microbatches if self.mode.microbatches else 1
         depth = self.mode.depth or depth or self.request.depth or noam(replicas)
-        in_loops = model.has_ports and not self.mode.flushes
+        in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
             loops = loops_s(work, model, cluster, stages, devices, depth)
@@ -351,7 +353,7 @@ class Planner:
         if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
             seconds = [min(each, bottleneck_s) for each in seconds]
         order, starts = arrange(work.states, stages)
-        accumulate = self._units_per_flush // units if self.mode.flushes else 1
+        accumulate = self._units_per_flush // units if self.mode.flush else 1
         reported = []
         for index, stage in enumerate(stages):
             compute_s, sync_s, transfer_s = self._parts_s(stages, devices, index)

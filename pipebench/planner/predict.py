@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, make_plan
 from pipebench.model.sampling import Sampler
 from pipebench.planner.cost_models import CostModel
@@ -12,6 +13,7 @@ from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile, Rows
 from pipebench.schedule.modes import Mode
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
 
@@ -61,7 +63,7 @@ def make_pipeline(
     *,
     depth: int | None = None,
     microbatches: int = 1,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     shares_norm: bool = False,
 ) -> Pipeline:
     """Return the pipeline's shape: the plan's stages under the mode's order of work.
@@ -72,8 +74,11 @@ def make_pipeline(
         mode: the mode.
         depth: minibatches in flight per input-stage replica; None for the mode's, or NOAM.
         microbatches: units per minibatch.
-        accumulate: blocks of minibatches per flush.
+        accumulate: blocks of minibatches per update; None for the mode's.
         shares_norm: whether all stages agree on the gradient's norm before an update.
+
+    Raises:
+        PlanError: an update covers fewer minibatches than the mode needs.
     """
     edges = tuple(
         Edge(source, target, any(rows[value].gradient_bytes for value in values))
@@ -82,8 +87,17 @@ def make_pipeline(
     loads = tuple(
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
-    depth = mode.depth or depth or noam(plan.replicas)
-    return Pipeline(plan.replicas, edges, mode.order, mode.flushes, depth, microbatches, accumulate, loads, shares_norm)
+    depth = mode.depth or depth or noam(plan.replicas[: len(plan.stages) // mode.chunks])
+    accumulate = accumulate or mode.accumulate or depth
+    if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < depth:
+        raise PlanError(
+            f"parallelism.accumulate: got {accumulate}, weights {mode.weights} need at least as many minibatches per "
+            f"update as are in flight, {depth}"
+        )
+    return Pipeline(
+        plan.replicas, edges, mode.order, mode.flush, depth, microbatches, accumulate, loads, shares_norm,
+        weights=mode.weights, chunks=mode.chunks,
+    )  # fmt: skip
 
 
 def course_of(
@@ -117,7 +131,7 @@ def course_of(
     plan = make_plan(Rows.of(rows), starts, replicas)
     pipeline = make_pipeline(plan, rows, mode, depth=depth, microbatches=microbatches, accumulate=accumulate)
     costs = model.simulated(stage_costs(profile, plan, recompute=mode.recompute), replicas)
-    period = pipeline.block * (accumulate if pipeline.flushes else 1)
+    period = pipeline.period
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else _FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = period * rounds

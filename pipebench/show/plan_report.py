@@ -345,7 +345,7 @@ def _why_it_differs(answer: Answer, plan: Planned) -> str:
     if not plan.is_simulated or plan.minibatch_s <= plan.bottleneck_s * _DIFFERS:
         faster = plan.is_simulated and plan.minibatch_s * _DIFFERS < plan.bottleneck_s
         return "faster than the bottleneck: the cost model charges for what the simulator overlaps" if faster else ""
-    if answer.mode.flushes and len(plan.stages) > 1:
+    if answer.mode.flush and len(plan.stages) > 1:
         every = f"{plan.accumulate} minibatches" if plan.accumulate > 1 else "minibatch"
         if answer.mode.depth == 1:
             return "slower than the bottleneck: one minibatch at a time, so one stage works and the others wait"
@@ -404,7 +404,7 @@ def _over(whole: float, part: float) -> float | None:
 
 def _depth_is_lowered(answer: Answer) -> bool:
     best = answer.comparison.best
-    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flushes
+    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
     return not asked and best.depth < noam(best.replicas)
 
 

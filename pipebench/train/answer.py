@@ -82,9 +82,9 @@ def describe_stages(prepared: Prepared) -> list[dict[str, Any]]:
 def stage_rows(prepared: Prepared, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return a row per stage; `facts` as `together` returns them."""
     rows = describe_stages(prepared)
-    for worker, (stage, _) in enumerate(prepared.setup.pipeline.places):
-        row = rows[stage]
-        versions, peak = facts["weight_versions_max"][worker], facts["peak_bytes"][worker]
-        row["weight_versions_max"] = max(row.get("weight_versions_max", 0), versions)
-        row["peak_memory_bytes"] = max(row.get("peak_memory_bytes", 0), peak)
+    pipeline = prepared.setup.pipeline
+    for row in rows:
+        workers = pipeline.workers_of(row["index"])
+        row["weight_versions_max"] = max(facts["weight_versions_max"][worker] for worker in workers)
+        row["peak_memory_bytes"] = max(facts["peak_bytes"][worker] for worker in workers)
     return tuple(rows)

@@ -115,8 +115,8 @@ def prepare(
         mode,
         depth=depth,
         microbatches=recipe.parallelism.microbatches if mode.microbatches else 1,
-        accumulate=recipe.parallelism.accumulate,
-        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flushes and len(plan.stages) > 1,
+        accumulate=mode.accumulate,
+        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flush and len(plan.stages) > 1,
     )
     setup = Setup(
         graph=graph,
@@ -130,7 +130,6 @@ def prepare(
         held_out=held_out,
         make_optimizer=partial(make_optimizer, recipe.train.optimizer),
         lr=learning_rate(recipe.train, pipeline, sampler.num_samples),
-        weights=mode.weights,
         recompute=mode.recompute,
         clip_norm=recipe.train.optimizer.clip_norm,
         seed=recipe.train.seed,
@@ -309,7 +308,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         model=find_cost_model(parallelism.cost_model),
         minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
         microbatches=parallelism.microbatches,
-        accumulate=parallelism.accumulate,
+        accumulate=1 if parallelism.mode == AUTO else resolve(parallelism).accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=None if parallelism.mode == AUTO else resolve(parallelism),
         streams=(recipe.train.streams or 1) if dataset.sequential else None,

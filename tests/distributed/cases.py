@@ -22,7 +22,8 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.schedule.modes import ONE, STASH, VERTICAL_SYNC
+from pipebench.schedule.pipeline import STASH
+from pipebench.schedule.weights import ONE, VERTICAL_SYNC
 from pipebench.simulate.network import Network
 from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
@@ -167,11 +168,11 @@ def in_processes(
     for count in segments:
         done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
-    replica = engine.worker.replica
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in replica.tensors().items()}
-    bytes_sent, versions = dict(engine.num_bytes), [replica.weights.most_alive]
+    replicas = engine.worker.replicas.values()
+    tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
+    bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
     engine.close()
-    return Outcome(engine.worker.index, [tensors], losses, scores, bytes_sent, versions, done)
+    return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done)
 
 
 def virtually(case: Case) -> Outcome:

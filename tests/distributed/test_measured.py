@@ -166,7 +166,7 @@ def test_a_share_that_is_missing_is_told() -> None:
 
 def test_an_event_costs_little() -> None:
     meter = MeasuredMeter(STRAIGHT, 0, rank=0)
-    event: Any = Event(0.0, 1.0, 0, parse("F0"))
+    event: Any = Event(0.0, 1.0, 0, parse("0F0"))
     begin_s = time.thread_time()  # of the processor, which others may be using
     for _ in range(20_000):
         meter.event(event)

@@ -76,8 +76,8 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
     )
     planned = planner.placed("", [Stage(*vars(stage).values()) for stage in setup.plan.stages])
     peaks: dict[int, int] = {}
-    for worker, (stage, _) in enumerate(setup.pipeline.places):
-        peaks[stage] = max(peaks.get(stage, 0), engine.peak_bytes[worker])
+    for stage in range(setup.pipeline.num_stages):
+        peaks[stage] = max(engine.peak_bytes[worker] for worker in setup.pipeline.workers_of(stage))
     for index, foretold in enumerate(planned.stages):
         sent = planner.work.states.sent_bytes
         stops = [setup.plan.stages[index].start, setup.plan.stages[index].stop]
