@@ -15,7 +15,7 @@ from pipebench.planner import thinning
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.show.plan_picture import is_our_picture
 
-PUBLISHED = Path(__file__).parents[1].parent / "shared" / "profiles"
+PUBLISHED = Path(__file__).parents[3] / "shared" / "profiles"
 VGG, GNMT = PUBLISHED / "vgg16_v100_b128.graph.txt", PUBLISHED / "gnmt8_v100.graph.txt"
 published = pytest.mark.skipif(not VGG.exists(), reason="the artifact's profiles aren't beside this checkout")
 
@@ -110,7 +110,7 @@ def test_json_has_every_documented_key(graph: str) -> None:
     found = answer("--profile", graph, "--levels", "4@1e9", "--minibatch-size", "8", "--memory", "16GB")
     assert found.keys() >= KEYS
     assert all(stage.keys() == STAGE_KEYS for stage in found["stages"])
-    text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     missing = {key for key in found.keys() | STAGE_KEYS | found["others"][0].keys() if f"`{key}`" not in text}
     missing -= {key for key in missing if key.startswith("dp_")}
     assert not missing

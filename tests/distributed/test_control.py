@@ -334,10 +334,10 @@ def test_a_stall_names_the_worker_that_computes_while_its_peer_waits(server: TCP
     second.close()
     for report in reports:
         head, *rows = report.splitlines()
-        assert re.match(r"worker 1 \(stage 1\) has been at F4 for \d+\.\d s: ", head)
+        assert re.match(r"worker 1 \(stage 1\) has been at 1F4 for \d+\.\d s: ", head)
         assert "it runs the forward of minibatch 4; minibatches are those of segment 1" in head
         assert head.endswith("engine.stall_limit_s, is 3 s")
-        assert re.match(r"  worker 0 \(stage 0\): RG3<1 for \d+\.\d s: ", rows[0])
+        assert re.match(r"  worker 0 \(stage 0\): 0RG3<1 for \d+\.\d s: ", rows[0])
         assert rows[0].endswith("waits for the gradient of minibatch 3 from worker 1")
 
 
@@ -471,24 +471,24 @@ def test_a_store_that_sleeps_is_reported_and_one_that_is_gone_ends_the_worker() 
         control.close()
         peer.close()
     head, note, _, last = reports[0].splitlines()
-    assert re.match(r"  worker 1 \(stage 1\): RA3<0 for \d+\.\d s: ", last)
-    assert head.startswith("worker 0 (stage 0) has been at B2")
+    assert re.match(r"  worker 1 \(stage 1\): 1RA3<0 for \d+\.\d s: ", last)
+    assert head.startswith("worker 0 (stage 0) has been at 0B2")
     assert note.startswith("the launcher's store has not answered for")
 
 
 @pytest.mark.parametrize(
     ("text", "work", "words", "waits"),
     [
-        ("L5", "", "loads microbatch 0 of minibatch 3", False),
-        ("RA3<0", "", "waits for the activation of microbatch 1 of minibatch 1 from worker 0", True),
-        ("SA3>2", "", "sends the activation of microbatch 1 of minibatch 1 to worker 2", False),
-        ("B8+1", "", "runs the backward of microbatch 0 of minibatch 4", False),
-        ("RG3<2", "", "waits for the gradient of microbatch 1 of minibatch 1 from worker 2", True),
-        ("SG3>0", "", "sends the gradient of microbatch 1 of minibatch 1 to worker 0", False),
-        ("W1", "", "waits for the all-reduce of round 1 (minibatches 4 to 6) with worker 1", True),
-        ("N0", "", "waits for the gradients' norm of round 0 (minibatches 0 to 3) from all workers", True),
-        ("U2", "", "makes the update of round 2", False),
-        ("F3", "evaluate", "runs the forward of minibatch 3 in 'evaluate'", False),
+        ("1L5", "", "loads microbatch 0 of minibatch 3", False),
+        ("1RA3<0", "", "waits for the activation of microbatch 1 of minibatch 1 from worker 0", True),
+        ("0SA3>1", "", "sends the activation of microbatch 1 of minibatch 1 to worker 2", False),
+        ("1B8+1", "", "runs the backward of microbatch 0 of minibatch 4", False),
+        ("0RG3<1", "", "waits for the gradient of microbatch 1 of minibatch 1 from worker 2", True),
+        ("1SG3>0", "", "sends the gradient of microbatch 1 of minibatch 1 to worker 0", False),
+        ("1W1", "", "waits for the all-reduce of round 1 (minibatches 4 to 6) with worker 1", True),
+        ("1N0", "", "waits for the gradients' norm of round 0 (minibatches 0 to 3) from all workers", True),
+        ("1U2", "", "makes the update of round 2", False),
+        ("1F3", "evaluate", "runs the forward of minibatch 3 in 'evaluate'", False),
     ],
 )
 def test_instructions_in_words(text: str, work: str, words: str, waits: bool) -> None:
@@ -501,8 +501,8 @@ def test_the_culprit_is_silent_or_busy_or_the_one_that_waits_longest() -> None:
     waits = {w: Activity(f"RA{w}<0", "waits", True, 10.0 + w) for w in range(3)}
     busy = Activity("F1", "computes", False, 9.0)
 
-    def culprit(doings: dict[int, Activity], silent_s: dict[int, float]) -> str:
-        return stall_report(pipeline, doings, silent_s, 10.0, segment=0).split(" (")[0]
+    def culprit(activities: dict[int, Activity], silent_s: dict[int, float]) -> str:
+        return stall_report(pipeline, activities, silent_s, 10.0, segment=0).split(" (")[0]
 
     assert culprit(waits, {}) == "worker 2"
     assert culprit(waits | {0: busy}, {}) == "worker 0"

@@ -22,11 +22,11 @@ REPLICATED = Pipeline((2, 1), chain(2), "1f1b", flushes=False, depth=2)
 
 
 def play(meter: MeasuredMeter, worker: int, text: str, start_s: float = 0.0, stall_s: float = 0.0) -> float:
-    """Tell a meter of instructions in turn, each `instruction:seconds`; return when the last ended."""
+    """Tell a meter of instructions of stage 0 in turn, each `instruction:seconds`; return when the last ended."""
     for word in text.split():
         instruction, duration = word.split(":")
         end_s = start_s + float(duration)
-        meter.event(Event(start_s, end_s, worker, parse(instruction), stall_s))
+        meter.event(Event(start_s, end_s, worker, parse(f"0{instruction}"), stall_s))
         start_s = end_s
     return start_s
 
