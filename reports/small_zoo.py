@@ -26,7 +26,7 @@ from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.options import make_dataset
 from pipebench.show.progress import Silent
 from pipebench.train.loop import on_virtual_clock, train_to_target
-from pipebench.train.prepare import Prepared, prepare
+from pipebench.train.prepare import Job, prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
 from reports.planned_models import table
@@ -180,7 +180,7 @@ def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -
     aside.replace(run.path)
 
 
-def prepared_of(loaded: LoadedRecipe) -> Prepared:
+def prepared_of(loaded: LoadedRecipe) -> Job:
     """Return a recipe, ready to run."""
     recipe = loaded.recipe
     return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent))

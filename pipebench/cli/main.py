@@ -218,7 +218,7 @@ def _work(words: Sequence[str], seeds: str | None, resume: str | None, verbose: 
 
     # One tries for all; where `pipebench run` is the launcher, it has.
     preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
-    from pipebench.run.processes import Asked, work
+    from pipebench.run.processes import RunRequest, work
 
     kinds = {each.recipe.engine.kind for each in loaded}
     if len(loaded) != 1 or kinds != {"distributed"}:
@@ -226,7 +226,7 @@ def _work(words: Sequence[str], seeds: str | None, resume: str | None, verbose: 
             f"{os.environ['WORLD_SIZE']} processes were started, so the command needs one recipe with "
             f"engine.kind=distributed; it has {len(loaded)}, of kind {', '.join(sorted(kinds))}"
         )
-    work(loaded[0], Asked(tuple(words), suite.name, verbose, suite.resumed))
+    work(loaded[0], RunRequest(tuple(words), suite.name, verbose, suite.resumed))
 
 
 @cli.command(short_help="Print a recipe with everything filled in.")

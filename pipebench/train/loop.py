@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipebench.checkpoint.progress import Progress as Kept
+from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoints, Part
 from pipebench.engine.gate import StopRequest
@@ -26,10 +26,10 @@ from pipebench.recipe.schema import PeriodRecipe
 from pipebench.simulate.meter import Measured, Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.timeline import Timeline
-from pipebench.train.answer import byte_metrics, describe, stage_rows, together
-from pipebench.train.prepare import Prepared
+from pipebench.train.metrics import byte_metrics, describe, stage_rows, together
+from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
-from pipebench.train.resume import TakenUp, bytes_before, taken_by
+from pipebench.train.resume import ResumePoint, bytes_before, taken_by
 
 _LOG = logging.getLogger("pipebench.train.loop")
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU: look at it only so often
@@ -111,7 +111,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class Keeping:
+class CheckpointPolicy:
     """Where a run's checkpoints go, and the one it begins with.
 
     Attributes:
@@ -122,7 +122,7 @@ class Keeping:
     """
 
     checkpoints: Checkpoints | None = None
-    found: TakenUp | None = None
+    found: ResumePoint | None = None
     lost_s: float = 0.0
     when_stopped: Callable[[], Checkpoints | None] = lambda: None
 
@@ -131,10 +131,10 @@ class Keeping:
 class _Run:
     """The state of a training run."""
 
-    prepared: Prepared
+    job: Job
     progress: Progress
     on_point: Callable[[Point], None]
-    keeping: Keeping
+    policy: CheckpointPolicy
     points: list[Point] = field(default_factory=list)
     done: int = 0  # minibatches
     samples: int = 0
@@ -160,32 +160,32 @@ class _StoppedError(Exception):
     """All processes have agreed to end here."""
 
 
-def on_virtual_clock(prepared: Prepared, stop: StopRequest | None = None) -> MakeEngine:
-    """Return what makes a virtual engine for a prepared recipe; `stop` may ask it to end early."""
+def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
+    """Return what makes a virtual engine for a job; `stop` may ask it to end early."""
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
-        meter = Meter(prepared.setup.pipeline)
-        network = Network(prepared.setup.cluster, meter.transfer)
-        return VirtualEngine(prepared.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
+        meter = Meter(job.setup.pipeline)
+        network = Network(job.setup.cluster, meter.transfer)
+        return VirtualEngine(job.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
 
     return make
 
 
 def train_to_target(
-    prepared: Prepared,
+    job: Job,
     make_engine: MakeEngine,
     progress: Progress,
     on_point: Callable[[Point], None],
-    keeping: Keeping = Keeping(),
+    policy: CheckpointPolicy = CheckpointPolicy(),
 ) -> tuple[RunResult, Timeline]:
-    """Train a prepared recipe until its target, its last epoch, divergence or Ctrl-C.
+    """Train a job until its target, its last epoch, divergence or Ctrl-C.
 
     Args:
-        prepared: the recipe, ready to run.
+        job: what to train.
         make_engine: makes the engine, which tells of every loss and of every unit that is done.
         progress: told of every minibatch and evaluation.
         on_point: takes every point of the curves as soon as it is known.
-        keeping: checkpoints.
+        policy: checkpoints.
 
     Returns:
         The result and the recorded part of the timeline.
@@ -193,7 +193,7 @@ def train_to_target(
     Raises:
         CheckpointError: the checkpoint to go on from doesn't fit.
     """
-    run = _Run(prepared, progress, on_point, keeping)
+    run = _Run(job, progress, on_point, policy)
     engine = make_engine(
         lambda loss, samples, weight, clock_s: _take_loss(run, loss, samples, weight),
         lambda samples, loss, clock_s: _tell(run, engine, samples, loss, clock_s),
@@ -220,20 +220,20 @@ def train_to_target(
     metrics = _metrics(run, facts, measured)
     metrics |= {"total_time_s": total_s, "wall_time_s": time.perf_counter() - started}
     result = RunResult(
-        **describe(prepared), outcome=outcome, sentence=sentence, metrics=metrics, points=tuple(run.points),
-        stages=stage_rows(prepared, facts), workers=measured.workers, notes=measured.notes,
+        **describe(job), outcome=outcome, sentence=sentence, metrics=metrics, points=tuple(run.points),
+        stages=stage_rows(job, facts), workers=measured.workers, notes=measured.notes,
     )  # fmt: skip
     return result, measured.timeline
 
 
 def _go_on(run: _Run, engine: Engine) -> None:
     """Start the clock, from the checkpoint on if there is one."""
-    found, clock_s = run.keeping.found, run.keeping.lost_s
-    run.lost_s = run.keeping.lost_s
+    found, clock_s = run.policy.found, run.policy.lost_s
+    run.lost_s = run.policy.lost_s
     if found is not None:
         kept = found.progress
         clock_s += kept.clock_s
-        goes_on_counting = kept.taken_by == taken_by(run.prepared)
+        goes_on_counting = kept.taken_by == taken_by(run.job)
         counted_from = kept.counted_from if goes_on_counting else (kept.samples, kept.training_s)
         run.counted_from = (int(counted_from[0]), float(counted_from[1]))
         run.bytes_before = bytes_before(kept, with_facts=not goes_on_counting)
@@ -250,7 +250,7 @@ def _go_on(run: _Run, engine: Engine) -> None:
 
 
 def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
-    train, sampler = run.prepared.recipe.train, run.prepared.setup.sampler
+    train, sampler = run.job.recipe.train, run.job.setup.sampler
     total = train.max_epochs * sampler.minibatches_per_epoch
     evaluate_every = _period(train.evaluate_every, sampler.minibatches_per_epoch)
     save_every = _period(train.checkpoint_every or train.evaluate_every, sampler.minibatches_per_epoch)
@@ -278,9 +278,9 @@ def _segments(run: _Run, engine: Engine) -> tuple[str, str]:
     return MISSED, f"missed {goal}: the best in {epochs:g} epochs was {target.metric} {best:.4g}"
 
 
-def segment_length(prepared: Prepared) -> int:
+def segment_length(job: Job) -> int:
     """Return how many minibatches there are from drain to drain, at most an epoch's."""
-    train, per_epoch = prepared.recipe.train, prepared.setup.sampler.minibatches_per_epoch
+    train, per_epoch = job.recipe.train, job.setup.sampler.minibatches_per_epoch
     return min(
         per_epoch, *(_period(each, per_epoch) for each in (train.evaluate_every, train.checkpoint_every) if each)
     )
@@ -294,7 +294,7 @@ def _train(run: _Run, engine: Engine, num_minibatches: int) -> None:
     """Train on a segment and put together what the processes know; end where a stop was agreed on."""
     before_s = engine.clock_s
     run.done += engine.train(run.done, num_minibatches)
-    run.samples = run.seen = run.told = run.prepared.setup.sampler.samples_before(run.done)
+    run.samples = run.seen = run.told = run.job.setup.sampler.samples_before(run.done)
     run.training_s += engine.clock_s - before_s
     own = {"loss": float(run.own_loss), "weight": run.own_weight, "stop": engine.stop_reason}
     run.own_loss = run.own_weight = 0.0
@@ -307,7 +307,7 @@ def _train(run: _Run, engine: Engine, num_minibatches: int) -> None:
     reason = next((each for each in reasons if each.startswith(DIVERGED)), next(iter(reasons), None))
     if reason is not None:
         if not reason.startswith(DIVERGED):
-            _save(run, engine, run.keeping.when_stopped())
+            _save(run, engine, run.policy.when_stopped())
         raise _StoppedError(reason)
 
 
@@ -320,16 +320,16 @@ def _evaluate(run: _Run, engine: Engine) -> None:
     point = Point(run.samples, engine.clock_s, metrics)
     _note_point(run, point, run.training_s)
     run.on_point(point)
-    run.progress.evaluation(point, run.samples / run.prepared.setup.sampler.num_samples)
+    run.progress.evaluation(point, run.samples / run.job.setup.sampler.num_samples)
     _LOG.info("t=%.6g s: %s", point.clock_s, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
 def _note_point(run: _Run, point: Point, training_s: float) -> None:
     run.points.append(point)
     run.training_s_at.append(training_s)
-    target = run.prepared.recipe.train.target
+    target = run.job.recipe.train.target
     if target is not None and run.reached is None:
-        value, best = point.metrics[target.metric], run.prepared.setup.dataset.metrics[target.metric]
+        value, best = point.metrics[target.metric], run.job.setup.dataset.metrics[target.metric]
         if value >= target.value if best == "max" else value <= target.value:
             run.reached, run.reached_training_s = point, training_s
 
@@ -342,7 +342,7 @@ def _save(run: _Run, engine: Engine, otherwise: Checkpoints | None = None) -> No
         engine: drained.
         otherwise: where to, in a run without such a place.
     """
-    store = run.keeping.checkpoints or otherwise
+    store = run.policy.checkpoints or otherwise
     if store is None:
         return
     before_s, parts, problem = engine.clock_s, [], None
@@ -372,11 +372,11 @@ def _save(run: _Run, engine: Engine, otherwise: Checkpoints | None = None) -> No
 
 def _progress(run: _Run, clock_s: float, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a checkpoint keeps of the training loop."""
-    return Kept(
-        taken_by=taken_by(run.prepared),
+    return SavedProgress(
+        taken_by=taken_by(run.job),
         facts=[dict(each) for each in facts],
         samples=run.samples,
-        epoch=run.samples / run.prepared.setup.sampler.num_samples,
+        epoch=run.samples / run.job.setup.sampler.num_samples,
         points=[asdict(point) for point in run.points],
         training_s_at=run.training_s_at,
         counted_from=list(run.counted_from),
@@ -406,10 +406,10 @@ def _take_loss(run: _Run, loss: torch.Tensor, samples: int, weight: float) -> No
 
 
 def _diverged(run: _Run, loss: float) -> str:
-    epoch = run.seen / run.prepared.setup.sampler.num_samples
+    epoch = run.seen / run.job.setup.sampler.num_samples
     return (
         f"diverged: the training loss is {loss:g} after {run.seen:,} samples (epoch {epoch:.2f}); "
-        f"lower train.optimizer.lr ({run.prepared.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
+        f"lower train.optimizer.lr ({run.job.recipe.train.optimizer.lr:g}) or set schedule.warmup_epochs"
     )
 
 
@@ -421,11 +421,11 @@ def _tell(run: _Run, engine: Engine, samples: int, loss: float, clock_s: float) 
 
 def _best(run: _Run, metric: str) -> float:
     values = [point.metrics[metric] for point in run.points]
-    return max(values) if run.prepared.setup.dataset.metrics[metric] == "max" else min(values)
+    return max(values) if run.job.setup.dataset.metrics[metric] == "max" else min(values)
 
 
 def _metrics(run: _Run, facts: Mapping[str, Any], measured: Measured) -> dict[str, float]:
-    setup, samples, training_s = run.prepared.setup, run.samples, run.training_s
+    setup, samples, training_s = run.job.setup, run.samples, run.training_s
     metrics: dict[str, float] = {
         "evaluation_time_s": run.evaluation_s,
         "weight_versions_max": max(facts["weight_versions_max"]),
@@ -437,7 +437,7 @@ def _metrics(run: _Run, facts: Mapping[str, Any], measured: Measured) -> dict[st
         metrics["workers_counted_from_samples"] = run.counted_from[0]
     if run.lost_s > 0:
         metrics["lost_time_s"] = run.lost_s
-    if run.keeping.checkpoints is not None:
+    if run.policy.checkpoints is not None:
         metrics["checkpoint_time_s"] = run.checkpoint_s
     if samples > 0 and training_s > 0:
         metrics["throughput_samples_per_s"] = samples / training_s

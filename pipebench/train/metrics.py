@@ -6,19 +6,19 @@ from typing import Any
 
 from pipebench.simulate.meter import sum_by
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
-from pipebench.train.prepare import DISTRIBUTED, Prepared
+from pipebench.train.prepare import DISTRIBUTED, Job
 
 
-def describe(prepared: Prepared) -> dict[str, Any]:
+def describe(job: Job) -> dict[str, Any]:
     """Return the part of a result that is known before the run."""
-    recipe, timing = prepared.recipe, prepared.profile.note
+    recipe, timing = job.recipe, job.profile.note
     wall = recipe.engine.kind == DISTRIBUTED
-    if wall and prepared.profile.source != "measured":
-        timing = f"measured while it ran, on {prepared.setup.device.type}; planned by: {timing}"
+    if wall and job.profile.source != "measured":
+        timing = f"measured while it ran, on {job.setup.device.type}; planned by: {timing}"
     return {
         "name": recipe.name,
         "mode": recipe.parallelism.mode,
-        "plan": str(prepared.setup.plan),
+        "plan": str(job.setup.plan),
         "engine": recipe.engine.kind,
         "clock": "wall" if wall else "virtual",
         "timing": timing,
@@ -56,9 +56,9 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
     return metrics
 
 
-def describe_stages(prepared: Prepared) -> list[dict[str, Any]]:
+def describe_stages(job: Job) -> list[dict[str, Any]]:
     """Return what is known of every stage before the run."""
-    setup = prepared.setup
+    setup = job.setup
     travels = max(setup.costs.stages[0].forward_s)
     names = [layer.name for layer in setup.graph.layers]
     return [
@@ -79,10 +79,10 @@ def describe_stages(prepared: Prepared) -> list[dict[str, Any]]:
     ]
 
 
-def stage_rows(prepared: Prepared, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return a row per stage; `facts` as `together` returns them."""
-    rows = describe_stages(prepared)
-    for worker, (stage, _) in enumerate(prepared.setup.pipeline.places):
+    rows = describe_stages(job)
+    for worker, (stage, _) in enumerate(job.setup.pipeline.places):
         row = rows[stage]
         versions, peak = facts["weight_versions_max"][worker], facts["peak_bytes"][worker]
         row["weight_versions_max"] = max(row.get("weight_versions_max", 0), versions)
