@@ -25,10 +25,11 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.options import make_dataset
 from pipebench.show.progress import Silent
-from pipebench.train.loop import on_virtual_clock, train_to_target
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Job, prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
+from pipebench.train.virtual import on_virtual_clock
 from reports.planned_models import table
 from zoo.captions import Captions
 from zoo.language import Text
@@ -166,7 +167,7 @@ def train(run: Run) -> None:
     loaded = run.loaded
     with torch_settings(loaded.recipe.engine):
         prepared = prepared_of(loaded)
-        result, _ = train_to_target(prepared, on_virtual_clock(prepared), Silent(), lambda point: None)
+        result, _ = TrainingLoop(prepared, on_virtual_clock(prepared), Silent(), lambda point: None).run()
         facts = environment(prepared.setup.device)
     keep(run, result, facts, time.perf_counter() - started)
 

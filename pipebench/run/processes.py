@@ -37,8 +37,10 @@ from pipebench.show.progress import Silent
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.store import Store
+from pipebench.train.checkpointing import CheckpointPolicy
 from pipebench.train.decision import Decided
-from pipebench.train.loop import CheckpointPolicy, OnLoss, OnUnit, train_to_target
+from pipebench.train.interfaces import OnLoss, OnUnit
+from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Job, ProfiledModel, kept_profile, travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
@@ -217,7 +219,7 @@ class _Process:
             return made
 
         try:
-            found = train_to_target(self.job, make, progress, on_point, self.policy)
+            found = TrainingLoop(self.job, make, progress, on_point, self.policy).run()
         finally:
             self._control.close()
         for engine in engines:  # waits for all: the store may end with rank 0's process

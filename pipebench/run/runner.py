@@ -34,13 +34,17 @@ from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.simulate.meter import PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
+from pipebench.train.checkpointing import CheckpointPolicy
 from pipebench.train.decision import Decided
-from pipebench.train.loop import CheckpointPolicy, Progress, on_virtual_clock, segment_length, train_to_target
+from pipebench.train.interfaces import Progress
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.prepare import DISTRIBUTED, SIMULATED, Job, prepare
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import predicted_metrics, simulate_epoch
+from pipebench.train.virtual import on_virtual_clock
 
 _LOG = logging.getLogger("pipebench.run")
 _PICTURE_WIDTH = 100  # at most
@@ -182,7 +186,7 @@ def _run_one(
 
         def train(progress: Progress, on_point: Callable[[Point], None]) -> tuple[RunResult, Timeline]:
             with stopping_on_signals(stop):
-                return train_to_target(job, on_virtual_clock(job, stop), progress, on_point, policy)
+                return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
         result = recorded_run(
             loaded, job, name, tracking, parent, log_text, train,
@@ -257,8 +261,10 @@ def _with_prediction(job: Job, result: RunResult, log: RunLog) -> RunResult:
     if job.profile.source != "measured" and job.cluster.device not in environment(setup.device)["device"]:
         return unpredicted
     metrics = {**result.metrics}
+    per_epoch = setup.sampler.minibatches_per_epoch
+    longest = min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment)
     try:
-        metrics |= compare(metrics, predicted_metrics(setup, segment_length(job)))
+        metrics |= compare(metrics, predicted_metrics(setup, longest))
         log.text("prediction.md", prediction_markdown(metrics, result.notes.get(PREDICTION, "")))
     except Exception as error:  # what was measured is worth more than what was foretold
         _LOG.warning("the run could not be predicted: %s", error)

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipebench.simulate.meter import sum_by
+from pipebench.simulate.meter import Measured, sum_by
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
+from pipebench.train.clock import RunClock
+from pipebench.train.curves import Curves
 from pipebench.train.prepare import DISTRIBUTED, Job
 
 
@@ -24,6 +27,64 @@ def describe(job: Job) -> dict[str, Any]:
         "timing": timing,
         "seed": recipe.train.seed,
     }
+
+
+@dataclass(frozen=True)
+class EarlierWorkers:
+    """What was done before a change of engine or plan, by workers that this run's workers can't add to.
+
+    Attributes:
+        samples: trained on.
+        training_s: seconds in training.
+        num_bytes: sent, by (kind, level).
+    """
+
+    samples: int = 0
+    training_s: float = 0.0
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def run_metrics(
+    job: Job,
+    samples: int,
+    clock: RunClock,
+    curves: Curves,
+    facts: Mapping[str, Any],
+    measured: Measured,
+    earlier: EarlierWorkers,
+) -> dict[str, float]:
+    """Return the metrics of a run that trained.
+
+    Args:
+        job: what was trained.
+        samples: trained on.
+        clock: what the time was spent on.
+        curves: its evaluations.
+        facts: what its workers counted, as `together` returns it.
+        measured: what they measured.
+        earlier: what other workers did before.
+    """
+    setup, training_s = job.setup, clock.training_s
+    metrics: dict[str, float] = {
+        "evaluation_time_s": clock.evaluation_s,
+        "weight_versions_max": max(facts["weight_versions_max"]),
+        "peak_memory_bytes_max": max(facts["peak_bytes"]),
+        "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
+        **byte_metrics(earlier.num_bytes + facts["num_bytes"], samples),
+    }
+    if earlier.samples > 0:
+        metrics["workers_counted_from_samples"] = earlier.samples
+    if clock.lost_s > 0:
+        metrics["lost_time_s"] = clock.lost_s
+    if samples > 0 and training_s > 0:
+        metrics["throughput_samples_per_s"] = samples / training_s
+        metrics["epoch_time_s"] = training_s * setup.sampler.num_samples / samples
+        metrics |= measured.metrics
+    if curves.reached is not None:
+        metrics["time_to_accuracy_s"] = curves.reached.clock_s
+        metrics["time_to_accuracy_without_evaluation_s"] = curves.reached_training_s
+        metrics["epochs_to_target"] = curves.reached.samples / setup.sampler.num_samples
+    return metrics | curves.final_metrics()
 
 
 def together(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pipebench.checkpoint.progress import Progress
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, Checkpoints, reason_of
 from pipebench.errors import UserError
-from pipebench.train.metrics import together
+from pipebench.train.metrics import EarlierWorkers, together
 from pipebench.train.prepare import DISTRIBUTED, Job
 
 
@@ -76,17 +76,17 @@ def taken_by(job: Job) -> str:
     return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.cluster.devices}"
 
 
-def bytes_before(progress: Progress, *, with_facts: bool) -> Counter[tuple[str, str]]:
-    """Return bytes by (kind, level) that were sent before what this run's workers count.
+def earlier_workers(progress: Progress, *, same_workers: bool) -> EarlierWorkers:
+    """Return what was done before what this run's workers count.
 
     Args:
         progress: where the run goes on.
-        with_facts: what the checkpoint's workers counted is among it, since these workers can't add to it.
+        same_workers: they go on counting where the checkpoint's workers were; others begin anew.
     """
     sent = Counter({(kind, level): num_bytes for kind, level, num_bytes in progress.bytes_before})
-    if with_facts:
-        sent.update(together(progress.facts)["num_bytes"])
-    return sent
+    if same_workers:
+        return EarlierWorkers(int(progress.counted_from[0]), float(progress.counted_from[1]), sent)
+    return EarlierWorkers(progress.samples, progress.training_s, sent + together(progress.facts)["num_bytes"])
 
 
 def _check_progress(progress: Progress, job: Job, step: int) -> None:
