@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipebench.errors import choice
+from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.leaves import Key, Leaves
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES, ORDERS, WEIGHT_POLICIES
@@ -113,7 +114,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.cost_model": ("overlap", "sosp19", "artifact"),  # as in planner.cost_models, which takes NumPy to load
     "parallelism.order": ORDERS,
     "parallelism.weights": WEIGHT_POLICIES,
-    "engine.kind": ("virtual", "simulated", "distributed"),
+    "engine.kind": tuple(ENGINES),
     "engine.device": ("auto", "cpu", "cuda"),
 }
 

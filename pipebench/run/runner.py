@@ -21,6 +21,7 @@ from pipebench.engine.stopping import stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import Recipe
 from pipebench.run import folder as run_folder
@@ -40,7 +41,7 @@ from pipebench.train.interfaces import Progress
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
-from pipebench.train.prepare import DISTRIBUTED, SIMULATED, Job, prepare
+from pipebench.train.prepare import Job, prepare
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import predicted_metrics, simulate_epoch
@@ -70,7 +71,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     several = len(loaded) > 1
     # What only the traced model shows to be wrong must come out before the first recipe runs.
     decisions = [_checked(each, suite, alone=not several) for each in loaded]
-    processes_only = all(each.recipe.engine.kind == DISTRIBUTED for each in loaded)
+    processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
     # Where all there is to record is recorded by the processes, this one has no use for MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
     comparison = {"kind": "comparison"}
@@ -115,7 +116,7 @@ def draw(loaded: LoadedRecipe) -> str:
 
 def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | None:
     """Return what is decided for all processes of a run, with every seed; None where one process runs it."""
-    if loaded.recipe.engine.kind == DISTRIBUTED:
+    if engine_kind(loaded.recipe).in_processes:
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or Decided.of(prepare_job(loaded, loaded.recipe, trains=False, apart=True))
     if not alone:
@@ -165,8 +166,8 @@ def _run_one(
     parent: RunLog | None,
 ) -> RunResult:
     recipe = with_seed(loaded.recipe, seed)
-    kind = recipe.engine.kind
-    if kind == DISTRIBUTED:
+    kind = engine_kind(recipe)
+    if kind.in_processes:
         job = prepare_job(loaded, recipe, tells=True, trains=False, decided=decided)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         request = RunRequest((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
@@ -177,7 +178,7 @@ def _run_one(
     assert tracking is not None
     with collected_log(suite.verbose) as log_text, torch_settings(recipe.engine):
         job = prepare_job(loaded, recipe, tells=True)
-        if kind == SIMULATED:
+        if not kind.trains:
             return recorded_run(
                 loaded, job, name, tracking, parent, log_text, lambda *_: simulate_epoch(job)
             )  # fmt: skip
@@ -226,7 +227,7 @@ def recorded_run(
     """
     recipe, setup = job.recipe, job.setup
     facts = environment(setup.device)
-    wall = recipe.engine.kind == DISTRIBUTED
+    wall = engine_kind(recipe).measures
     flat = {**loaded.flat, "train.seed": str(recipe.train.seed)}
     log = tracking.start(
         name, params=logged_params(flat), tags=run_tags(job, facts), parent=parent, virtual=not wall,
@@ -305,14 +306,13 @@ def _trained(
     tracking: Tracking,
     train: Callable[[Progress, Callable[[Point], None]], tuple[RunResult, Timeline]],
 ) -> tuple[RunResult, Timeline]:
-    kind = job.recipe.engine.kind
-    if kind == SIMULATED:
+    kind = engine_kind(job.recipe)
+    if not kind.trains:
         return train(Silent(), log.point)
     tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
     total = job.recipe.train.max_epochs * job.setup.sampler.num_samples
     quiet, per_epoch = not console.is_terminal(), job.setup.sampler.num_samples
-    clock = "wall" if kind == DISTRIBUTED else "virtual"
-    with console.RunProgress(name, total, quiet=quiet, samples_per_epoch=per_epoch, clock=clock) as progress:
+    with console.RunProgress(name, total, quiet=quiet, samples_per_epoch=per_epoch, clock=kind.clock) as progress:
         return train(progress, log.point)
 
 

@@ -5,25 +5,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipebench.recipe.engines import engine_kind
 from pipebench.simulate.meter import Measured, sum_by
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
-from pipebench.train.prepare import DISTRIBUTED, Job
+from pipebench.train.prepare import Job
 
 
 def describe(job: Job) -> dict[str, Any]:
     """Return the part of a result that is known before the run."""
     recipe, timing = job.recipe, job.profile.note
-    wall = recipe.engine.kind == DISTRIBUTED
-    if wall and job.profile.source != "measured":
+    kind = engine_kind(recipe)
+    if kind.measures and job.profile.source != "measured":
         timing = f"measured while it ran, on {job.setup.device.type}; planned by: {timing}"
     return {
         "name": recipe.name,
         "mode": recipe.parallelism.mode,
         "plan": str(job.setup.plan),
-        "engine": recipe.engine.kind,
-        "clock": "wall" if wall else "virtual",
+        "engine": kind.name,
+        "clock": kind.clock,
         "timing": timing,
         "seed": recipe.train.seed,
     }

@@ -31,6 +31,7 @@ from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe import options
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.recipe.weightless import weightless
@@ -44,7 +45,6 @@ from zoo.plain import seeded
 from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.train.prepare")
-SIMULATED, DISTRIBUTED = "simulated", "distributed"
 KEPT = "of the kept decision"
 
 
@@ -89,7 +89,7 @@ def prepare(
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
-    trains = trains and recipe.engine.kind != SIMULATED
+    trains = trains and engine_kind(recipe).trains
     kept = None if decided is None else kept_profile(decided)
     known = profile_model(recipe, cluster, on_progress, trains=trains, kept=kept)
     dataset, graph, profile = known.dataset, known.graph, known.profile
@@ -247,7 +247,7 @@ def profile_model(
         profile = profiles.fitting(kept, KEPT, graph, sizes)
     else:
         profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-    decides = kept is None and (trains or recipe.engine.kind == DISTRIBUTED)
+    decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
         check_traced(graph, dataset, sizes)
     return ProfiledModel(dataset, graph, device, profile)

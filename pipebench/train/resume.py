@@ -9,8 +9,9 @@ from pipebench.checkpoint.progress import Progress
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, Checkpoints, reason_of
 from pipebench.errors import UserError
+from pipebench.recipe.engines import engine_kind
 from pipebench.train.metrics import EarlierWorkers, together
-from pipebench.train.prepare import DISTRIBUTED, Job
+from pipebench.train.prepare import Job
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def earlier_workers(progress: Progress, *, same_workers: bool) -> EarlierWorkers
 
 def _check_progress(progress: Progress, job: Job, step: int) -> None:
     """Check what has to hold between a checkpoint's counters and this run."""
-    setup, kind = job.setup, job.recipe.engine.kind
+    setup, kind = job.setup, engine_kind(job.recipe)
     samples = setup.sampler.samples_before(step)
     if progress.samples != samples:
         raise CheckpointError(
@@ -103,9 +104,9 @@ def _check_progress(progress: Progress, job: Job, step: int) -> None:
                 raise CheckpointError(
                     f"progress.points[{index}].metrics: found no {metric}, which every evaluation has"
                 )
-    alone, workers = kind != DISTRIBUTED, setup.pipeline.num_workers
+    alone, workers = not kind.in_processes, setup.pipeline.num_workers
     if any(("meter" in facts) is alone for facts in progress.facts):
-        raise CheckpointError(f"progress.facts: found those of another engine, expected are those of a {kind} one")
+        raise CheckpointError(f"progress.facts: found those of another engine, expected are those of a {kind.name} one")
     if progress.taken_by == taken_by(job):
         shape = [len(facts[name]) for facts in progress.facts for name in ("peak_bytes", "weight_versions_max")]
         if shape != ([workers] * 2 if alone else [1] * 2 * workers):
