@@ -31,7 +31,7 @@ from pipebench.show.console import preparing, print_written, standard_error, sta
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.progress import searching
-from pipebench.train.prepare import plan_request, profiled
+from pipebench.train.prepare import plan_request, profile_model
 
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
 
@@ -116,7 +116,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
     recipe = loaded.recipe
     own = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), preparing(recipe.name, _progress(options)) as on_progress:
-        made = profiled(recipe, own, on_progress, whole_minibatches=True)
+        made = profile_model(recipe, own, on_progress, whole_minibatches=True)
     cluster = own if options.links is None else replace(options.links, device=own.device)
     parallelism = recipe.parallelism
     request = plan_request(recipe, cluster, made.profile, made.dataset)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from pipebench.recipe.engines import ENGINES
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.orders import ORDERS
 from pipebench.schedule.weights import WEIGHT_POLICIES
@@ -20,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.cost_model": ("overlap", "sosp19", "artifact"),  # as in planner.cost_models, which takes NumPy to load
     "parallelism.order": tuple(ORDERS),
     "parallelism.weights": tuple(WEIGHT_POLICIES),
-    "engine.kind": ("virtual", "simulated", "distributed"),
+    "engine.kind": tuple(ENGINES),
     "engine.device": ("auto", "cpu", "cuda"),
 }
 

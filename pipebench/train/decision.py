@@ -21,7 +21,7 @@ from pipebench.typed_json import Count, JsonError, Ordinal, read, shown, write
 
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
-    from pipebench.train.prepare import Prepared
+    from pipebench.train.prepare import Job
 
 ANEW = "remove the file to have it decided anew"
 
@@ -49,16 +49,16 @@ class Decided:
     changes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(prepared: "Prepared", changes: Sequence[str] = ()) -> "Decided":
-        """Return what was decided for a prepared recipe."""
-        setup = prepared.setup
+    def of(job: "Job", changes: Sequence[str] = ()) -> "Decided":
+        """Return what was decided for a job."""
+        setup = job.setup
         return Decided(
-            prepared.recipe.parallelism.mode,
+            job.recipe.parallelism.mode,
             tuple(stage.start for stage in setup.plan.stages[1:]),
             setup.plan.replicas,
             tuple(setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)),
             setup.pipeline.depth,
-            write_profile(prepared.profile),
+            write_profile(job.profile),
             tuple(changes),
         )
 

@@ -31,6 +31,7 @@ from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import Recipe, TrainRecipe
@@ -45,12 +46,11 @@ from zoo.plain import seeded
 from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.train.prepare")
-SIMULATED, DISTRIBUTED = "simulated", "distributed"
 KEPT = "of the kept decision"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Job:
     """A recipe, ready to run.
 
     Attributes:
@@ -75,8 +75,8 @@ def prepare(
     *,
     trains: bool = True,
     decided: Decided | None = None,
-    measure_again: Callable[["Profiled", Profile], Profile] | None = None,
-) -> Prepared:
+    measure_again: Callable[["ProfiledModel", Profile], Profile] | None = None,
+) -> Job:
     """Make a recipe ready to run.
 
     Args:
@@ -90,9 +90,9 @@ def prepare(
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
-    trains = trains and recipe.engine.kind != SIMULATED
+    trains = trains and engine_kind(recipe).trains
     kept = None if decided is None else kept_profile(decided)
-    known = profiled(recipe, cluster, on_progress, trains=trains, kept=kept)
+    known = profile_model(recipe, cluster, on_progress, trains=trains, kept=kept)
     dataset, graph, profile = known.dataset, known.graph, known.profile
     sampler, held_out = samplers(recipe.train, dataset)
     comparison = None
@@ -136,7 +136,7 @@ def prepare(
         seed=recipe.train.seed,
         device=known.device,
     )
-    return Prepared(recipe, cluster, profile, setup, comparison)
+    return Job(recipe, cluster, profile, setup, comparison)
 
 
 def choose_device(name: str) -> torch.device:
@@ -182,7 +182,7 @@ def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfiledModel:
     """A recipe's model, data and costs.
 
     Attributes:
@@ -198,7 +198,7 @@ class Profiled:
     profile: Profile
 
 
-def profiled(
+def profile_model(
     recipe: Recipe,
     cluster: Cluster,
     on_progress: Callable[[int, int], None] | None = None,
@@ -206,7 +206,7 @@ def profiled(
     whole_minibatches: bool = False,
     trains: bool = False,
     kept: Profile | None = None,
-) -> Profiled:
+) -> ProfiledModel:
     """Trace and profile a recipe's model.
 
     Args:
@@ -247,10 +247,10 @@ def profiled(
         profile = profiles.fitting(kept, KEPT, graph, sizes)
     else:
         profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-    decides = kept is None and (trains or recipe.engine.kind == DISTRIBUTED)
+    decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
         check_traced(graph, dataset, sizes)
-    return Profiled(dataset, graph, device, profile)
+    return ProfiledModel(dataset, graph, device, profile)
 
 
 def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:

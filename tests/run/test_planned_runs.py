@@ -17,13 +17,13 @@ from pipebench.recipe.ranges import CHOICES
 from pipebench.schedule.modes import MODES
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
-from pipebench.train.prepare import Prepared, plan_request, prepare
+from pipebench.train.prepare import Job, plan_request, prepare
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
 SMALL = ["model.width=0.05", "train.max_epochs=1"]
 
 
-def prepared(reference: str, *overrides: str, cluster: Cluster | None = None) -> Prepared:
+def prepared(reference: str, *overrides: str, cluster: Cluster | None = None) -> Job:
     loaded = load(reference, [*SMALL, *overrides])
     recipe = loaded.recipe
     return prepare(recipe, cluster or load_cluster(recipe.cluster.name, recipe.cluster.servers))

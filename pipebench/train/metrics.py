@@ -2,28 +2,90 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipebench.simulate.meter import sum_by
+from pipebench.recipe.engines import engine_kind
+from pipebench.simulate.meter import Measured, sum_by
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
-from pipebench.train.prepare import DISTRIBUTED, Prepared
+from pipebench.train.clock import RunClock
+from pipebench.train.curves import Curves
+from pipebench.train.prepare import Job
 
 
-def describe(prepared: Prepared) -> dict[str, Any]:
+def describe(job: Job) -> dict[str, Any]:
     """Return the part of a result that is known before the run."""
-    recipe, timing = prepared.recipe, prepared.profile.note
-    wall = recipe.engine.kind == DISTRIBUTED
-    if wall and prepared.profile.source != "measured":
-        timing = f"measured while it ran, on {prepared.setup.device.type}; planned by: {timing}"
+    recipe, timing = job.recipe, job.profile.note
+    kind = engine_kind(recipe)
+    if kind.measures and job.profile.source != "measured":
+        timing = f"measured while it ran, on {job.setup.device.type}; planned by: {timing}"
     return {
         "name": recipe.name,
         "mode": recipe.parallelism.mode,
-        "plan": str(prepared.setup.plan),
-        "engine": recipe.engine.kind,
-        "clock": "wall" if wall else "virtual",
+        "plan": str(job.setup.plan),
+        "engine": kind.name,
+        "clock": kind.clock,
         "timing": timing,
         "seed": recipe.train.seed,
     }
+
+
+@dataclass(frozen=True)
+class EarlierWorkers:
+    """What was done before a change of engine or plan, by workers that this run's workers can't add to.
+
+    Attributes:
+        samples: trained on.
+        training_s: seconds in training.
+        num_bytes: sent, by (kind, level).
+    """
+
+    samples: int = 0
+    training_s: float = 0.0
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def run_metrics(
+    job: Job,
+    samples: int,
+    clock: RunClock,
+    curves: Curves,
+    facts: Mapping[str, Any],
+    measured: Measured,
+    earlier: EarlierWorkers,
+) -> dict[str, float]:
+    """Return the metrics of a run that trained.
+
+    Args:
+        job: what was trained.
+        samples: trained on.
+        clock: what the time was spent on.
+        curves: its evaluations.
+        facts: what its workers counted, as `together` returns it.
+        measured: what they measured.
+        earlier: what other workers did before.
+    """
+    setup, training_s = job.setup, clock.training_s
+    metrics: dict[str, float] = {
+        "evaluation_time_s": clock.evaluation_s,
+        "weight_versions_max": max(facts["weight_versions_max"]),
+        "peak_memory_bytes_max": max(facts["peak_bytes"]),
+        "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
+        **byte_metrics(earlier.num_bytes + facts["num_bytes"], samples),
+    }
+    if earlier.samples > 0:
+        metrics["workers_counted_from_samples"] = earlier.samples
+    if clock.lost_s > 0:
+        metrics["lost_time_s"] = clock.lost_s
+    if samples > 0 and training_s > 0:
+        metrics["throughput_samples_per_s"] = samples / training_s
+        metrics["epoch_time_s"] = training_s * setup.sampler.num_samples / samples
+        metrics |= measured.metrics
+    if curves.reached is not None:
+        metrics["time_to_accuracy_s"] = curves.reached.clock_s
+        metrics["time_to_accuracy_without_evaluation_s"] = curves.reached_training_s
+        metrics["epochs_to_target"] = curves.reached.samples / setup.sampler.num_samples
+    return metrics | curves.final_metrics()
 
 
 def together(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -56,9 +118,9 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
     return metrics
 
 
-def describe_stages(prepared: Prepared) -> list[dict[str, Any]]:
+def describe_stages(job: Job) -> list[dict[str, Any]]:
     """Return what is known of every stage before the run."""
-    setup = prepared.setup
+    setup = job.setup
     travels = max(setup.costs.stages[0].forward_s)
     names = [layer.name for layer in setup.graph.layers]
     return [
@@ -79,10 +141,10 @@ def describe_stages(prepared: Prepared) -> list[dict[str, Any]]:
     ]
 
 
-def stage_rows(prepared: Prepared, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return a row per stage; `facts` as `together` returns them."""
-    rows = describe_stages(prepared)
-    pipeline = prepared.setup.pipeline
+    rows = describe_stages(job)
+    pipeline = job.setup.pipeline
     for row in rows:
         workers = pipeline.workers_of(row["index"])
         row["weight_versions_max"] = max(facts["weight_versions_max"][worker] for worker in workers)
