@@ -420,8 +420,7 @@ class DistributedEngine:
         return message.values, max(0.0, message.arrived_s - max(start_s, message.sent_s))
 
     def _level(self, sender: int, receiver: int) -> str:
-        cluster = self.setup.cluster
-        return cluster.levels[cluster.level_between(sender, receiver)].name
+        return self.setup.level_between(sender, receiver).name
 
     @cached_property
     def _whole(self) -> WholeModel:

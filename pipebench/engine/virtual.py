@@ -321,7 +321,7 @@ class VirtualEngine:
         if round_index in self._norms:
             return
         pipeline = self.setup.pipeline
-        workers = self.setup.cluster.ring(range(pipeline.num_workers))
+        workers = self.setup.ring(range(pipeline.num_workers))
         squares = [torch.zeros(1, device=self.setup.device) for _ in workers]
         for stage in range(pipeline.num_stages):
             first = pipeline.worker(stage, 0)
@@ -368,7 +368,7 @@ class VirtualEngine:
         self.clock_s = max(ends)
 
     def _post(self, op: Op, unit: int, sender: int, receiver: int, kind: str, values: Any) -> None:
-        level = self.setup.cluster.levels[self.setup.cluster.level_between(sender, receiver)].name
+        level = self.setup.level_between(sender, receiver).name
         leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
         self.num_bytes[kind, level] += sum(leaf.nbytes for leaf in leaves)
         self._mail[op, unit, sender, receiver] = values
@@ -376,13 +376,11 @@ class VirtualEngine:
     def _replicas_of(self, stage: int) -> list[int]:
         """Return a stage's workers in the order of their ring."""
         first = self.setup.pipeline.worker(stage, 0)
-        return self.setup.cluster.ring(range(first, first + self.setup.pipeline.replicas[stage]))
+        return self.setup.ring(range(first, first + self.setup.pipeline.replicas[stage]))
 
     def _counter(self, kind: str, workers: Sequence[int]) -> Callable[[int, int, int], None]:
-        cluster = self.setup.cluster
-
         def count(sender: int, receiver: int, num_bytes: int) -> None:
-            level = cluster.levels[cluster.level_between(workers[sender], workers[receiver])].name
+            level = self.setup.level_between(workers[sender], workers[receiver]).name
             self.num_bytes[kind, level] += num_bytes
 
         return count

@@ -55,7 +55,7 @@ class Worker:
             setup.make_optimizer,
             device=setup.device,
             seed=setup.seed,
-            recompute=setup.recompute,
+            recompute=setup.plan.stages[self.stage_index].recomputes,
             overwrite=setup.weights == NONE,
         )
         self.peak_bytes = self.replica.live_bytes()

@@ -165,7 +165,7 @@ def on_virtual_clock(prepared: Prepared, stop: StopRequest | None = None) -> Mak
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
         meter = Meter(prepared.setup.pipeline)
-        network = Network(prepared.setup.cluster, meter.transfer)
+        network = Network(prepared.setup.cluster, prepared.setup.devices, meter.transfer)
         return VirtualEngine(prepared.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
 
     return make

@@ -73,7 +73,7 @@ def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
 def taken_by(prepared: Prepared) -> str:
     """Return what decides whether what workers counted can be added to: the engine and the plan."""
     setup = prepared.setup
-    return f"{prepared.recipe.engine.kind}, {setup.plan.stages}, devices {setup.cluster.devices}"
+    return f"{prepared.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}"
 
 
 def bytes_before(progress: Progress, *, with_facts: bool) -> Counter[tuple[str, str]]:
