@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from pipebench.train.loop import on_virtual_clock, train_to_target
 from pipebench.train.prepare import Prepared, prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
+from pipebench.typed_json import read
 from reports.planned_models import table
 from zoo.captions import Captions
 from zoo.language import Text
@@ -173,7 +174,7 @@ def train(run: Run) -> None:
 
 def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -> None:
     """Write a run's file, aside first: it is there whole or not at all."""
-    kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": json.loads(result.to_json())}
+    kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": asdict(result)}
     RESULTS.mkdir(exist_ok=True)
     aside = run.path.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(kept) + "\n")
@@ -208,7 +209,7 @@ def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
 
 def result_of(run: Run) -> RunResult:
     """Return a run's result."""
-    return RunResult.from_json(json.dumps(json.loads(run.path.read_text())["result"]))
+    return read(RunResult, json.loads(run.path.read_text())["result"])
 
 
 def outcome_of(run: Run) -> Outcome:

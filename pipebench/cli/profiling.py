@@ -12,6 +12,7 @@ from pathlib import Path
 from pipebench import profile as profiles
 from pipebench.errors import UserError
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.show import console
@@ -75,7 +76,7 @@ def show_and_write(name: str, profile: Profile, wanted: Wanted) -> None:
         sizes = ", ".join(map(str, sorted(profile.layers)))
         raise UserError(f"--samples: got {size}, allowed are the numbers of samples that are profiled: {sizes}")
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-        (wanted.json_path, lambda path: path.write_text(profile.to_json(), encoding="utf-8")),
+        (wanted.json_path, lambda path: path.write_text(write_profile(profile), encoding="utf-8")),
         (wanted.graph_path, lambda path: path.write_text(profiles.write_graph_txt(profile, size), encoding="utf-8")),
         (wanted.picture_path, lambda path: draw_profile(profile, size, name, path)),
     ]

@@ -27,6 +27,7 @@ from pipebench.files import replace as replace_file
 from pipebench.model.device import torch_settings
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
 from pipebench.profile.together import mean_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
@@ -43,6 +44,7 @@ from pipebench.train.prepare import Prepared, Profiled, kept_profile, travelling
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 from pipebench.train.resume import as_checked, newest, nothing_to_go_on_from
+from pipebench.typed_json import read, write
 
 _LOG = logging.getLogger("pipebench.run")
 _DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
@@ -129,7 +131,7 @@ def run_in_processes(
             _close_record(folder, code)
             folder.say_how_to_go_on(asked.changes)
         raise WorkersFailedError(code or 3)
-    result = RunResult.from_json(folder.result_path.read_text(encoding="utf-8"))
+    result = read(RunResult, folder.result_path.read_bytes())
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(asked.changes)
     return result
@@ -237,7 +239,7 @@ def _first(loaded: LoadedRecipe, process: _Process, log_text: Any, changes: Sequ
     result = recorded_run(
         loaded, process.prepared, facts.name, tracking, facts.parent_mlflow_run_id, log_text, process.train,
         mlflow_run_id=facts.mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
-        on_result=lambda result: replace_file(folder.result_path, result.to_json().encode()),
+        on_result=lambda result: replace_file(folder.result_path, write(result).encode()),
     )  # fmt: skip
     if result.outcome == STOPPED and not launched_by_us():  # else the launcher says it
         folder.say_how_to_go_on(changes)
@@ -317,7 +319,7 @@ def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world:
     mine = measured_profile(
         known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
     )
-    return mean_profile([Profile.from_json(text) for text in world.exchange(mine.to_json())])
+    return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
 
 
 def _keeping(world: World, folder: RunFolder, prepared: Prepared, *, goes_on: bool) -> Keeping:

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pipebench.model.device import commit_diff
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.show import pictures
 from pipebench.show.trace import write_trace
@@ -48,7 +49,7 @@ def run_tags(prepared: Prepared, facts: Mapping[str, str]) -> dict[str, str]:
 def record_inputs(log: RunLog, loaded: LoadedRecipe, prepared: Prepared, facts: Mapping[str, str]) -> None:
     """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
     log.text("recipe.yaml", recipe_yaml(loaded, prepared.recipe.train.seed))
-    log.text("profile.json", prepared.profile.to_json())
+    log.text("profile.json", write_profile(prepared.profile))
     log.text("plan.json", _plan_json(prepared))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
     difference = commit_diff()

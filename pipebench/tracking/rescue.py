@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from pipebench.train.result import Point, RunResult
+from pipebench.typed_json import write
 
 RESULTS_FOLDER = "pipebench-results"
 _POINTS = "points.jsonl"
@@ -60,7 +61,7 @@ class Rescue:
                     _write_inside(path, name, content)
                     self._written[name] = content
             if result is not None:
-                (path / "result.json").write_text(result.to_json(), encoding="utf-8")
+                (path / "result.json").write_text(write(result), encoding="utf-8")
             return path
 
     def _make(self) -> Path:

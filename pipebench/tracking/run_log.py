@@ -36,6 +36,7 @@ from pipebench.tracking.summary import summarise_curves
 from pipebench.tracking.system import SystemMetrics
 from pipebench.tracking.view import run_address
 from pipebench.train.result import Point, RunResult
+from pipebench.typed_json import write
 
 __all__ = ["RunLog", "Status", "Tracking"]
 
@@ -387,7 +388,7 @@ class RunLog:
         self.tag("outcome", result.outcome)
         for fact, note in result.notes.items():
             self.tag(f"note.{fact.replace(' ', '_')}", note)
-        self.text("result.json", result.to_json())
+        self.text("result.json", write(result))
 
     def _keep(self, artifact: str, content: bytes) -> None:
         self._artifacts[artifact] = content

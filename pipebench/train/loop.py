@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipebench.checkpoint.progress import CurvePoint, Facts
 from pipebench.checkpoint.progress import Progress as Kept
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoints, Part
@@ -370,16 +371,16 @@ def _save(run: _Run, engine: Engine, otherwise: Checkpoints | None = None) -> No
     run.checkpoint_s += engine.clock_s - before_s
 
 
-def _progress(run: _Run, clock_s: float, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _progress(run: _Run, clock_s: float, facts: list[Facts]) -> dict[str, Any]:
     """Return what a checkpoint keeps of the training loop."""
     return Kept(
         taken_by=taken_by(run.prepared),
-        facts=[dict(each) for each in facts],
+        facts=facts,
         samples=run.samples,
         epoch=run.samples / run.prepared.setup.sampler.num_samples,
-        points=[asdict(point) for point in run.points],
+        points=[CurvePoint(samples=p.samples, clock_s=p.clock_s, metrics=dict(p.metrics)) for p in run.points],
         training_s_at=run.training_s_at,
-        counted_from=list(run.counted_from),
+        counted_from=run.counted_from,
         loss_sum=run.loss_sum,
         weight=run.weight,
         training_s=run.training_s,
@@ -388,7 +389,7 @@ def _progress(run: _Run, clock_s: float, facts: Sequence[Mapping[str, Any]]) -> 
         clock_s=clock_s,
         saved_at_s=time.time(),
         lost_s=run.lost_s,
-        bytes_before=[[kind, level, num_bytes] for (kind, level), num_bytes in run.bytes_before.items()],
+        bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in run.bytes_before.items()),
     ).to_json()
 
 

@@ -30,6 +30,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile
 from pipebench.recipe import options
 from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import Recipe, TrainRecipe
@@ -287,7 +288,7 @@ def kept_profile(decided: Decided) -> Profile:
         ProfileError: it isn't whole.
     """
     try:
-        return Profile.from_json(decided.profile)
+        return read_profile(decided.profile)
     except ProfileError as error:
         raise ProfileError(f"profile {KEPT}: {error}; {ANEW}") from None
 

@@ -13,6 +13,7 @@ from pipebench.cli.planning import MOST_WORKERS, parse_levels
 from pipebench.errors import UserError
 from pipebench.planner import thinning
 from pipebench.planner.cost_models import COST_MODELS
+from pipebench.profile.stored import write_profile
 from pipebench.show.plan_picture import is_our_picture
 
 PUBLISHED = Path(__file__).parents[2].parent / "shared" / "profiles"
@@ -31,10 +32,10 @@ GRAPH = "".join(
     )
 )
 KEYS = {
-    *("plan", "config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused", "shapes"),
+    *("config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused", "shapes"),
     *("cost_model", "cluster", "minibatch_size", "minibatch_s", "samples_per_s", "dp_minibatch_s", "dp_samples_per_s"),
     *("took_s", "num_states", "bottleneck_at_most"),
-    *("speedup_over_dp", "bytes_per_sample", "dp_bytes_per_sample", "port_s", "memory_limit_bytes", "found_by"),
+    *("speedup_over_dp", "bytes_per_sample", "dp_bytes_per_sample", "port_s", "memory_limit_bytes", "found_by", "plan"),
 }
 STAGE_KEYS = {"compute_s", "sync_s", "transfer_s", "stage_s", "memory_bytes", "in_flight"}
 
@@ -244,7 +245,7 @@ def test_a_mistake_is_one_sentence(graph: str, arguments: list[str], message: st
 def test_a_size_that_json_does_not_have(graph: str) -> None:
     from pipebench.profile import load_profile
 
-    Path("p.json").write_text(load_profile(graph, 8).to_json())
+    Path("p.json").write_text(write_profile(load_profile(graph, 8)))
     assert answer("--profile", "p.json", "--levels", "2@1e9")["minibatch_size"] == 8
     result = invoke("--profile", "p.json", "--levels", "2@1e9", "--minibatch-size", "16")
     assert (result.exit_code, "allowed are the sizes in p.json: 8" in result.output) == (2, True)

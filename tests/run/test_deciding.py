@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.run import runner
@@ -96,7 +97,7 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
         return decided
 
     def run_in_processes(loaded: Any, prepared: Any, name: str, *_: object) -> Any:
-        started.append((name, prepared.recipe.train.seed, prepared.profile.to_json() == decided.profile))
+        started.append((name, prepared.recipe.train.seed, write_profile(prepared.profile) == decided.profile))
         raise WorkersFailedError(3)
 
     monkeypatch.setattr(runner, "decided_apart", apart)

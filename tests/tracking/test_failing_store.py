@@ -16,6 +16,7 @@ from pipebench.errors import UserError
 from pipebench.tracking import Tracking, require_writable
 from pipebench.tracking.store import Row, Store
 from pipebench.train.result import RunResult
+from pipebench.typed_json import read
 from tests.patience import PATIENCE_S
 from tests.tracking.records import RESULT, fetch, rescued
 
@@ -39,7 +40,7 @@ def test_a_store_that_fails_in_mid_run_loses_nothing(
         run.text("plan.txt", "straight")
         run.finish(RESULT)
     kept = rescued(folder, "broken")
-    assert RunResult.from_json((kept / "result.json").read_text()) == RESULT
+    assert read(RunResult, (kept / "result.json").read_text()) == RESULT
     points = [json.loads(line) for line in (kept / "points.jsonl").read_text().splitlines()]
     assert [point["samples"] for point in points] == [1000, 2000]
     assert (kept / "plan.txt").read_text() == "straight"
@@ -93,7 +94,7 @@ def test_a_hung_server_does_not_block_the_end(
     run = tracking.start("child", params={}, tags={}, parent=parent)
     run.finish(RESULT)
     parent.finish(None, status="FINISHED")
-    assert RunResult.from_json((rescued(tmp_path, "child") / "result.json").read_text()) == RESULT
+    assert read(RunResult, (rescued(tmp_path, "child") / "result.json").read_text()) == RESULT
     assert capsys.readouterr().err.count("does not answer") == 1
 
 
@@ -108,7 +109,7 @@ def test_a_server_that_is_down_is_told_once(
         run = Tracking("suite").start("down", params={}, tags={})
         run.point(RESULT.points[0])
         run.finish(RESULT)
-    assert RunResult.from_json((rescued(tmp_path, "down") / "result.json").read_text()) == RESULT
+    assert read(RunResult, (rescued(tmp_path, "down") / "result.json").read_text()) == RESULT
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
     assert "Connection refused" in warning

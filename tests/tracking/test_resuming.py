@@ -12,6 +12,7 @@ import pytest
 from pipebench.tracking import RunLog, Tracking, default_uri
 from pipebench.tracking.store import Store
 from pipebench.train.result import REACHED, RunResult
+from pipebench.typed_json import read
 from tests.tracking.records import RESULT, fetch, history, rescued
 
 
@@ -132,5 +133,5 @@ def test_a_rescued_run_goes_on_in_its_folder_without_duplicates(
         second.point(point)
     second.finish(RESULT)
     assert [json.loads(line)["samples"] for line in kept.read_text().splitlines()] == [1000, 2000, 3000, 4000]
-    assert RunResult.from_json((kept.parent / "result.json").read_text()) == RESULT
+    assert read(RunResult, (kept.parent / "result.json").read_text()) == RESULT
     assert not (kept.parent.parent / "twice-2").exists()
