@@ -15,11 +15,11 @@ from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
 from pipebench.model.graph import LayerGraph
-from pipebench.model.plan import explicit_plan
+from pipebench.model.plan import starts_of_cuts
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Planned, Request
+from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
@@ -132,7 +132,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 
-def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> Planned | None:
+def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> PlanEstimate | None:
     """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
     planner = Planner(request, mode)
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
@@ -143,7 +143,7 @@ def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, 
         return None
     starts = None
     if parallelism.cuts is not None:
-        starts = [stage.start for stage in explicit_plan(graph, parallelism.cuts, replicas).stages[1:]]
+        starts = starts_of_cuts(graph, parallelism.cuts)
     return planner.given(replicas, starts)
 
 
@@ -180,11 +180,13 @@ def _answer(name: str, request: Request, mode: str, source: str, options: PlanOp
             comparison = compare(request, None if mode == AUTO else mode, shapes=options.shapes, tell=tell)
         best = comparison.best
         spare_s = None
-        row = request.row or MODES[best.mode]
+        row = request.row or MODES[best.plan.mode]
         waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
         if waits and not row.flush and len(best.stages) > 1:
-            planner = Planner(request if best.mode == mode else replace(request, row=None), best.mode)
-            spare_s = planner.predicted(replace(best, depth=best.depth + 1)).minibatch_s
+            planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
+            spare_s = planner.predicted(
+                replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
+            ).minibatch_s
     except (GraphError, PlanError, ProfileError) as error:
         if source:
             raise RecipeError([Fault(source, "", str(error))]) from error

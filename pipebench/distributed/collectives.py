@@ -95,12 +95,11 @@ class ProcessCollectives:
         found = [torch.zeros(1) for _ in range(self._world.size)]
         with peers():
             dist.all_gather(found, own.cpu(), group=self._norm_group)
-        ring = setup.cluster.ring(range(setup.pipeline.num_workers))
+        ring = setup.ring(range(setup.pipeline.num_workers))
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
             if ring[sender] == self._worker.index:
-                level = setup.cluster.levels[setup.cluster.level_between(ring[sender], ring[receiver])]
-                self._num_bytes[CONTROL, level.name] += num_bytes
+                self._num_bytes[CONTROL, setup.level_between(ring[sender], ring[receiver]).name] += num_bytes
 
         squares = [found[self._ranks[worker]] for worker in ring]
         norm = ring_all_reduce(squares, count).sqrt().to(setup.device)
@@ -145,7 +144,7 @@ class ProcessCollectives:
     def _make_group(self, stage: int) -> None:
         """Make the group of a stage's replicas; workers of other stages help to make it."""
         setup, world = self._setup, self._world
-        ring = setup.cluster.ring(setup.pipeline.workers_of(stage))
+        ring = setup.ring(setup.pipeline.workers_of(stage))
         ranks = [self._ranks[worker] for worker in ring]
         group = world.new_group("nccl" if world.direct else "gloo", ranks)
         self._groups.append(group)
@@ -164,10 +163,9 @@ class ProcessCollectives:
 
     def _count(self, stage: int, kind: str, label: str, num_bytes: int, start_s: float) -> None:
         """Count what this worker sends in a ring all-reduce, and note the whole for the timeline."""
-        ring, cluster = self._rings[stage], self._setup.cluster
+        ring = self._rings[stage]
         sent = ring_bytes(num_bytes, len(ring))
-        paths = list(zip(ring, ring[1:] + ring[:1], strict=True))
-        levels = [cluster.levels[cluster.level_between(*path)] for path in paths]
+        levels = [self._setup.level_between(*path) for path in zip(ring, ring[1:] + ring[:1], strict=True)]
         position = ring.index(self._worker.index)
         self._num_bytes[kind, levels[position].name] += sent[position]
         slowest = min(levels, key=lambda level: level.goodput_bytes_per_s).name

@@ -266,10 +266,10 @@ class _Mailbox:
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
         """Keep a unit's values until they are asked for."""
-        pipeline, cluster = self._setup.pipeline, self._setup.cluster
-        level = cluster.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit))
+        pipeline = self._setup.pipeline
+        level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
         leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-        self._num_bytes[kind, cluster.levels[level].name] += sum(leaf.nbytes for leaf in leaves)
+        self._num_bytes[kind, level] += sum(leaf.nbytes for leaf in leaves)
         self._mail[kind, unit, source, target] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
@@ -309,21 +309,20 @@ class _Rings:
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients; every stage's replicas hold the same gradients by now."""
         if round_index not in self._norms:
-            ring = self._setup.cluster.ring(range(self._setup.pipeline.num_workers))
+            ring = self._setup.ring(range(self._setup.pipeline.num_workers))
             squares = [self._workers[worker].squared_norm() for worker in ring]
             self._norms = {round_index: ring_all_reduce(squares, self.counter(CONTROL, ring)).sqrt()}
         return self._norms[round_index]
 
     def of_stage(self, stage: int) -> list[int]:
         """Return a stage's workers in the order of their ring."""
-        return self._setup.cluster.ring(self._setup.pipeline.workers_of(stage))
+        return self._setup.ring(self._setup.pipeline.workers_of(stage))
 
     def counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
         """Return what counts the bytes that one member of a ring sends to another."""
-        cluster = self._setup.cluster
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
-            level = cluster.levels[cluster.level_between(ring[sender], ring[receiver])].name
+            level = self._setup.level_between(ring[sender], ring[receiver]).name
             self._num_bytes[kind, level] += num_bytes
 
         return count

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.cost_models import CostModel, StageGrid, Work
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats, States
 from pipebench.planner.thinning import MOST_EXACT, cheapest, is_thinned, loosened, refined
@@ -68,8 +68,8 @@ def bottleneck_s(problem: FlatProblem, stages: Sequence[Stage]) -> float:
 
 def stage_s(problem: FlatProblem, stage: Stage) -> float:
     """Return the seconds per minibatch of one stage, transfers included."""
-    block = Block(problem.work, np.array([stage.start]), stage.stop)
-    terms = problem.model.terms(block, problem.level, first=stage.start == 0)
+    grid = StageGrid(problem.work, np.array([stage.start]), stage.stop)
+    terms = problem.model.terms(grid, problem.level, first=stage.start == 0)
     return float(terms.seconds(float(stage.replicas)).flat[0])
 
 
@@ -170,7 +170,7 @@ class _Search:
         replicas = np.zeros(self.num_states)
         for starts in reversed(self._blocks):
             stop_from = int(starts[0]) + 1
-            least = None if problem.memory else self._least(Block(problem.work, starts, stop_from), limit_s)
+            least = None if problem.memory else self._least(StageGrid(problem.work, starts, stop_from), limit_s)
             for position in reversed(range(len(starts))):
                 start = int(starts[position])
                 own = self._fitting(start, limit_s, workers) if least is None else least[position, position:]
@@ -196,23 +196,23 @@ class _Search:
         coarse = _plan_exactly(self.problem.over(states.select(kept)))
         return [] if coarse is None else [tuple(Stage(kept[a], kept[b], m) for a, b, m in coarse)]
 
-    def _least(self, block: Block, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
-        """Return the fewest replicas of the stages of a block, `at_least` or more."""
+    def _least(self, grid: StageGrid, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
+        """Return the fewest replicas of the stages of a grid, `at_least` or more."""
         problem = self.problem
-        terms = problem.model.terms(block, problem.level, first=bool(block.starts[0] == 0))
+        terms = problem.model.terms(grid, problem.level, first=bool(grid.starts[0] == 0))
         if problem.width is None:
             least = terms.least(limit_s, at_least)
         else:
             fits = (at_least <= problem.width) & (terms.seconds(float(problem.width)) <= limit_s)
             least = np.where(fits, float(problem.width), np.inf)
         if self._outside is not None:
-            least = np.where(self._outside[block.starts, block.stop_from :], np.inf, least)
+            least = np.where(self._outside[grid.starts, grid.stop_from :], np.inf, least)
         return least
 
     def _fitting(self, start: int, limit_s: float, workers: Floats) -> Floats:
         """Return the fewest replicas of the stages from one state, in time and in memory."""
         assert self.problem.memory is not None
-        block = Block(self.problem.work, np.array([start]), start + 1)
-        at_least = self.problem.memory.least(block, workers[start + 1 :])
-        least = self._least(block, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
+        grid = StageGrid(self.problem.work, np.array([start]), start + 1)
+        at_least = self.problem.memory.least(grid, workers[start + 1 :])
+        least = self._least(grid, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
         return np.where(np.isfinite(at_least), least, np.inf)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipebench.cluster import Cluster
-from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.cost_models import CostModel, StageGrid, Work
 from pipebench.planner.flat import Stage
 from pipebench.planner.placement import LONGEST_CYCLE, spanned, stage_level
 from pipebench.schedule.orders import ONE_F_ONE_B
@@ -49,11 +49,11 @@ def loops_s(
     ways = [_there_and_back_s(work, cluster, stages, devices, index) for index in range(len(stages) - 1)]
     slowest = []
     for first, upper in enumerate(stages):
-        block = Block(work, np.array([upper.start]), upper.stop)
+        grid = StageGrid(work, np.array([upper.start]), upper.stop)
         level = stage_level(cluster, model, devices, first)
-        own = model.round(block, level)
+        own = model.round(grid, level)
         loop_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
-        sums = upper.replicas > 1 and float(block.sums(states.parameter_bytes).flat[0]) > 0
+        sums = upper.replicas > 1 and float(grid.sums(states.parameter_bytes).flat[0]) > 0
         worst = loop_s / upper.replicas
         for last in range(first + 1, len(stages)):
             way_s, lower = ways[last - 1], stages[last]

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
-from pipebench.model.plan import Plan, make_plan
+from pipebench.model.plan import Plan
 from pipebench.model.sampling import Sampler
 from pipebench.planner.cost_models import CostModel
 from pipebench.planner.flat import Stage
 from pipebench.planner.states import States
-from pipebench.profile.model import LayerProfile, Profile, Rows
+from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import Mode
-from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
@@ -27,6 +27,7 @@ class Course:
     pipeline: Pipeline
     costs: Costs
     cluster: Cluster
+    devices: tuple[int, ...]
     sampler: Sampler
 
 
@@ -61,7 +62,6 @@ def make_pipeline(
     rows: Sequence[LayerProfile],
     mode: Mode,
     *,
-    depth: int | None = None,
     microbatches: int = 1,
     accumulate: int | None = None,
     shares_norm: bool = False,
@@ -69,10 +69,9 @@ def make_pipeline(
     """Return the pipeline's shape: the plan's stages under the mode's order of work.
 
     Args:
-        plan: stages and what crosses between them.
+        plan: the plan.
         rows: the layers the plan is of, at any size.
         mode: the mode.
-        depth: minibatches in flight per input-stage replica; None for the mode's, or NOAM.
         microbatches: units per minibatch.
         accumulate: blocks of minibatches per update; None for the mode's.
         shares_norm: whether all stages agree on the gradient's norm before an update.
@@ -87,16 +86,15 @@ def make_pipeline(
     loads = tuple(
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
-    depth = mode.depth or depth or noam(plan.replicas[: len(plan.stages) // mode.chunks])
-    accumulate = accumulate or mode.accumulate or depth
-    if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < depth:
+    accumulate = accumulate or mode.accumulate or plan.depth
+    if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < plan.depth:
         raise PlanError(
             f"parallelism.accumulate: got {accumulate}, weights {mode.weights} need at least as many minibatches per "
-            f"update as are in flight, {depth}"
+            f"update as are in flight, {plan.depth}"
         )
     return Pipeline(
-        plan.replicas, edges, mode.order, mode.flush, depth, microbatches, accumulate, loads, shares_norm,
-        weights=mode.weights, chunks=mode.chunks,
+        plan.replicas, edges, mode.order, mode.flush, plan.depth, microbatches, accumulate, loads, shares_norm,
+        weights=mode.weights, chunks=plan.chunks,
     )  # fmt: skip
 
 
@@ -104,12 +102,10 @@ def course_of(
     profile: Profile,
     cluster: Cluster,
     model: CostModel,
-    starts: Sequence[int],
-    replicas: Sequence[int],
+    plan: Plan,
     mode: Mode,
     minibatch_size: int,
     *,
-    depth: int | None = None,
     microbatches: int = 1,
     accumulate: int = 1,
 ) -> tuple[Course, int]:
@@ -117,26 +113,23 @@ def course_of(
 
     Args:
         profile: the model, its layers in the order of the plan.
-        cluster: where the plan runs, its workers placed.
+        cluster: where the plan runs.
         model: how times add up.
-        starts: first layers of the stages after the first.
-        replicas: replicas per stage.
+        plan: of those layers.
         mode: order of work and weight policy.
         minibatch_size: samples; the profile has it, or its microbatches.
-        depth: see `make_pipeline`, like the rest.
         microbatches: units per minibatch.
         accumulate: blocks of minibatches per flush.
     """
     rows = next(iter(profile.layers.values()))
-    plan = make_plan(Rows.of(rows), starts, replicas)
-    pipeline = make_pipeline(plan, rows, mode, depth=depth, microbatches=microbatches, accumulate=accumulate)
-    costs = model.simulated(stage_costs(profile, plan, recompute=mode.recompute), replicas)
+    pipeline = make_pipeline(plan, rows, mode, microbatches=microbatches, accumulate=accumulate)
+    costs = model.simulated(stage_costs(profile, plan), plan.replicas)
     period = pipeline.period
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else _FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = period * rounds
     sampler = Sampler(16 * count * minibatch_size, minibatch_size, 0)
-    return Course(pipeline, costs, model.links(cluster), sampler), count
+    return Course(pipeline, costs, model.links(cluster), plan.devices, sampler), count
 
 
 def predict(course: Course, count: int) -> float:

@@ -63,14 +63,14 @@ def _plan_json(job: Job) -> str:
     stages = [{"layers": names[s.start : s.stop], "replicas": s.replicas} for s in setup.plan.stages]
     depths = list(setup.pipeline.warmups)
     told: dict[str, Any] = {"plan": str(setup.plan), "stages": stages, "depths": depths}
-    told["devices"] = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
+    told["devices"] = list(setup.devices)
     if job.comparison is not None:
         told["modes_compared"] = [
             {
-                "mode": each.mode,
-                "plan": each.config,
+                "mode": each.plan.mode,
+                "plan": str(each.plan),
                 "predicted_minibatch_s": each.minibatch_s,
-                "memory_bytes": max(stage.memory_bytes for stage in each.stages),
+                "memory_bytes": each.memory_bytes,
             }
             for each in (job.comparison.best, *job.comparison.others)
         ]

@@ -8,7 +8,7 @@ from typing import Final
 
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B
 from pipebench.schedule.pipeline import STASH
-from pipebench.schedule.weights import DOUBLE_BUFFER, ONE
+from pipebench.schedule.weights import DOUBLE_BUFFER, ONE, WEIGHT_POLICIES
 
 AUTO = "auto"  # leaves the choice of a mode, or of a plan, to the planner
 ALL_REDUCE, WHOLE = "all-reduce", "whole"
@@ -47,6 +47,11 @@ class Mode:
     depth: int | None = None
     microbatches: bool = False
     recompute: bool = False
+
+    @property
+    def weight_versions(self) -> int | None:
+        """Weight versions that a replica keeps; None for one per minibatch in flight."""
+        return WEIGHT_POLICIES[self.weights].versions
 
 
 MODES: Final[dict[str, Mode]] = {

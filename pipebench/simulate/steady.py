@@ -6,7 +6,7 @@ all further periods cost that constant: only fill, a few periods and drain are s
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,10 @@ class Course(Protocol):
     @property
     def cluster(self) -> Cluster:
         """Where it runs."""
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """The device of every worker."""
 
     @property
     def sampler(self) -> Sampler:
@@ -93,7 +97,7 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
 
 def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
     """Simulate every instruction of a segment."""
-    network = Network(course.cluster, meter.transfer if meter else None)
+    network = Network(course.cluster, course.devices, meter.transfer if meter else None)
     adder = meter or Meter(course.pipeline)
     busy_s, stall_s = adder.busy_s, adder.stall_s
     simulation = Simulation(
@@ -136,7 +140,7 @@ def _steady_state(course: Course, num_minibatches: int, block: int) -> tuple[int
         pipeline,
         programs(pipeline, num_minibatches),
         course.costs,
-        Network(course.cluster),
+        Network(course.cluster, course.devices),
         _sizes(course, num_minibatches),
     )
     for event in simulation:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, UserError
-from pipebench.model.plan import explicit_plan
+from pipebench.model.plan import starts_of_cuts
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import ParallelismRecipe
@@ -56,7 +56,7 @@ class Decided:
             job.recipe.parallelism.mode,
             tuple(stage.start for stage in setup.plan.stages[1:]),
             setup.plan.replicas,
-            tuple(setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)),
+            setup.devices,
             setup.pipeline.depth,
             write_profile(job.profile),
             tuple(changes),
@@ -125,7 +125,7 @@ class Decided:
         ascending = all(a < b for a, b in itertools.pairwise(bounds))
         expect(ascending, "starts", list(self.starts), f"ascending layers from 1 to {len(graph.layers) - 1}")
         if parallelism.cuts is not None and not faults:
-            cuts = [stage.start for stage in explicit_plan(graph, parallelism.cuts, self.replicas).stages[1:]]
+            cuts = starts_of_cuts(graph, parallelism.cuts)
             expect(list(self.starts) == cuts, "starts", list(self.starts), f"the recipe's cuts, {cuts}")
         devices = {device for device in self.devices if device < cluster.num_workers}
         enough = len(devices) == len(self.devices) == sum(self.replicas)

@@ -5,7 +5,7 @@ Every step is a function of what the steps before it gave, so that each can be c
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from pipebench.errors import PlanError, ProfileError, TracingError
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.own_schedule import own_schedule
-from pipebench.model.plan import Plan, explicit_plan, make_plan
+from pipebench.model.plan import KEEP, RECOMPUTE, Plan, make_plan, starts_of_cuts
 from pipebench.model.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.model.trace_check import check_traced
 from pipebench.planner.compare import compare
@@ -99,22 +99,29 @@ def prepare(
     if recipe.parallelism.mode == AUTO:
         if decided is None:
             comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
-        chosen = comparison.best.mode if comparison is not None else cast("Decided", decided).mode
+        chosen = comparison.best.plan.mode if comparison is not None else cast("Decided", decided).mode
         recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen))
     mode = resolve(recipe.parallelism)
     if decided is not None:
         decided.check(recipe.parallelism, cluster, graph, sampler.streams)
     if decided is None:
-        plan, devices, depth = choose_plan(recipe, cluster, graph, profile, dataset)
+        plan = choose_plan(recipe, cluster, graph, profile, dataset)
     else:
-        plan, devices, depth = make_plan(graph, decided.starts, decided.replicas), decided.devices, decided.depth
+        plan = make_plan(
+            graph,
+            decided.starts,
+            decided.replicas,
+            mode=decided.mode,
+            devices=decided.devices,
+            depth=decided.depth,
+            memory=RECOMPUTE if mode.recompute else KEEP,
+        )
     if measure_again is not None:
         profile = measure_again(known, profile)
     pipeline = make_pipeline(
         plan,
         next(iter(profile.layers.values())),
         mode,
-        depth=depth,
         microbatches=recipe.parallelism.microbatches if mode.microbatches else 1,
         accumulate=mode.accumulate,
         shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flush and len(plan.stages) > 1,
@@ -123,15 +130,14 @@ def prepare(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
-        costs=stage_costs(profile, plan, recompute=mode.recompute),
+        costs=stage_costs(profile, plan),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
-        cluster=cluster.placed(devices),
+        cluster=cluster,
         dataset=dataset,
         sampler=sampler,
         held_out=held_out,
         make_optimizer=partial(make_optimizer, recipe.train.optimizer),
         lr=learning_rate(recipe.train, pipeline, sampler.num_samples),
-        recompute=mode.recompute,
         clip_norm=recipe.train.optimizer.clip_norm,
         seed=recipe.train.seed,
         device=known.device,
@@ -316,10 +322,8 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
     )
 
 
-def choose_plan(
-    recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset
-) -> tuple[Plan, Sequence[int], int | None]:
-    """Return the recipe's plan, the device of every worker, and the depth if it isn't NOAM.
+def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset) -> Plan:
+    """Return the recipe's plan.
 
     Raises:
         PlanError: the model, the cluster or its memory doesn't allow it.
@@ -328,18 +332,37 @@ def choose_plan(
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
     if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
-        found = planner.best()
-        return make_plan(graph, found.starts, found.replicas), found.devices, found.depth
+        return _over(graph, planner.best().plan)
     replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
     problem = streams_problem(replicas, planner.request.streams)
     if problem is not None:
         raise PlanError(f"train.streams: got {problem}")
-    depth = planner.request.depth
-    if parallelism.cuts is not None:
-        plan = explicit_plan(graph, parallelism.cuts, replicas)
-    else:
-        plan = make_plan(graph, planner.starts_of(replicas), replicas)
-    return plan, planner.devices_of(replicas, [stage.start for stage in plan.stages[1:]]), depth
+    cuts = parallelism.cuts
+    starts = planner.starts_of(replicas) if cuts is None else starts_of_cuts(graph, cuts)
+    plan = make_plan(
+        graph,
+        starts,
+        replicas * mode.chunks,
+        mode=parallelism.mode,
+        depth=mode.depth or planner.request.depth,
+        chunks=mode.chunks,
+        memory=RECOMPUTE if mode.recompute else KEEP,
+    )
+    return plan.on(planner.devices_of(replicas, starts))
+
+
+def _over(graph: LayerGraph, plan: Plan) -> Plan:
+    """Return a plan of a profile's layers as one of the graph's, which are as many; the graph knows buffers, too."""
+    return make_plan(
+        graph,
+        [stage.start for stage in plan.stages[1:]],
+        plan.replicas,
+        mode=plan.mode,
+        devices=plan.devices,
+        depth=plan.depth,
+        chunks=plan.chunks,
+        memory=[policy for stage in plan.stages for policy in stage.memory],
+    )
 
 
 def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Callable[[int, int, int], float]:

@@ -27,7 +27,7 @@ from pipebench.schedule.pipeline import STASH
 from pipebench.schedule.weights import DOUBLE_BUFFER, ONE, VERTICAL_SYNC
 from pipebench.simulate.network import Network
 from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures
-from tests.support import Blobs, Mlp, flat_cluster, make_setup
+from tests.support import Blobs, Mlp, make_setup
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,7 @@ def own_optimizer(target: str) -> OptimizerRecipe:
 
 def small_setup(case: Case) -> Setup:
     """Return the setup of a case."""
-    num_workers = sum(case.replicas) // case.columns.get("chunks", 1)
-    columns = {"cluster": flat_cluster(num_workers).placed(case.devices or tuple(range(num_workers))), **case.columns}
+    columns = {"devices": case.devices or None, **case.columns}
     return make_setup(
         model_of(case.model),
         (list(case.starts), list(case.replicas)),
@@ -192,9 +191,8 @@ def virtually(case: Case) -> Outcome:
 def on_virtual_engine(setup: Setup, segments: Sequence[int]) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
-    engine = VirtualEngine(
-        setup, Network(setup.cluster), on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight))
-    )
+    network = Network(setup.cluster, setup.devices)
+    engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     scores, done = [], 0
     for count in segments:
         engine.train(done, count)

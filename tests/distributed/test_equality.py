@@ -23,7 +23,7 @@ TWO = {
     "vertical sync": Case("skip", (4,), (1, 1), {"weights": "stash-vertical-sync", "depth": 3}),
     "naive": Case("mlp", (4,), (1, 1), {"weights": "none"}),
     "clipped": Case("skip", (4,), (1, 1), {"weights": "one", "microbatches": 2, "clip_norm": 0.3}),
-    "other devices": Case("conv", (4,), (1, 1), {"cluster": flat_cluster(3).placed([2, 0])}),
+    "other devices": Case("conv", (4,), (1, 1), {"cluster": flat_cluster(3), "devices": (2, 0)}),
     "clipped dp": Case("skip", (), (2,), {"weights": "one", "depth": 1, "clip_norm": 0.3}),
     "a named tuple of torch's crosses": Case("structures", (5,), (1, 1)),
     "parameters of three types": Case("mixed", (4,), (1, 1), {"sizes": (2, 4)}),
