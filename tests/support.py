@@ -159,7 +159,7 @@ def make_setup(
     dataset = dataset or Blobs()
     if not isinstance(plan, Plan):
         memory = RECOMPUTE if recompute else KEEP
-        plan = make_plan(graph, *plan, devices=devices, depth=depth, memory=memory)
+        plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory)
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
