@@ -338,6 +338,7 @@ def profile_(
 @click.option("--mode", metavar="NAME|auto", help="The mode to plan, from `pipebench ls modes`; auto: the fastest.")
 @click.option("--minibatch-size", metavar="N", help="Samples per minibatch of a profile file.")
 @click.option("--shapes", is_flag=True, help="Also plan equal stages (2BW) and 2 chunks per worker (interleaved).")
+@click.option("--out", metavar="OUT.json", help="Write the plan here, to be edited and run: parallelism.plan=OUT.json.")
 @click.option("--picture", metavar="OUT.png", help="Write a picture of the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
 @_tracebacks
@@ -354,6 +355,7 @@ def plan(words: tuple[str, ...], **given: Any) -> None:
       pipebench plan quickstart
       pipebench plan quickstart --cluster cluster-a --servers 4 --mode auto
       pipebench plan quickstart train.minibatch_size=64 --picture plan.png
+      pipebench plan quickstart --out plan.json && pipebench run quickstart parallelism.plan=plan.json
       pipebench plan --profile vgg16.graph.txt --levels 16@1.25e9
       pipebench plan --profile vgg16.graph.txt --levels 4@1e10,4@10Gbit/s --minibatch-size 128
       pipebench plan --profile v100.json --levels 16@1.25e9 --memory 16GB --latency 10us

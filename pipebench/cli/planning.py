@@ -17,8 +17,10 @@ from pipebench import profile as profiles
 from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError, choice
+from pipebench.files import replace as replace_file
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import starts_of_cuts
+from pipebench.model.plan_layers import form_of
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
@@ -27,6 +29,7 @@ from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.parallelism import resolve
+from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
@@ -34,7 +37,7 @@ from pipebench.show.console import preparing, print_written, standard_error, sta
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.progress import searching
-from pipebench.train.prepare import plan_request, profiled
+from pipebench.train.prepare import plan_of_file, plan_request, profiled
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 _T = TypeVar("_T")
@@ -59,6 +62,7 @@ class Asked:
         mode: whose plan is wanted, or `auto`.
         minibatch_size: samples per minibatch of a profile file.
         shapes: also plan shapes of stages that no mode here has.
+        out: where the plan goes, as a file that a recipe can name.
         picture: where the picture goes.
         as_json: print JSON and nothing else.
     """
@@ -73,6 +77,7 @@ class Asked:
     mode: str | None = None
     minibatch_size: str | None = None
     shapes: bool = False
+    out: str | None = None
     picture: str | None = None
     as_json: bool = False
 
@@ -114,8 +119,14 @@ def check(asked: Asked, *, with_recipe: bool) -> None:
     if asked.levels is not None:
         parse_levels(asked.levels, _quantity("--latency", asked.latency, parse_duration) or 0.0)
         _quantity("--memory", asked.memory, parse_bytes)
+    if asked.out is not None and not with_recipe:
+        raise UserError(
+            f"--out: got {_short(asked.out)}, which goes with a recipe: what a profile file is cut into needn't run"
+        )
+    if asked.out is not None:
+        _refuse_to_overwrite("--out", Path(asked.out), is_our_plan, "a plan's file")
     if asked.picture is not None:
-        _refuse_to_overwrite(Path(asked.picture))
+        _refuse_to_overwrite("--picture", Path(asked.picture), is_our_picture, "a picture of a plan")
 
 
 def with_options(loaded: LoadedRecipe, asked: Asked) -> LoadedRecipe:
@@ -154,12 +165,20 @@ def plan(loaded: LoadedRecipe | None, asked: Asked) -> None:
         standard_output().file.write(plan_json(answer) + "\n")
     else:
         print_plan(answer)
+    best = answer.comparison.best
+    if asked.out is not None:
+        text = form_of(best.plan, answer.layer_names).text()
+        _write("--out", asked.out, lambda path: replace_file(Path(path), text.encode()), asked)
     if asked.picture is not None:
-        try:
-            draw_plan(answer, asked.picture)
-        except OSError as error:
-            raise UserError(f"--picture: {asked.picture} can't be written: {error.strerror or error}") from error
-        print_written(asked.picture, _progress(asked))
+        _write("--picture", asked.picture, lambda path: draw_plan(answer, path), asked)
+
+
+def _write(option: str, path: str, write: Callable[[str], object], asked: Asked) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise UserError(f"{option}: {path} can't be written: {error.strerror or error}") from error
+    print_written(path, _progress(asked))
 
 
 def parse_levels(text: str, latency_s: float = 0.0) -> tuple[Level, ...]:
@@ -211,6 +230,8 @@ def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
 def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> PlanEstimate | None:
     """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
     planner = Planner(request, mode)
+    if is_plan_file(parallelism.plan):
+        return planner.judged(plan_of_file(parallelism, request.cluster.num_workers, graph, request.streams))
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
         return None
     try:
@@ -294,8 +315,8 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 2]}..")
 
 
-def _refuse_to_overwrite(path: Path) -> None:
+def _refuse_to_overwrite(option: str, path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
     if not path.parent.is_dir():
-        raise UserError(f"--picture: got {path}, but there is no folder {path.parent}")
-    if path.exists() and not (path.is_file() and is_our_picture(path)):
-        raise UserError(f"--picture: {path} is there and isn't a picture of a plan, so it is left alone; name another")
+        raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
+    if path.exists() and not (path.is_file() and is_ours(path)):
+        raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another")

@@ -32,22 +32,23 @@ from pipebench.profile.together import mean_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run import folder as run_folder
+from pipebench.run.decision import decision_of, keep_decision, kept_decision, read_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.recording import collected_log, recipe_yaml
+from pipebench.schedule.notation import format_plan
 from pipebench.show.progress import Silent
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.store import Store
-from pipebench.train.decision import Decided
 from pipebench.train.loop import Keeping, OnLoss, OnUnit, train_to_target
-from pipebench.train.prepare import Prepared, Profiled, kept_profile, travelling_sizes
+from pipebench.train.prepare import Prepared, Profiled, travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 from pipebench.train.resume import as_checked, newest, nothing_to_go_on_from
 from pipebench.typed_json import read, write
 
 _LOG = logging.getLogger("pipebench.run")
-_DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 # What a checkpoint's weights, position in the data and clock depend on: the same in a run that goes on.
 _FIXED = (
@@ -80,22 +81,6 @@ class Asked:
         return self.words if self.resumed is not None else ()
 
 
-def kept_decision(folder: RunFolder | None, changes: Sequence[str]) -> Decided | None:
-    """Return what was decided for a run under these changes; None if nothing was, or for others.
-
-    Raises:
-        UserError: the file can't be read, or isn't a decision.
-    """
-    if folder is None or not (folder.path / _DECIDED).exists():
-        return None
-    decided = _read_decision(folder)
-    return decided if decided.changes == tuple(changes) else None
-
-
-def _read_decision(folder: RunFolder) -> Decided:
-    return Decided.from_json(folder.read_bytes(_DECIDED), str(folder.path / _DECIDED))
-
-
 def run_in_processes(
     loaded: LoadedRecipe, prepared: Prepared, name: str, asked: Asked, parent_run_id: str | None
 ) -> RunResult:
@@ -114,7 +99,7 @@ def run_in_processes(
     recipe = prepared.recipe
     folder = asked.resumed or _create(loaded, recipe.train.seed, name, asked, parent_run_id)
     if kept_decision(folder, asked.changes) is None:
-        replace_file(folder.path / _DECIDED, Decided.of(prepared, asked.changes).to_json().encode())
+        keep_decision(folder, decision_of(prepared), asked.changes)
     if asked.resumed is not None:
         folder.update(verbose=asked.verbose)
     before = folder.read_bytes(folder.result_path.name) if folder.result_path.exists() else None
@@ -295,19 +280,18 @@ def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFol
     """Prepare the recipe by what was decided; rank 0 decides where nobody has."""
     from pipebench.run.runner import prepared_recipe
 
-    path = folder.path / _DECIDED
     if world.rank == 0 and kept_decision(folder, asked.changes) is None:
-        decided = Decided.of(prepared_recipe(loaded, recipe, trains=False), asked.changes)
-        replace_file(path, decided.to_json().encode())
+        keep_decision(folder, decision_of(prepared_recipe(loaded, recipe, trains=False)), asked.changes)
     world.barrier()
-    decided = _read_decision(folder)
-    check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))
+    decision = read_decision(folder)
+    replicas = decision.plan.replicas
+    check_world_size(world.size, sum(replicas), format_plan(replicas))
 
     def measure(known: Profiled, profile: Profile) -> Profile:
         return _measured_together(recipe, known, profile, world)
 
-    together = kept_profile(decided).source == _MEASURED and world.size > 1
-    prepared = prepared_recipe(loaded, recipe, decided=decided, measure_again=measure if together else None)
+    together = decision.profile.source == _MEASURED and world.size > 1
+    prepared = prepared_recipe(loaded, recipe, kept=decision, measure_again=measure if together else None)
     costs = replace(prepared.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
     return replace(prepared, setup=replace(prepared.setup, device=world.device, costs=costs))
 

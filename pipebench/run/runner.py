@@ -25,7 +25,8 @@ from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import Recipe
 from pipebench.run import folder as run_folder
 from pipebench.run.deciding import decided_apart, measures_on_gpu
-from pipebench.run.processes import Asked, kept_decision, run_in_processes
+from pipebench.run.decision import decision_of, kept_decision
+from pipebench.run.processes import Asked, run_in_processes
 from pipebench.run.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
 from pipebench.run.suite import Suite
 from pipebench.show import console, pictures
@@ -34,10 +35,9 @@ from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.simulate.meter import PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
-from pipebench.train.decision import Decided
 from pipebench.train.loop import Keeping, Progress, on_virtual_clock, segment_length, train_to_target
 from pipebench.train.prediction import compare, prediction_markdown
-from pipebench.train.prepare import DISTRIBUTED, SIMULATED, Prepared, prepare
+from pipebench.train.prepare import DISTRIBUTED, SIMULATED, Decision, Prepared, prepare
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import predicted_metrics, simulate_epoch
@@ -79,8 +79,8 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     try:
-        for each, decided in zip(loaded, decisions, strict=True):
-            results += _run_with_seeds(each, decided, seeds, suite, tracking, parent, begin)
+        for each, decision in zip(loaded, decisions, strict=True):
+            results += _run_with_seeds(each, decision, seeds, suite, tracking, parent, begin)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -109,11 +109,11 @@ def draw(loaded: LoadedRecipe) -> str:
     return f"{title}\n{draw_schedule(setup.pipeline, rounds, cells[0], cells[1], width=width)}"
 
 
-def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | None:
+def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
     """Return what is decided for all processes of a run, with every seed; None where one process runs it."""
     if loaded.recipe.engine.kind == DISTRIBUTED:
         kept = kept_decision(suite.resumed, suite.overrides)
-        return kept or Decided.of(prepared_recipe(loaded, loaded.recipe, trains=False, apart=True))
+        return kept or decision_of(prepared_recipe(loaded, loaded.recipe, trains=False, apart=True))
     if not alone:
         prepared_recipe(loaded, loaded.recipe, trains=False)
     return None
@@ -121,7 +121,7 @@ def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | No
 
 def _run_with_seeds(
     loaded: LoadedRecipe,
-    decided: Decided | None,
+    decision: Decision | None,
     seeds: Sequence[int] | None,
     suite: Suite,
     tracking: Tracking | None,
@@ -132,7 +132,7 @@ def _run_with_seeds(
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        return [_run_one(loaded, decided, seed, name, suite, tracking, parent)]
+        return [_run_one(loaded, decision, seed, name, suite, tracking, parent)]
     assert tracking is not None
     group = tracking.start(
         name, params=logged_params(loaded.flat), tags={"kind": "seeds"}, parent=parent, virtual=False
@@ -141,7 +141,7 @@ def _run_with_seeds(
     try:
         for seed in seeds:
             begin(f"{name}-seed{seed}")
-            results.append(_run_one(loaded, decided, seed, f"{name}-seed{seed}", suite, tracking, group))
+            results.append(_run_one(loaded, decision, seed, f"{name}-seed{seed}", suite, tracking, group))
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -153,7 +153,7 @@ def _run_with_seeds(
 
 def _run_one(
     loaded: LoadedRecipe,
-    decided: Decided | None,
+    decision: Decision | None,
     seed: int,
     name: str,
     suite: Suite,
@@ -163,7 +163,7 @@ def _run_one(
     recipe = with_seed(loaded.recipe, seed)
     kind = recipe.engine.kind
     if kind == DISTRIBUTED:
-        prepared = prepared_recipe(loaded, recipe, tells=True, trains=False, decided=decided)
+        prepared = prepared_recipe(loaded, recipe, tells=True, trains=False, kept=decision)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
         if suite.resumed is not None:
@@ -290,7 +290,7 @@ def prepared_recipe(
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), console.preparing(recipe.name, tells=tells) as on_progress:
         if apart and measures_on_gpu(recipe, cluster):
-            how["decided"] = decided_apart(recipe, cluster, on_progress)
+            how["kept"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 ALL_FORWARDS, ONE_F_ONE_B = "all-forwards", "1f1b"
 ONE, STASH, VERTICAL_SYNC, NONE = "one", "stash", "stash-vertical-sync", "none"
 TWO_BUFFERS = "two-buffers"
+KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations; swapping isn't done yet
 AUTO = "auto"  # leaves the choice of a mode, or of a plan, to the planner
 ORDERS = (ALL_FORWARDS, ONE_F_ONE_B)
 WEIGHT_POLICIES = (ONE, STASH, VERTICAL_SYNC, NONE)
