@@ -23,7 +23,7 @@ from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile import DEVICES, DeviceSpec, Profile, analytic_profile, measured_profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, load
-from pipebench.recipe.options import make_dataset
+from pipebench.recipe.make import make_dataset
 from pipebench.show.profile_report import print_profile
 from pipebench.train.prepare import initial_model
 from zoo.registry import Dataset

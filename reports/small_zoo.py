@@ -23,7 +23,7 @@ from pipebench.formats import num_bytes, seconds
 from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
-from pipebench.recipe.options import make_dataset
+from pipebench.recipe.make import make_dataset
 from pipebench.show.progress import Silent
 from pipebench.train.loop import on_virtual_clock, train_to_target
 from pipebench.train.prepare import Prepared, prepare

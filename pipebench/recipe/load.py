@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
+from pipebench.recipe.draft import UNUSABLE, Draft
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -32,7 +33,7 @@ from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.validate import UNUSABLE, Draft, check
+from pipebench.recipe.validate import check
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.schedule.modes import AUTO, MODES, ONE
 
