@@ -17,9 +17,10 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import LayerGraph, attribute, forget_states, run_node, trace
 from pipebench.model.optimizer import MakeOptimizer
-from pipebench.model.plan import KEEP, RECOMPUTE, Plan, make_plan
+from pipebench.model.plan import Plan, make_plan
 from pipebench.model.sampling import InOrder, Sampler
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.schedule.modes import KEEP, RECOMPUTE
 from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of

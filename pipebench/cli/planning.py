@@ -5,6 +5,7 @@ Without a recipe a plan may cut between any layers, as the papers' planners do; 
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from pipebench import profile as profiles
 from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.files import replace as replace_file
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import starts_of_cuts
+from pipebench.model.plan_layers import form_of
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
@@ -24,6 +27,7 @@ from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.parallelism import resolve
+from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
@@ -31,7 +35,7 @@ from pipebench.show.console import preparing, print_written, standard_error, sta
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.progress import searching
-from pipebench.train.prepare import plan_request, profile_model
+from pipebench.train.prepare import plan_of_file, plan_request, profile_model
 
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
 
@@ -49,6 +53,7 @@ class PlanOptions:
         mode: whose plan is wanted, or `auto`.
         minibatch_size: samples per minibatch of a profile file.
         shapes: also plan shapes of stages that no mode here has.
+        out: where the plan goes, as a file that a recipe can name.
         picture: where the picture goes.
         as_json: print JSON and nothing else.
     """
@@ -61,6 +66,7 @@ class PlanOptions:
     mode: str | None = None
     minibatch_size: int | None = None
     shapes: bool = False
+    out: Path | None = None
     picture: Path | None = None
     as_json: bool = False
 
@@ -95,8 +101,10 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     Raises:
         UserError: the profile or cluster can't be had, or nothing fits in memory.
     """
+    if options.out is not None:
+        _refuse_to_overwrite("--out", options.out, is_our_plan, "a plan's file")
     if options.picture is not None:
-        _refuse_to_overwrite(options.picture)
+        _refuse_to_overwrite("--picture", options.picture, is_our_picture, "a picture of a plan")
     began_s = time.perf_counter()
     answer = _of_recipe(loaded, options) if loaded is not None else _of_file(options)
     answer = replace(answer, total_s=time.perf_counter() - began_s)
@@ -104,12 +112,19 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         standard_output().file.write(plan_json(answer) + "\n")
     else:
         print_plan(answer)
+    if options.out is not None:
+        text = form_of(answer.comparison.best.plan, answer.layer_names).text()
+        _write("--out", options.out, lambda path: replace_file(path, text.encode()), options)
     if options.picture is not None:
-        try:
-            draw_plan(answer, options.picture)
-        except OSError as error:
-            raise UserError(f"--picture: {options.picture} can't be written: {error.strerror or error}") from error
-        print_written(str(options.picture), _progress(options))
+        _write("--picture", options.picture, lambda path: draw_plan(answer, path), options)
+
+
+def _write(option: str, path: Path, write: Callable[[Path], object], options: PlanOptions) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise UserError(f"{option}: {path} can't be written: {error.strerror or error}") from error
+    print_written(str(path), _progress(options))
 
 
 def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
@@ -135,6 +150,8 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
 def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> PlanEstimate | None:
     """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
     planner = Planner(request, mode)
+    if is_plan_file(parallelism.plan):
+        return planner.judged(plan_of_file(parallelism, request.cluster.num_workers, graph, request.streams))
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
         return None
     try:
@@ -194,8 +211,8 @@ def _answer(name: str, request: Request, mode: str, source: str, options: PlanOp
     return Answer(name, request, row, comparison, says_samples, spare_s)
 
 
-def _refuse_to_overwrite(path: Path) -> None:
+def _refuse_to_overwrite(option: str, path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
     if not path.parent.is_dir():
-        raise UserError(f"--picture: got {path}, but there is no folder {path.parent}")
-    if path.exists() and not (path.is_file() and is_our_picture(path)):
-        raise UserError(f"--picture: {path} is there and isn't a picture of a plan, so it is left alone; name another")
+        raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
+    if path.exists() and not (path.is_file() and is_ours(path)):
+        raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another")

@@ -4,14 +4,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipebench.errors import PlanError, nearest
 from pipebench.model.graph import LayerGraph
+from pipebench.schedule.modes import KEEP, RECOMPUTE
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import noam
-
-KEEP, RECOMPUTE = "keep", "recompute"
 
 
 @dataclass(frozen=True)
@@ -169,24 +168,6 @@ def _crossings(graph: Cuttable, stages: Sequence[StagePlan]) -> dict[tuple[int, 
         if stage_of[index] != last:
             crossing.setdefault((stage_of[index], last), set()).add(index)
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
-
-
-def plan_data(plan: Plan, names: Sequence[str]) -> dict[str, Any]:
-    """Return a plan as the data of its JSON form.
-
-    Args:
-        plan: the plan.
-        names: of its layers, in the order that it counts them in.
-    """
-    stages = [
-        {
-            "replicas": stage.replicas,
-            "devices": list(stage.devices),
-            "layers": dict(zip(names[stage.start : stage.stop], stage.memory, strict=True)),
-        }
-        for stage in plan.stages
-    ]
-    return {"pipebench_plan": 1, "mode": plan.mode, "depth": plan.depth, "chunks": plan.chunks, "stages": stages}
 
 
 def starts_of_cuts(graph: LayerGraph, cuts: Sequence[str]) -> list[int]:

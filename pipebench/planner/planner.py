@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
-from pipebench.model.plan import KEEP, RECOMPUTE, Plan, make_plan
+from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, Stage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
@@ -35,7 +35,7 @@ from pipebench.planner.seating import seatings
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile, Rows
-from pipebench.schedule.modes import MODES
+from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import noam

@@ -10,6 +10,7 @@ from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.leaves import ARGUMENTS, TARGETED
 from pipebench.recipe.parallelism import COLUMNS
+from pipebench.recipe.plan_file import form_problems, is_plan_file, load_plan
 from pipebench.recipe.ranges import CHOICES
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
@@ -120,8 +121,32 @@ def _depth_of_auto(depth: Any, mode: str) -> Problems:
         yield "parallelism.depth", f"got {shown(depth)} with mode auto: allowed is auto"
 
 
+@rule(
+    "@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts", "parallelism.depth", "parallelism.recompute"
+)
+def _plan_in_file(
+    cluster: Any, mode: str, given: Any, cuts: list[str] | None, depth: Any, recompute: bool | None
+) -> Problems:
+    """Check a plan's file as far as that can be done without the model."""
+    if mode == AUTO or not is_plan_file(given):
+        return
+    if cuts is not None:
+        why = f"got {shown(cuts)} with a plan's file, which says itself where stages begin"
+        yield "parallelism.cuts", f"{why}: allowed is null"
+    try:
+        form = load_plan(given)
+    except RecipeError as error:
+        yield from (("parallelism.plan", str(fault)) for fault in error.faults)
+        return
+    problems = form_problems(form, mode, MODES[mode], cluster.num_workers, depth=depth, recompute=recompute)
+    for where, problem in problems:
+        yield "parallelism.plan", f"{given}: {where}: {problem}"
+
+
 @rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts")
 def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problems:
+    if is_plan_file(plan):
+        return
     if mode == AUTO or (plan == AUTO and MODES[mode].shape not in ("one", "one-stage")):
         if cuts is not None:
             given = f"got {shown(cuts)} with plan auto, which cuts by itself"

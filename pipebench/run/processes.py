@@ -32,24 +32,25 @@ from pipebench.profile.together import mean_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run import folder as run_folder
+from pipebench.run.decision import decision_of, keep_decision, kept_decision, read_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.recording import collected_log, recipe_yaml
+from pipebench.schedule.notation import format_plan
 from pipebench.show.progress import Silent
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.store import Store
 from pipebench.train.checkpointing import CheckpointPolicy
-from pipebench.train.decision import Decided
 from pipebench.train.interfaces import OnLoss, OnUnit
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.prepare import Job, ProfiledModel, kept_profile, travelling_sizes
+from pipebench.train.prepare import Job, ProfiledModel, travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 from pipebench.train.resume import load_checked, newest, nothing_to_go_on_from
 from pipebench.typed_json import read, write
 
 _LOG = logging.getLogger("pipebench.run")
-_DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 # What a checkpoint's weights, position in the data and clock depend on: the same in a run that goes on.
 _FIXED = (
@@ -82,22 +83,6 @@ class RunRequest:
         return self.words if self.resumed is not None else ()
 
 
-def kept_decision(folder: RunFolder | None, changes: Sequence[str]) -> Decided | None:
-    """Return what was decided for a run under these changes; None if nothing was, or for others.
-
-    Raises:
-        UserError: the file can't be read, or isn't a decision.
-    """
-    if folder is None or not (folder.path / _DECIDED).exists():
-        return None
-    decided = _read_decision(folder)
-    return decided if decided.changes == tuple(changes) else None
-
-
-def _read_decision(folder: RunFolder) -> Decided:
-    return Decided.from_json(folder.read_bytes(_DECIDED), str(folder.path / _DECIDED))
-
-
 def run_in_processes(
     loaded: LoadedRecipe, job: Job, name: str, request: RunRequest, parent_run_id: str | None
 ) -> RunResult:
@@ -116,7 +101,7 @@ def run_in_processes(
     recipe = job.recipe
     folder = request.resumed or _create(loaded, recipe.train.seed, name, request, parent_run_id)
     if kept_decision(folder, request.changes) is None:
-        replace_file(folder.path / _DECIDED, Decided.of(job, request.changes).to_json().encode())
+        keep_decision(folder, decision_of(job), request.changes)
     if request.resumed is not None:
         folder.update(verbose=request.verbose)
     before = folder.read_bytes(folder.result_path.name) if folder.result_path.exists() else None
@@ -299,19 +284,18 @@ def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFol
     """Prepare the recipe by what was decided; rank 0 decides where nobody has."""
     from pipebench.run.runner import prepare_job
 
-    path = folder.path / _DECIDED
     if world.rank == 0 and kept_decision(folder, request.changes) is None:
-        decided = Decided.of(prepare_job(loaded, recipe, trains=False), request.changes)
-        replace_file(path, decided.to_json().encode())
+        keep_decision(folder, decision_of(prepare_job(loaded, recipe, trains=False)), request.changes)
     world.barrier()
-    decided = _read_decision(folder)
-    check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))
+    decision = read_decision(folder)
+    replicas = decision.plan.replicas
+    check_world_size(world.size, sum(replicas), format_plan(replicas))
 
     def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(recipe, known, profile, world)
 
-    together = kept_profile(decided).source == _MEASURED and world.size > 1
-    job = prepare_job(loaded, recipe, decided=decided, measure_again=measure if together else None)
+    together = decision.profile.source == _MEASURED and world.size > 1
+    job = prepare_job(loaded, recipe, kept=decision, measure_again=measure if together else None)
     costs = replace(job.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
     return replace(job, setup=replace(job.setup, device=world.device, costs=costs))
 

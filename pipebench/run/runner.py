@@ -26,7 +26,8 @@ from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import Recipe
 from pipebench.run import folder as run_folder
 from pipebench.run.deciding import decided_apart, measures_on_gpu
-from pipebench.run.processes import RunRequest, kept_decision, run_in_processes
+from pipebench.run.decision import decision_of, kept_decision
+from pipebench.run.processes import RunRequest, run_in_processes
 from pipebench.run.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
 from pipebench.run.suite import Suite
 from pipebench.show import console, pictures
@@ -36,12 +37,11 @@ from pipebench.simulate.meter import PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.train.checkpointing import CheckpointPolicy
-from pipebench.train.decision import Decided
 from pipebench.train.interfaces import Progress
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
-from pipebench.train.prepare import Job, prepare
+from pipebench.train.prepare import Decision, Job, prepare
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import predicted_metrics, simulate_epoch
@@ -84,8 +84,8 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     try:
-        for each, decided in zip(loaded, decisions, strict=True):
-            results += _run_with_seeds(each, decided, seeds, suite, tracking, parent, begin)
+        for each, decision in zip(loaded, decisions, strict=True):
+            results += _run_with_seeds(each, decision, seeds, suite, tracking, parent, begin)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -114,11 +114,11 @@ def draw(loaded: LoadedRecipe) -> str:
     return f"{title}\n{draw_schedule(setup.pipeline, rounds, cells[0], cells[1], width=width)}"
 
 
-def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | None:
+def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
     """Return what is decided for all processes of a run, with every seed; None where one process runs it."""
     if engine_kind(loaded.recipe).in_processes:
         kept = kept_decision(suite.resumed, suite.overrides)
-        return kept or Decided.of(prepare_job(loaded, loaded.recipe, trains=False, apart=True))
+        return kept or decision_of(prepare_job(loaded, loaded.recipe, trains=False, apart=True))
     if not alone:
         prepare_job(loaded, loaded.recipe, trains=False)
     return None
@@ -126,7 +126,7 @@ def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | No
 
 def _run_with_seeds(
     loaded: LoadedRecipe,
-    decided: Decided | None,
+    decision: Decision | None,
     seeds: Sequence[int] | None,
     suite: Suite,
     tracking: Tracking | None,
@@ -137,7 +137,7 @@ def _run_with_seeds(
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        return [_run_one(loaded, decided, seed, name, suite, tracking, parent)]
+        return [_run_one(loaded, decision, seed, name, suite, tracking, parent)]
     assert tracking is not None
     group = tracking.start(
         name, params=logged_params(loaded.flat), tags={"kind": "seeds"}, parent=parent, virtual=False
@@ -146,7 +146,7 @@ def _run_with_seeds(
     try:
         for seed in seeds:
             begin(f"{name}-seed{seed}")
-            results.append(_run_one(loaded, decided, seed, f"{name}-seed{seed}", suite, tracking, group))
+            results.append(_run_one(loaded, decision, seed, f"{name}-seed{seed}", suite, tracking, group))
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
@@ -158,7 +158,7 @@ def _run_with_seeds(
 
 def _run_one(
     loaded: LoadedRecipe,
-    decided: Decided | None,
+    decision: Decision | None,
     seed: int,
     name: str,
     suite: Suite,
@@ -168,7 +168,7 @@ def _run_one(
     recipe = with_seed(loaded.recipe, seed)
     kind = engine_kind(recipe)
     if kind.in_processes:
-        job = prepare_job(loaded, recipe, tells=True, trains=False, decided=decided)
+        job = prepare_job(loaded, recipe, tells=True, trains=False, kept=decision)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
         request = RunRequest((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
         if suite.resumed is not None:
@@ -295,7 +295,7 @@ def prepare_job(loaded: LoadedRecipe, recipe: Recipe, *, apart: bool = False, te
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), console.preparing(recipe.name, tells=tells) as on_progress:
         if apart and measures_on_gpu(recipe, cluster):
-            how["decided"] = decided_apart(recipe, cluster, on_progress)
+            how["kept"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)
 
 

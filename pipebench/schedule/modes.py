@@ -10,6 +10,7 @@ from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B
 from pipebench.schedule.pipeline import STASH
 from pipebench.schedule.weights import DOUBLE_BUFFER, ONE, WEIGHT_POLICIES
 
+KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations; swapping isn't done yet
 AUTO = "auto"  # leaves the choice of a mode, or of a plan, to the planner
 ALL_REDUCE, WHOLE = "all-reduce", "whole"
 

@@ -65,7 +65,8 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     if text == STRAIGHT:
         return (1,) * num_workers
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
-        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or replicas per stage such as 15-1, 2-1-1 or 16")
+        others = "replicas per stage such as 15-1, 2-1-1 or 16, or a plan's file such as plan.json"
+        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or {others}")
     return tuple(int(part) for part in text.split("-"))
 
 

@@ -14,7 +14,8 @@ from rich.text import Text
 from pipebench.cluster import Cluster
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
-from pipebench.model.plan import plan_data, stage_of_layers
+from pipebench.model.plan import stage_of_layers
+from pipebench.model.plan_layers import form_of
 from pipebench.planner.planner import MOST_COMPONENTS, searches_levels
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
@@ -156,7 +157,7 @@ def plan_json(answer: Answer) -> str:
         "name": answer.name,
         **_summary(answer, best),
         "bottleneck": {"stage": bottleneck.stage, "cause": bottleneck.cause},
-        "plan": plan_data(best.plan, answer.layer_names),
+        "plan": form_of(best.plan, answer.layer_names).data(),
         "stages": [asdict(stage) for stage in best.stages],
         "idle_workers": request.cluster.num_workers - len(best.plan.devices),
         "noam": best.plan.noam,

@@ -1,4 +1,4 @@
-"""Print what PipeDream's Table 1 chose beside what this planner chooses: `python -m reports.table1_plans`.
+"""Print what PipeDream's Table 1 chose beside what this planner chooses: `python -m reports.studies.table1_plans`.
 
 It needs the published values in `../shared/published`; what it prints is `table1_plans.md`. Nothing is tuned: where the
 choices differ, one thing at a time is varied until the planner chooses what the paper did, or nothing is left to vary.
@@ -15,14 +15,24 @@ from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from reports.planned_models import Published, Subject, analytic, cluster, measured, missing, published_rows, table
+from reports.studies.planned_models import (
+    Published,
+    Subject,
+    analytic,
+    cluster,
+    measured,
+    missing,
+    published_rows,
+    table,
+)
 
 # Levels are varied alone and together, in this order: nearest to what is assumed first.
 FACTORS = (0.75, 1.33, 0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 0.03, 32.0)
 
 HEAD = """# Table 1 of PipeDream (SOSP'19): its plans and ours
 
-`python -m reports.table1_plans` makes this page. Clusters are those of `recipes/clusters`; rates inside a server are
+`python -m reports.studies.table1_plans` makes this page.
+Clusters are those of `recipes/clusters`; rates inside a server are
 assumed there, those between servers are published, and payload gets 94 % of them under `overlap`. The published
 speed-up is over epoch times, measured; ours is predicted: data parallelism's seconds per minibatch over the plan's,
 both simulated under the same cost model. Ours is without a limit on memory; where the devices' own changes the choice,

@@ -12,8 +12,8 @@ from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile import DEVICES, load_profile
-from reports import gpu_profiles, planner_vs_simulator, table1_plans
-from reports.planned_models import PUBLISHED, Published, analytic, cluster, published_rows, recipe
+from reports.studies import gpu_profiles, planner_vs_simulator, table1_plans
+from reports.studies.planned_models import PUBLISHED, Published, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
 from zoo.ptb import ptb
@@ -51,7 +51,7 @@ def test_a_straight_plan_that_leaves_workers_idle_is_not_the_papers() -> None:
 
 
 def test_table_1s_page_is_of_this_script() -> None:
-    page = Path(table1_plans.__file__).with_suffix(".md").read_text()
+    page = (Path(table1_plans.__file__).parents[1] / "table1_plans.md").read_text()
     for text in (table1_plans.HEAD, table1_plans.DIFFERENCES, table1_plans.NOTES):
         assert text.strip() in page
 
@@ -124,7 +124,7 @@ def test_gpu_profiles_measures_narrow_models_on_a_cpu(tmp_path: Path, capsys: py
         page = (tmp_path / "gpu" / f"{name}-small.md").read_text()
         assert (profile.source, {*profile.layers}, profile.load_s) == ("measured", {2}, {2: 0.0})
         assert all(row.forward_s > 0 for row in profile.layers[2])
-        assert f"python -m reports.gpu_profiles {name} --device cpu --small" in page
+        assert f"python -m reports.studies.gpu_profiles {name} --device cpu --small" in page
         assert layer in page
         assert str(tmp_path) not in page
         assert all(f" {row.name[:20]}" in page for row in profile.layers[2])
@@ -154,8 +154,8 @@ def test_gpu_profiles_refuses_unknown_models(capsys: pytest.CaptureFixture[str])
 
 
 def test_gpu_profiles_needs_no_tracker() -> None:
-    code = "import sys; sys.modules['mlflow'] = None; import reports.gpu_profiles, zoo"
-    root = Path(gpu_profiles.__file__).parents[1]
+    code = "import sys; sys.modules['mlflow'] = None; import reports.studies.gpu_profiles, zoo"
+    root = Path(gpu_profiles.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=PATIENCE_S)
 
 

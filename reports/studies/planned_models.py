@@ -21,7 +21,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.train.prepare import profile_model
 from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
-PUBLISHED = Path(__file__).parents[2] / "shared" / "published" / "pipedream_sosp19.yaml"
+PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "pipedream_sosp19.yaml"
 _CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b", "Cluster-C": "cluster-c"}
 # File and samples per minibatch of the models that the artifact measured.
 _MEASURED = {"vgg-16": (VGG_FILE, 128), "gnmt-8": (GNMT_FILE, SENTENCES)}

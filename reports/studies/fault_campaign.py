@@ -25,8 +25,8 @@ import torch
 
 from pipebench import __version__
 from pipebench.run.export import export
-from reports.planned_models import table
-from reports.watched_run import WatchedRun, recorded, tear
+from reports.studies.planned_models import table
+from reports.studies.watched_run import WatchedRun, recorded, tear
 
 _LIMIT_S = 240.0
 # Tries of a disturbed run until one of its kills comes after a checkpoint.

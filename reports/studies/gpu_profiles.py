@@ -1,4 +1,4 @@
-"""Measure full-size models layer by layer on a GPU: `python -m reports.gpu_profiles`.
+"""Measure full-size models layer by layer on a GPU: `python -m reports.studies.gpu_profiles`.
 
 Every model gets a page and its profile as JSON, which `engine.timing` of a recipe and `pipebench plan --profile` take.
 The models are those of the full-size recipes with their initial weights; samples are made up, so no data is needed.
@@ -187,7 +187,7 @@ def _write(name: str, small: bool, device: torch.device, folder: Path) -> None:
     page = PAGE.format(
         name=file,
         command=shlex.join(
-            ["python", "-m", "reports.gpu_profiles", name, "--device", device.type, *["--small"] * small]
+            ["python", "-m", "reports.studies.gpu_profiles", name, "--device", device.type, *["--small"] * small]
         ),
         profile=f"{file}.profile.json",
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
