@@ -140,6 +140,7 @@ def make_setup(
     depth: int | None = None,
     microbatches: int = 1,
     accumulate: int = 1,
+    chunks: int = 1,
     recompute: bool = False,
     devices: Sequence[int] | None = None,
     minibatch_size: int = 4,
@@ -167,7 +168,7 @@ def make_setup(
     flushes = weights == "one"
     pipeline = Pipeline(
         plan.replicas, edges, order, flushes, depth or plan.depth, microbatches, accumulate, loads,
-        shares_norm=clip_norm is not None and flushes and len(plan.stages) > 1,
+        shares_norm=clip_norm is not None and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
     )  # fmt: skip
     return Setup(
         graph=graph,
@@ -181,7 +182,6 @@ def make_setup(
         held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
         make_optimizer=make_optimizer,
         lr=lr,
-        weights=weights,
         clip_norm=clip_norm,
         seed=seed,
         device=torch.device("cpu"),

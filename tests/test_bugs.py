@@ -177,13 +177,14 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     monkeypatch.setattr(LossOnAGpu, "times_read", 0)
     engine: Any = DistributedEngine.__new__(DistributedEngine)
     loss = UnitLoss(cast("torch.Tensor", LossOnAGpu()), 3, 2.0)
-    engine.worker = SimpleNamespace(forward=lambda unit: loss)
+    engine.worker = SimpleNamespace(execute=lambda *given: loss)
+    engine._transport, engine._collectives = SimpleNamespace(latest_loss=math.nan), SimpleNamespace()
     engine._pace = SimpleNamespace(step=lambda: None)
     engine._on_loss = lambda *told: None
-    engine._origin_s, engine._latest_loss, engine._num_losses = 0.0, math.nan, 0
+    engine._origin_s, engine._num_losses = 0.0, 0
     for unit in range(replica, 3 * 120, 3):
-        engine._forward(unit, Instruction(Op.FORWARD, unit))
-        assert engine._latest_loss == 3.0
+        engine._executed(Instruction(Op.FORWARD, 1, unit))
+        assert engine._transport.latest_loss == 3.0
     assert LossOnAGpu.times_read == 3  # of 120
 
 

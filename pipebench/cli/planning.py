@@ -35,7 +35,7 @@ from pipebench.show.console import preparing, print_written, standard_error, sta
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.progress import searching
-from pipebench.train.prepare import plan_of_file, plan_request, profiled
+from pipebench.train.prepare import plan_of_file, plan_request, profile_model
 
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
 
@@ -131,14 +131,14 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
     recipe = loaded.recipe
     own = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), preparing(recipe.name, _progress(options)) as on_progress:
-        made = profiled(recipe, own, on_progress, whole_minibatches=True)
+        made = profile_model(recipe, own, on_progress, whole_minibatches=True)
     cluster = own if options.links is None else replace(options.links, device=own.device)
     parallelism = recipe.parallelism
     request = plan_request(recipe, cluster, made.profile, made.dataset)
     mode = options.mode or parallelism.mode
     own_mode = None if parallelism.mode == AUTO else parallelism.mode
     row = resolve(parallelism) if own_mode == mode else None
-    flushes = own_mode is None or resolve(parallelism).flushes
+    flushes = own_mode is None or resolve(parallelism).flush
     request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
     answer = _answer(loaded.recipe.name, request, mode, loaded.source, options, says_samples=True)
     try:
@@ -199,7 +199,7 @@ def _answer(name: str, request: Request, mode: str, source: str, options: PlanOp
         spare_s = None
         row = request.row or MODES[best.plan.mode]
         waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
-        if waits and not row.flushes and len(best.stages) > 1:
+        if waits and not row.flush and len(best.stages) > 1:
             planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
             spare_s = planner.predicted(
                 replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)

@@ -18,7 +18,7 @@ from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.show import console
 from pipebench.show.profile_picture import draw_profile, is_our_picture
 from pipebench.show.profile_report import print_profile
-from pipebench.train.prepare import profiled
+from pipebench.train.prepare import profile_model
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _profiled(loaded: LoadedRecipe) -> Profile:
     recipe = loaded.recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), console.preparing(recipe.name) as on_progress:
-        return profiled(recipe, cluster, on_progress).profile
+        return profile_model(recipe, cluster, on_progress).profile
 
 
 def _refuse_to_overwrite(output: ProfileOutput) -> None:

@@ -33,7 +33,6 @@ class Setup:
         held_out: which held-out samples make up minibatch k of an evaluation.
         make_optimizer: makes a stage's optimizer.
         lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
-        weights: weight policy.
         clip_norm: largest norm of an update's gradient: of all stages where they share it, else of each; or None.
         seed: for random layers.
         device: where arithmetic happens.
@@ -50,7 +49,6 @@ class Setup:
     held_out: Sampler
     make_optimizer: MakeOptimizer
     lr: Callable[[int, int, int], float]
-    weights: str
     clip_norm: float | None
     seed: int
     device: torch.device
@@ -100,8 +98,7 @@ def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float]
     return divisors
 
 
-def share_of(setup: Setup, worker: int) -> Share:
-    """Return a worker's share of the state of a setup's model."""
-    stage, replica = setup.pipeline.places[worker]
+def share_of(setup: Setup, stage: int, replica: int) -> Share:
+    """Return the share of a replica of a stage in the state of a setup's model."""
     sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
     return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], tuple(sizes))

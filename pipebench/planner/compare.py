@@ -9,7 +9,7 @@ from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.planner.states import States
-from pipebench.schedule.modes import MODES, TWO_BUFFERS
+from pipebench.schedule.modes import MODES
 
 Tell = Callable[[int, int, str], None]
 
@@ -82,8 +82,8 @@ def _tell(tell: Tell, done: int, mode: str, search: str) -> None:
 def _shapes(request: Request) -> tuple[PlanEstimate, ...]:
     """Return the plans with the smallest bottlenecks of two shapes that no mode has, memory not weighed."""
     rows = {
-        "equal stages of one width (2BW)": replace(MODES["pipedream"], shape="equal", weights=TWO_BUFFERS),
-        "2 chunks per worker (interleaved)": replace(MODES["pipedream-flush"], shape="straight", chunks=2),
+        "equal stages of one width (2BW)": MODES["pipedream-2bw"],
+        "2 chunks per worker (interleaved)": MODES["interleaved"],
     }
     found = []
     for name, row in rows.items():

@@ -20,7 +20,7 @@ from pipebench.cluster import Cluster
 from pipebench.planner.cost_models import CostModel, StageGrid, Work
 from pipebench.planner.flat import Stage
 from pipebench.planner.placement import LONGEST_CYCLE, spanned, stage_level
-from pipebench.schedule.modes import ONE_F_ONE_B
+from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain
 
 

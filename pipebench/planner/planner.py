@@ -35,8 +35,9 @@ from pipebench.planner.seating import seatings
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile, Rows
-from pipebench.schedule.modes import ALL_FORWARDS, KEEP, MODES, RECOMPUTE, TWO_BUFFERS
+from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.notation import streams_problem
+from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import noam
 
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
@@ -78,6 +79,7 @@ class Planner:
         self.search_s = self.predict_s = 0.0
         self._known = {} if known is None else known
         self._tell = tell
+        self._in_flight_of: dict[int, list[int]] = {}  # by positions, where workers have several stages
         self._thinned: list[tuple[float, Callable[[], float]]] = []  # bottlenecks found, and what bounds them
 
     def best(self) -> PlanEstimate:
@@ -97,7 +99,7 @@ class Planner:
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
         if not keeping:
             raise PlanError(_why_nothing_fits(self))
-        if not self.mode.flushes and not self.request.model.has_ports:
+        if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
         self._tell("simulating")
         best = min(map(self.predicted, keeping), key=lambda each: each.minibatch_s)
@@ -135,6 +137,9 @@ class Planner:
         Raises:
             PlanError: the cost model has no place to cut where the plan is cut.
         """
+        if plan.chunks != self.mode.chunks:
+            row = replace(self.mode, chunks=plan.chunks)
+            return Planner(replace(self.request, row=row), self.name, known=self._known).judged(plan)
         stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
         devices = [stage.devices for stage in plan.stages]
         return self.predicted(
@@ -179,7 +184,7 @@ class Planner:
         with the smallest bottlenecks, or the bottleneck itself if simulating takes long or isn't the cost model's way.
         A bottleneck says nothing about flushes, so that a flushing pipeline too large to simulate stays as it is.
         """
-        request, flushes = self.request, self.mode.flushes
+        request, flushes = self.request, self.mode.flush
         chosen = self.mode.chunks == 1 and sum(stage.replicas for stage in stages) <= _MOST_SIMULATED
         choices = seatings(request.cluster, [stage.replicas for stage in stages]) if chosen else [None]
         in_order, *others = (self.estimate("the recipe", stages, each, depth=request.depth) for each in choices)
@@ -254,9 +259,9 @@ class Planner:
     @property
     def _units_per_flush(self) -> int:
         """Units that each replica of a single stage, or a straight pipeline, runs between two updates."""
-        if not self.mode.flushes:
+        if not self.mode.flush:
             return 1
-        if self.mode.shape != "any":
+        if self.mode.shape not in ("any", "equal"):
             return self.request.accumulate or 1
         parts = self.request.microbatches if self.mode.microbatches else 1
         # More minibatches than there can be stages fill nothing more.
@@ -276,7 +281,7 @@ class Planner:
         if self.mode.chunks > 1:
             yield from self._interleaved(rule)
             return
-        any_width = self.mode.shape == "any" and not self.mode.flushes
+        any_width = self.mode.shape == "any" and not self.mode.flush
         replicated = self.estimate("one stage", (Stage(0, last, count),))
         if any_width and (rule is None or replicated.memory_bytes <= rule.limit_bytes):
             yield replicated
@@ -351,8 +356,7 @@ class Planner:
 
     def _fits_its_share(self, rule: MemoryRule, positions: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
         """Return whether stages keep at most a worker's memory over its number of stages, as the one of an index."""
-        chunk, position = divmod(index, positions)
-        in_flight = in_flight_interleaved(position, chunk, positions, self.mode.chunks, self._units_per_flush)
+        in_flight = self._interleaved_in_flight(positions)[index]
         shared = replace(rule, limit_bytes=rule.limit_bytes / self.mode.chunks, in_flight=in_flight)
         return shared.fits(grid, 1, 0)
 
@@ -426,7 +430,7 @@ class Planner:
         work = self._work_of(stages, recomputes)
         units = self.request.microbatches if self.mode.microbatches else 1
         depth = self.mode.depth or depth or self.request.depth or noam(widths)
-        in_loops = model.has_ports and not self.mode.flushes
+        in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
             loops = loops_s(work, model, cluster, stages, devices, depth)
@@ -434,7 +438,7 @@ class Planner:
         if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
             seconds = [min(each, bottleneck_s) for each in seconds]
         order, starts = arrange(work.states, stages)
-        accumulate = self._accumulated(units)
+        accumulate = self._accumulated(units, depth)
         rows = arranged(self._sizes, order).layers[self.unit_size]
         policies = [
             RECOMPUTE if again else KEEP
@@ -490,17 +494,24 @@ class Planner:
     def _in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
         """Return the minibatches (or microbatches) in flight on one replica of a stage."""
         if self.mode.chunks > 1:
-            positions = len(replicas) // self.mode.chunks
-            chunk, position = divmod(index, positions)
-            return in_flight_interleaved(position, chunk, positions, self.mode.chunks, self._units_per_flush)
+            return self._interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
         rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         return rule.depth(replicas[index], sum(replicas[index + 1 :]))
 
-    def _accumulated(self, units: int) -> int:
+    def _interleaved_in_flight(self, positions: int) -> list[int]:
+        """Return the most microbatches in flight of every stage where workers have several."""
+        if positions not in self._in_flight_of:
+            # Two groups of as many microbatches as there are positions are enough for the most there can be.
+            units = self._units_per_flush
+            units = units if self.mode.order == ALL_FORWARDS else min(units, 3 * positions)
+            self._in_flight_of[positions] = in_flight_interleaved(self.mode.order, positions, self.mode.chunks, units)
+        return self._in_flight_of[positions]
+
+    def _accumulated(self, units: int, depth: int) -> int:
         """Return the minibatches of each replica per update."""
-        if self.mode.flushes:
+        if self.mode.flush:
             return self._units_per_flush // units
-        return self.request.accumulate or 1 if self.mode.weights == TWO_BUFFERS else 1
+        return self.request.accumulate or self.mode.accumulate or depth
 
     def _parts_s(
         self, work: Work, stages: Sequence[Stage], devices: Sequence[Sequence[int]], index: int

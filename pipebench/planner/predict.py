@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Sampler
 from pipebench.planner.cost_models import CostModel
@@ -12,6 +13,7 @@ from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import Mode
 from pipebench.schedule.pipeline import Edge, Pipeline
+from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
 
@@ -61,7 +63,7 @@ def make_pipeline(
     mode: Mode,
     *,
     microbatches: int = 1,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     shares_norm: bool = False,
 ) -> Pipeline:
     """Return the pipeline's shape: the plan's stages under the mode's order of work.
@@ -71,8 +73,11 @@ def make_pipeline(
         rows: the layers the plan is of, at any size.
         mode: the mode.
         microbatches: units per minibatch.
-        accumulate: blocks of minibatches per flush.
+        accumulate: blocks of minibatches per update; None for the mode's.
         shares_norm: whether all stages agree on the gradient's norm before an update.
+
+    Raises:
+        PlanError: an update covers fewer minibatches than the mode needs.
     """
     edges = tuple(
         Edge(source, target, any(rows[value].gradient_bytes for value in values))
@@ -81,9 +86,16 @@ def make_pipeline(
     loads = tuple(
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
+    accumulate = accumulate or mode.accumulate or plan.depth
+    if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < plan.depth:
+        raise PlanError(
+            f"parallelism.accumulate: got {accumulate}, weights {mode.weights} need at least as many minibatches per "
+            f"update as are in flight, {plan.depth}"
+        )
     return Pipeline(
-        plan.replicas, edges, mode.order, mode.flushes, plan.depth, microbatches, accumulate, loads, shares_norm
-    )
+        plan.replicas, edges, mode.order, mode.flush, plan.depth, microbatches, accumulate, loads, shares_norm,
+        weights=mode.weights, chunks=plan.chunks,
+    )  # fmt: skip
 
 
 def course_of(
@@ -112,7 +124,7 @@ def course_of(
     rows = next(iter(profile.layers.values()))
     pipeline = make_pipeline(plan, rows, mode, microbatches=microbatches, accumulate=accumulate)
     costs = model.simulated(stage_costs(profile, plan), plan.replicas)
-    period = pipeline.block * (accumulate if pipeline.flushes else 1)
+    period = pipeline.period
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else _FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = period * rounds

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipebench.errors import Fault, RecipeError, UserCodeError
 from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.options import given_arguments, options, target_options, target_problems
@@ -31,7 +32,7 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     engine, cluster = loaded.recipe.engine, loaded.recipe.cluster
     local = load_cluster(cluster.name, cluster.servers, loaded.path.parent).device == "local"
     measured = engine.timing == "measured" or (engine.timing == "auto" and local)
-    needs_data = (trains and engine.kind != "simulated") or measured
+    needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
     _refuse(loaded, _targets(loaded))  # first: everything else may call them
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
     checks = (*own, *([_dataset] if needs_data else []), *_CHECKS)

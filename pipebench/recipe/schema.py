@@ -130,10 +130,12 @@ class ParallelismRecipe:
         depth: minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit.
         microbatches: microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer
             that divide a minibatch, and 1 with `accumulate`.
-        accumulate: whole minibatches per input-stage round and update (flushing modes).
+        accumulate: whole minibatches of every replica per update; null: the mode's own, 1, or as many as are in flight.
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
-        order: `all-forwards` or `1f1b`; null: the mode's own.
-        weights: `one`, `stash`, `stash-vertical-sync` or `none`; null: the mode's own.
+        order: `all-forwards`, `1f1b` or `interleaved`; null: the mode's own, like the next three.
+        flush: whether every update empties the pipeline.
+        weights: `one`, `stash`, `stash-vertical-sync`, `double-buffer` or `none`.
+        chunks: stages per worker (`interleaved` and `all-forwards`).
     """
 
     mode: str = MISSING
@@ -142,10 +144,12 @@ class ParallelismRecipe:
     cost_model: str = "overlap"
     depth: Any = "auto"
     microbatches: int = 1
-    accumulate: int = 1
+    accumulate: int | None = None
     recompute: bool | None = None
     order: str | None = None
+    flush: bool | None = None
     weights: str | None = None
+    chunks: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,20 @@ from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.plan_file import PlanForm, parse_plan_file
 from pipebench.run.folder import RunFolder
 from pipebench.train.kept_plan import ANEW
-from pipebench.train.prepare import Decision, Prepared
+from pipebench.train.prepare import Decision, Job
 from pipebench.typed_json import JsonError, read
 
 _PLAN, _PROFILE, _OVERRIDES = "plan.json", "profile.json", "overrides.json"
 
 
-def decision_of(prepared: Prepared) -> Decision:
+def decision_of(job: Job) -> Decision:
     """Return what was decided for a prepared recipe."""
-    return Decision(plan_form(prepared), prepared.profile, "the plan")
+    return Decision(plan_form(job), job.profile, "the plan")
 
 
-def plan_form(prepared: Prepared) -> PlanForm:
+def plan_form(job: Job) -> PlanForm:
     """Return a prepared recipe's plan as a file has it."""
-    setup = prepared.setup
+    setup = job.setup
     return form_of(setup.plan, [layer.name for layer in setup.graph.layers])
 
 

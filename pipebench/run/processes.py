@@ -40,11 +40,13 @@ from pipebench.show.progress import Silent
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.tracking import Tracking, default_uri
 from pipebench.tracking.store import Store
-from pipebench.train.loop import Keeping, OnLoss, OnUnit, train_to_target
-from pipebench.train.prepare import Prepared, Profiled, travelling_sizes
+from pipebench.train.checkpointing import CheckpointPolicy
+from pipebench.train.interfaces import OnLoss, OnUnit
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.prepare import Job, ProfiledModel, travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
-from pipebench.train.resume import as_checked, newest, nothing_to_go_on_from
+from pipebench.train.resume import load_checked, newest, nothing_to_go_on_from
 from pipebench.typed_json import read, write
 
 _LOG = logging.getLogger("pipebench.run")
@@ -60,7 +62,7 @@ _MEASURED = "measured"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunRequest:
     """What the command line asks for one run in processes.
 
     Attributes:
@@ -82,43 +84,43 @@ class Asked:
 
 
 def run_in_processes(
-    loaded: LoadedRecipe, prepared: Prepared, name: str, asked: Asked, parent_run_id: str | None
+    loaded: LoadedRecipe, job: Job, name: str, request: RunRequest, parent_run_id: str | None
 ) -> RunResult:
     """Start a process per worker on this host, restart them when one dies, and return what the run came to.
 
     Args:
         loaded: the recipe.
-        prepared: the same, planned.
+        job: the same, planned.
         name: what the run is called.
-        asked: see there.
+        request: see there.
         parent_run_id: MLflow's id of the comparison the run belongs to.
 
     Raises:
         WorkersFailedError: there is no result.
     """
-    recipe = prepared.recipe
-    folder = asked.resumed or _create(loaded, recipe.train.seed, name, asked, parent_run_id)
-    if kept_decision(folder, asked.changes) is None:
-        keep_decision(folder, decision_of(prepared), asked.changes)
-    if asked.resumed is not None:
-        folder.update(verbose=asked.verbose)
+    recipe = job.recipe
+    folder = request.resumed or _create(loaded, recipe.train.seed, name, request, parent_run_id)
+    if kept_decision(folder, request.changes) is None:
+        keep_decision(folder, decision_of(job), request.changes)
+    if request.resumed is not None:
+        folder.update(verbose=request.verbose)
     before = folder.read_bytes(folder.result_path.name) if folder.result_path.exists() else None
     folder.result_path.unlink(missing_ok=True)
-    resume = ["--resume", str(folder.path)] if asked.resumed else []
-    command = [sys.executable, "-m", "pipebench", "run", *resume, *asked.words]
-    workers = prepared.setup.pipeline.num_workers
-    code = run_workers(command, workers, folder.path, max_restarts=recipe.engine.max_restarts, verbose=asked.verbose)
+    resume = ["--resume", str(folder.path)] if request.resumed else []
+    command = [sys.executable, "-m", "pipebench", "run", *resume, *request.words]
+    workers = job.setup.pipeline.num_workers
+    code = run_workers(command, workers, folder.path, max_restarts=recipe.engine.max_restarts, verbose=request.verbose)
     if code or not folder.result_path.exists():
         if code == _USER_ERROR:  # nothing has run: the record of what ran before stands
             if before is not None:
                 replace_file(folder.result_path, before)
         else:
             _close_record(folder, code)
-            folder.say_how_to_go_on(asked.changes)
+            folder.say_how_to_go_on(request.changes)
         raise WorkersFailedError(code or 3)
     result = read(RunResult, folder.result_path.read_bytes())
     if result.outcome == STOPPED:
-        folder.say_how_to_go_on(asked.changes)
+        folder.say_how_to_go_on(request.changes)
     return result
 
 
@@ -142,12 +144,12 @@ def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, LoadedRecipe
     return folder, loaded
 
 
-def work(loaded: LoadedRecipe, asked: Asked) -> None:
+def work(loaded: LoadedRecipe, request: RunRequest) -> None:
     """Do one process's part of a run.
 
     Args:
         loaded: the recipe; the same in all processes.
-        asked: see there.
+        request: see there.
 
     Raises:
         UserError: the processes don't fit the plan, or don't share a folder.
@@ -156,17 +158,17 @@ def work(loaded: LoadedRecipe, asked: Asked) -> None:
     engine = loaded.recipe.engine
     world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=max(1800.0, 2 * engine.stall_limit_s))
     _remark(world)
-    folder = _folder(world, loaded, asked)
+    folder = _folder(world, loaded, request)
     shared_folder_check(world, folder.path)
     facts = folder.read()
     recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=facts.seed))
     with collected_log(facts.verbose) as log_text, torch_settings(engine):
-        prepared = _prepared(loaded, recipe, world, folder, asked)
-        check_world_size(world.size, prepared.setup.pipeline.num_workers, str(prepared.setup.plan))
-        keeping = _keeping(world, folder, prepared, goes_on=asked.resumed is not None)
-        process = _Process(world, folder, prepared, keeping)
+        job = _prepared(loaded, recipe, world, folder, request)
+        check_world_size(world.size, job.setup.pipeline.num_workers, str(job.setup.plan))
+        policy = _keeping(world, folder, job, goes_on=request.resumed is not None)
+        process = _Process(world, folder, job, policy)
         if world.rank == 0:
-            _first(loaded, process, log_text, asked.changes)
+            _first(loaded, process, log_text, request.changes)
         else:
             process.train(Silent(), lambda point: None)
     world.close()
@@ -181,9 +183,9 @@ def _remark(world: World) -> None:
 class _Process:
     """One process of a run, ready to train."""
 
-    def __init__(self, world: World, folder: RunFolder, prepared: Prepared, keeping: Keeping) -> None:
-        self.world, self.folder, self.prepared, self.keeping = world, folder, prepared, keeping
-        setup, engine = prepared.setup, prepared.recipe.engine
+    def __init__(self, world: World, folder: RunFolder, job: Job, policy: CheckpointPolicy) -> None:
+        self.world, self.folder, self.job, self.policy = world, folder, job, policy
+        setup, engine = job.setup, job.recipe.engine
         worker = ranks_of(setup).index(world.rank)
         self._control = Control(
             world.store, worker, world.size, setup.pipeline, stall_limit_s=engine.stall_limit_s, on_stall=fail_stalled,
@@ -196,7 +198,7 @@ class _Process:
 
         def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
             made = DistributedEngine(
-                self.prepared.setup, self.world, control=self._control, on_loss=on_loss, on_unit=on_unit
+                self.job.setup, self.world, control=self._control, on_loss=on_loss, on_unit=on_unit
             )
             engines.append(made)
             self._control.start()
@@ -204,7 +206,7 @@ class _Process:
             return made
 
         try:
-            found = train_to_target(self.prepared, make, progress, on_point, self.keeping)
+            found = TrainingLoop(self.job, make, progress, on_point, self.policy).run()
         finally:
             self._control.close()
         for engine in engines:  # waits for all: the store may end with rank 0's process
@@ -222,7 +224,7 @@ def _first(loaded: LoadedRecipe, process: _Process, log_text: Any, changes: Sequ
         folder.update(started_at_s=time.time())
     tracking = Tracking(facts.suite)
     result = recorded_run(
-        loaded, process.prepared, facts.name, tracking, facts.parent_mlflow_run_id, log_text, process.train,
+        loaded, process.job, facts.name, tracking, facts.parent_mlflow_run_id, log_text, process.train,
         mlflow_run_id=facts.mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
         on_result=lambda result: replace_file(folder.result_path, write(result).encode()),
     )  # fmt: skip
@@ -244,21 +246,23 @@ def _close_record(folder: RunFolder, code: int) -> None:
         _LOG.debug("MLflow's record of %s could not be closed: %s", folder.run_id, error)
 
 
-def _create(loaded: LoadedRecipe, seed: int, name: str, asked: Asked, parent_run_id: str | None = None) -> RunFolder:
+def _create(
+    loaded: LoadedRecipe, seed: int, name: str, request: RunRequest, parent_run_id: str | None = None
+) -> RunFolder:
     return run_folder.create(
         name,
         recipe=loaded.recipe.name,
         recipe_yaml=recipe_yaml(loaded, seed),
-        suite=asked.suite,
+        suite=request.suite,
         seed=seed,
-        words=asked.words,
+        words=request.words,
         parent_mlflow_run_id=parent_run_id,
-        verbose=asked.verbose,
+        verbose=request.verbose,
         code_folders=loaded.folders,
     )
 
 
-def _folder(world: World, loaded: LoadedRecipe, asked: Asked) -> RunFolder:
+def _folder(world: World, loaded: LoadedRecipe, request: RunRequest) -> RunFolder:
     """Return the run's folder: the launcher's, or, under torchrun, one that rank 0 makes and all restarts keep."""
     if launched_by_us():
         return RunFolder(Path(os.environ[RUN]))
@@ -266,37 +270,37 @@ def _folder(world: World, loaded: LoadedRecipe, asked: Asked) -> RunFolder:
     if world.rank == 0:
         store = world.connection
         restarted = os.environ.get(_RESTARTS, "0") != "0" and store.check([_FOLDER_KEY])
-        if asked.resumed is not None:
-            path = str(asked.resumed.path)
+        if request.resumed is not None:
+            path = str(request.resumed.path)
         elif restarted:
             path = store.get(_FOLDER_KEY).decode()
         else:
-            path = str(_create(loaded, loaded.recipe.train.seed, loaded.recipe.name, asked).path)
+            path = str(_create(loaded, loaded.recipe.train.seed, loaded.recipe.name, request).path)
         store.set(_FOLDER_KEY, path)
     return RunFolder(Path(world.exchange(path)[0]))
 
 
-def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFolder, asked: Asked) -> Prepared:
+def _prepared(loaded: LoadedRecipe, recipe: Recipe, world: World, folder: RunFolder, request: RunRequest) -> Job:
     """Prepare the recipe by what was decided; rank 0 decides where nobody has."""
-    from pipebench.run.runner import prepared_recipe
+    from pipebench.run.runner import prepare_job
 
-    if world.rank == 0 and kept_decision(folder, asked.changes) is None:
-        keep_decision(folder, decision_of(prepared_recipe(loaded, recipe, trains=False)), asked.changes)
+    if world.rank == 0 and kept_decision(folder, request.changes) is None:
+        keep_decision(folder, decision_of(prepare_job(loaded, recipe, trains=False)), request.changes)
     world.barrier()
     decision = read_decision(folder)
     replicas = decision.plan.replicas
     check_world_size(world.size, sum(replicas), format_plan(replicas))
 
-    def measure(known: Profiled, profile: Profile) -> Profile:
+    def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(recipe, known, profile, world)
 
     together = decision.profile.source == _MEASURED and world.size > 1
-    prepared = prepared_recipe(loaded, recipe, kept=decision, measure_again=measure if together else None)
-    costs = replace(prepared.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
-    return replace(prepared, setup=replace(prepared.setup, device=world.device, costs=costs))
+    job = prepare_job(loaded, recipe, kept=decision, measure_again=measure if together else None)
+    costs = replace(job.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
+    return replace(job, setup=replace(job.setup, device=world.device, costs=costs))
 
 
-def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world: World) -> Profile:
+def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
     """Measure the profile again, in all processes at the same time."""
     sizes = travelling_sizes(recipe, known.dataset)
     world.barrier()
@@ -306,12 +310,12 @@ def _measured_together(recipe: Recipe, known: Profiled, profile: Profile, world:
     return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
 
 
-def _keeping(world: World, folder: RunFolder, prepared: Prepared, *, goes_on: bool) -> Keeping:
+def _keeping(world: World, folder: RunFolder, job: Job, *, goes_on: bool) -> CheckpointPolicy:
     """Return where checkpoints go and the one to begin with: the newest that is whole and fits, as rank 0 sees it."""
     restarted = _is_restart(world)
     found = None
     if world.rank == 0 and (restarted or goes_on):
-        found, skipped = newest(folder.checkpoints, prepared)
+        found, skipped = newest(folder.checkpoints, job)
         if found is None and not restarted:
             raise nothing_to_go_on_from(folder.run_id, skipped)
         for sentence in skipped:
@@ -321,10 +325,10 @@ def _keeping(world: World, folder: RunFolder, prepared: Prepared, *, goes_on: bo
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
     if chosen is not None:
-        found = found or as_checked(folder.checkpoints.at(chosen[0], check=False), set(chosen[1]))
+        found = found or load_checked(folder.checkpoints.at(chosen[0], check=False), set(chosen[1]))
         since_s = max(found.progress.saved_at_s, since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
-    return Keeping(folder.checkpoints, found, world.exchange(lost_s)[0])
+    return CheckpointPolicy(folder.checkpoints, found, world.exchange(lost_s)[0])
 
 
 def _is_restart(world: World) -> bool:

@@ -21,7 +21,7 @@ from pipebench.show import pictures
 from pipebench.show.trace import write_trace
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog
-from pipebench.train.prepare import Prepared
+from pipebench.train.prepare import Job
 
 _LOG = logging.getLogger("pipebench.run")
 
@@ -33,28 +33,28 @@ def recipe_yaml(loaded: LoadedRecipe, seed: int) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config))
 
 
-def run_tags(prepared: Prepared, facts: Mapping[str, str]) -> dict[str, str]:
+def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
     """Return what people filter runs by."""
-    recipe = prepared.recipe
+    recipe = job.recipe
     return {
         "kind": "run",
         "mode": recipe.parallelism.mode,
-        "plan": str(prepared.setup.plan),
+        "plan": str(job.setup.plan),
         "engine": recipe.engine.kind,
         "seed": str(recipe.train.seed),
-        "timing": prepared.profile.note,
-        **{f"metric.{metric}": note for metric, note in prepared.setup.dataset.notes().items()},
+        "timing": job.profile.note,
+        **{f"metric.{metric}": note for metric, note in job.setup.dataset.notes().items()},
         **facts,
     }
 
 
-def record_inputs(log: RunLog, loaded: LoadedRecipe, prepared: Prepared, facts: Mapping[str, str]) -> None:
+def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
     """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
-    log.text("recipe.yaml", recipe_yaml(loaded, prepared.recipe.train.seed))
-    log.text("profile.json", write_profile(prepared.profile))
-    log.text("plan.json", plan_form(prepared).text())
-    if prepared.comparison is not None:
-        log.text("modes.json", _modes_json(prepared.comparison))
+    log.text("recipe.yaml", recipe_yaml(loaded, job.recipe.train.seed))
+    log.text("profile.json", write_profile(job.profile))
+    log.text("plan.json", plan_form(job).text())
+    if job.comparison is not None:
+        log.text("modes.json", _modes_json(job.comparison))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
     difference = commit_diff()
     if difference:

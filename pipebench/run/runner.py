@@ -21,12 +21,13 @@ from pipebench.engine.stopping import stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.schema import Recipe
 from pipebench.run import folder as run_folder
 from pipebench.run.deciding import decided_apart, measures_on_gpu
 from pipebench.run.decision import decision_of, kept_decision
-from pipebench.run.processes import Asked, run_in_processes
+from pipebench.run.processes import RunRequest, run_in_processes
 from pipebench.run.recording import collected_log, recipe_yaml, record_inputs, record_timeline, run_tags
 from pipebench.run.suite import Suite
 from pipebench.show import console, pictures
@@ -35,12 +36,16 @@ from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.simulate.meter import PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
-from pipebench.train.loop import Keeping, Progress, on_virtual_clock, segment_length, train_to_target
+from pipebench.train.checkpointing import CheckpointPolicy
+from pipebench.train.interfaces import Progress
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
-from pipebench.train.prepare import DISTRIBUTED, SIMULATED, Decision, Prepared, prepare
+from pipebench.train.prepare import Decision, Job, prepare
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import predicted_metrics, simulate_epoch
+from pipebench.train.virtual import on_virtual_clock
 
 _LOG = logging.getLogger("pipebench.run")
 _PICTURE_WIDTH = 100  # at most
@@ -66,7 +71,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     several = len(loaded) > 1
     # What only the traced model shows to be wrong must come out before the first recipe runs.
     decisions = [_checked(each, suite, alone=not several) for each in loaded]
-    processes_only = all(each.recipe.engine.kind == DISTRIBUTED for each in loaded)
+    processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
     # Where all there is to record is recorded by the processes, this one has no use for MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
     comparison = {"kind": "comparison"}
@@ -96,8 +101,8 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
 
 def draw(loaded: LoadedRecipe) -> str:
     """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free."""
-    prepared = prepared_recipe(loaded, loaded.recipe, trains=False)
-    setup = prepared.setup
+    job = prepare_job(loaded, loaded.recipe, trains=False)
+    setup = job.setup
     travels = max(setup.costs.stages[0].forward_s)
     forward = [stage.forward_s[travels] for stage in setup.costs.stages]
     backward = [stage.backward_s[travels] for stage in setup.costs.stages]
@@ -111,11 +116,11 @@ def draw(loaded: LoadedRecipe) -> str:
 
 def _checked(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
     """Return what is decided for all processes of a run, with every seed; None where one process runs it."""
-    if loaded.recipe.engine.kind == DISTRIBUTED:
+    if engine_kind(loaded.recipe).in_processes:
         kept = kept_decision(suite.resumed, suite.overrides)
-        return kept or decision_of(prepared_recipe(loaded, loaded.recipe, trains=False, apart=True))
+        return kept or decision_of(prepare_job(loaded, loaded.recipe, trains=False, apart=True))
     if not alone:
-        prepared_recipe(loaded, loaded.recipe, trains=False)
+        prepare_job(loaded, loaded.recipe, trains=False)
     return None
 
 
@@ -161,31 +166,31 @@ def _run_one(
     parent: RunLog | None,
 ) -> RunResult:
     recipe = with_seed(loaded.recipe, seed)
-    kind = recipe.engine.kind
-    if kind == DISTRIBUTED:
-        prepared = prepared_recipe(loaded, recipe, tells=True, trains=False, kept=decision)
+    kind = engine_kind(recipe)
+    if kind.in_processes:
+        job = prepare_job(loaded, recipe, tells=True, trains=False, kept=decision)
         reference = str(suite.resumed.recipe_path if suite.resumed else loaded.path)
-        asked = Asked((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
+        request = RunRequest((reference, *suite.overrides), suite.name, suite.verbose, suite.resumed)
         if suite.resumed is not None:
-            asked = replace(asked, words=suite.overrides)
+            request = replace(request, words=suite.overrides)
         parent_id = parent.wait_for_id() if parent is not None else None
-        return run_in_processes(loaded, prepared, name, asked, parent_id)
+        return run_in_processes(loaded, job, name, request, parent_id)
     assert tracking is not None
     with collected_log(suite.verbose) as log_text, torch_settings(recipe.engine):
-        prepared = prepared_recipe(loaded, recipe, tells=True)
-        if kind == SIMULATED:
+        job = prepare_job(loaded, recipe, tells=True)
+        if not kind.trains:
             return recorded_run(
-                loaded, prepared, name, tracking, parent, log_text, lambda *_: simulate_epoch(prepared)
+                loaded, job, name, tracking, parent, log_text, lambda *_: simulate_epoch(job)
             )  # fmt: skip
-        folder = _LateFolder(loaded, prepared, name, suite)
-        keeping, stop = folder.keeping(), StopRequest()
+        folder = _LateFolder(loaded, job, name, suite)
+        policy, stop = folder.policy(), StopRequest()
 
         def train(progress: Progress, on_point: Callable[[Point], None]) -> tuple[RunResult, Timeline]:
             with stopping_on_signals(stop):
-                return train_to_target(prepared, on_virtual_clock(prepared, stop), progress, on_point, keeping)
+                return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
         result = recorded_run(
-            loaded, prepared, name, tracking, parent, log_text, train,
+            loaded, job, name, tracking, parent, log_text, train,
             mlflow_run_id=folder.mlflow_run_id, on_run_id=folder.keep_mlflow_run_id,
         )  # fmt: skip
     if result.outcome == INTERRUPTED and folder.made is not None:
@@ -195,7 +200,7 @@ def _run_one(
 
 def recorded_run(
     loaded: LoadedRecipe,
-    prepared: Prepared,
+    job: Job,
     name: str,
     tracking: Tracking,
     parent: RunLog | str | None,
@@ -210,7 +215,7 @@ def recorded_run(
 
     Args:
         loaded: the recipe.
-        prepared: the same, ready to run.
+        job: the same, ready to run.
         name: what the run is called.
         tracking: where to record it.
         parent: the comparison it belongs to, or MLflow's id of it.
@@ -220,23 +225,23 @@ def recorded_run(
         on_run_id: told of MLflow's id of a new run.
         on_result: takes the result before anything is printed.
     """
-    recipe, setup = prepared.recipe, prepared.setup
+    recipe, setup = job.recipe, job.setup
     facts = environment(setup.device)
-    wall = recipe.engine.kind == DISTRIBUTED
+    wall = engine_kind(recipe).measures
     flat = {**loaded.flat, "train.seed": str(recipe.train.seed)}
     log = tracking.start(
-        name, params=logged_params(flat), tags=run_tags(prepared, facts), parent=parent, virtual=not wall,
+        name, params=logged_params(flat), tags=run_tags(job, facts), parent=parent, virtual=not wall,
         run_id=mlflow_run_id, on_run_id=on_run_id, system_metrics=wall,
     )  # fmt: skip
-    record_inputs(log, loaded, prepared, facts)
+    record_inputs(log, loaded, job, facts)
     if setup.clip_norm is not None and not setup.pipeline.flushes:
         _LOG.warning("without a flush gradients are clipped by each stage's own norm, not by the global one")
     result: RunResult | None = None
     try:
-        result, timeline = _trained(prepared, name, log, tracking, train)
+        result, timeline = _trained(job, name, log, tracking, train)
         result = replace(result, recipe=flat)
         if wall:
-            result = _with_prediction(prepared, result, log)
+            result = _with_prediction(job, result, log)
         on_result(result)
         record_timeline(log, timeline)
     finally:
@@ -250,15 +255,17 @@ def recorded_run(
     return result
 
 
-def _with_prediction(prepared: Prepared, result: RunResult, log: RunLog) -> RunResult:
+def _with_prediction(job: Job, result: RunResult, log: RunLog) -> RunResult:
     """Return a result with what the simulator says of the run beside it, where that is about the device it ran on."""
-    setup = prepared.setup
+    setup = job.setup
     unpredicted = replace(result, notes={fact: note for fact, note in result.notes.items() if fact != PREDICTION})
-    if prepared.profile.source != "measured" and prepared.cluster.device not in environment(setup.device)["device"]:
+    if job.profile.source != "measured" and job.cluster.device not in environment(setup.device)["device"]:
         return unpredicted
     metrics = {**result.metrics}
+    per_epoch = setup.sampler.minibatches_per_epoch
+    longest = min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment)
     try:
-        metrics |= compare(metrics, predicted_metrics(setup, segment_length(prepared)))
+        metrics |= compare(metrics, predicted_metrics(setup, longest))
         log.text("prediction.md", prediction_markdown(metrics, result.notes.get(PREDICTION, "")))
     except Exception as error:  # what was measured is worth more than what was foretold
         _LOG.warning("the run could not be predicted: %s", error)
@@ -271,9 +278,7 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, seed=seed))
 
 
-def prepared_recipe(
-    loaded: LoadedRecipe, recipe: Recipe, *, apart: bool = False, tells: bool = False, **how: Any
-) -> Prepared:
+def prepare_job(loaded: LoadedRecipe, recipe: Recipe, *, apart: bool = False, tells: bool = False, **how: Any) -> Job:
     """Prepare a recipe, showing progress.
 
     Args:
@@ -295,20 +300,19 @@ def prepared_recipe(
 
 
 def _trained(
-    prepared: Prepared,
+    job: Job,
     name: str,
     log: RunLog,
     tracking: Tracking,
     train: Callable[[Progress, Callable[[Point], None]], tuple[RunResult, Timeline]],
 ) -> tuple[RunResult, Timeline]:
-    kind = prepared.recipe.engine.kind
-    if kind == SIMULATED:
+    kind = engine_kind(job.recipe)
+    if not kind.trains:
         return train(Silent(), log.point)
     tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
-    total = prepared.recipe.train.max_epochs * prepared.setup.sampler.num_samples
-    quiet, per_epoch = not console.is_terminal(), prepared.setup.sampler.num_samples
-    clock = "wall" if kind == DISTRIBUTED else "virtual"
-    with console.RunProgress(name, total, quiet=quiet, samples_per_epoch=per_epoch, clock=clock) as progress:
+    total = job.recipe.train.max_epochs * job.setup.sampler.num_samples
+    quiet, per_epoch = not console.is_terminal(), job.setup.sampler.num_samples
+    with console.RunProgress(name, total, quiet=quiet, samples_per_epoch=per_epoch, clock=kind.clock) as progress:
         return train(progress, log.point)
 
 
@@ -320,28 +324,28 @@ class _LateFolder:
         mlflow_run_id: MLflow's id of the run, as far as it is known.
     """
 
-    def __init__(self, loaded: LoadedRecipe, prepared: Prepared, name: str, suite: Suite) -> None:
-        self._loaded, self._prepared, self._name, self._suite = loaded, prepared, name, suite
+    def __init__(self, loaded: LoadedRecipe, job: Job, name: str, suite: Suite) -> None:
+        self._loaded, self._job, self._name, self._suite = loaded, job, name, suite
         self._changing = threading.Lock()
         self.made = suite.resumed
         self.mlflow_run_id = None if self.made is None else self.made.read().mlflow_run_id
 
-    def keeping(self) -> Keeping:
+    def policy(self) -> CheckpointPolicy:
         """Return where the run's checkpoints go, and where it goes on.
 
         Raises:
             UserError: it is to go on, and has no checkpoint that can be used.
         """
         if self.made is not None:
-            found, skipped = newest(self.made.checkpoints, self._prepared)
+            found, skipped = newest(self.made.checkpoints, self._job)
             if found is None:
                 raise nothing_to_go_on_from(self.made.run_id, skipped)
             for sentence in skipped:
                 print(f"pipebench: {printable(sentence)}", file=sys.stderr)
-            return Keeping(self.made.checkpoints, found)
-        if self._prepared.recipe.train.checkpoint_every is None:
-            return Keeping(when_stopped=self._make_late)
-        return Keeping(self._make())
+            return CheckpointPolicy(self.made.checkpoints, found)
+        if self._job.recipe.train.checkpoint_every is None:
+            return CheckpointPolicy(when_stopped=self._make_late)
+        return CheckpointPolicy(self._make())
 
     def keep_mlflow_run_id(self, run_id: str) -> None:
         """Note MLflow's id of the run, in the folder as soon as there is one."""
@@ -359,7 +363,7 @@ class _LateFolder:
             return None
 
     def _make(self) -> Checkpoints:
-        recipe, suite = self._prepared.recipe, self._suite
+        recipe, suite = self._job.recipe, self._suite
         made = run_folder.create(
             self._name, recipe=recipe.name, recipe_yaml=recipe_yaml(self._loaded, recipe.train.seed), suite=suite.name,
             seed=recipe.train.seed, words=(str(self._loaded.path), *suite.overrides), verbose=suite.verbose,

@@ -377,7 +377,7 @@ def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
     if not found.is_simulated or found.minibatch_s <= found.bottleneck_s * _DIFFERS:
         faster = found.is_simulated and found.minibatch_s * _DIFFERS < found.bottleneck_s
         return "faster than the bottleneck: the cost model charges for what the simulator overlaps" if faster else ""
-    if answer.mode.flushes and len(found.stages) > 1:
+    if answer.mode.flush and len(found.stages) > 1:
         every = f"{found.accumulate} minibatches" if found.accumulate > 1 else "minibatch"
         if answer.mode.depth == 1:
             return "slower than the bottleneck: one minibatch at a time, so one stage works and the others wait"
@@ -432,7 +432,7 @@ def _over(whole: float, part: float) -> float | None:
 
 def _depth_is_lowered(answer: Answer) -> bool:
     best = answer.comparison.best
-    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flushes
+    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
     return not asked and best.plan.depth < best.plan.noam
 
 

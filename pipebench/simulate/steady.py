@@ -13,7 +13,8 @@ from typing import Protocol
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.schedule.instructions import Op
-from pipebench.schedule.pipeline import Pipeline, programs
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
@@ -85,8 +86,7 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
         num_minibatches: length of the segment, up to one epoch.
         meter: records the timeline of the part that is really simulated.
     """
-    period = course.pipeline.block * (course.pipeline.accumulate if course.pipeline.flushes else 1)
-    found = _steady_state(course, num_minibatches, period)
+    found = _steady_state(course, num_minibatches, course.pipeline.period)
     if found is None:
         return simulate_all(course, num_minibatches, meter)
     steady, period = found
@@ -131,8 +131,10 @@ def _steady_state(course: Course, num_minibatches: int, block: int) -> tuple[int
     The period is a few blocks: links that two stages share can make blocks differ in turn. None if it never repeats.
     """
     pipeline = course.pipeline
-    ends: list[list[float]] = [[] for _ in pipeline.places]
-    own = [block * pipeline.microbatches // pipeline.replicas[stage] for stage, _ in pipeline.places]
+    workers = range(pipeline.num_workers)
+    ends: list[list[float]] = [[] for _ in workers]
+    stages = map(pipeline.stages_of, workers)
+    own = [sum(block * pipeline.microbatches // pipeline.replicas[stage] for stage in each) for each in stages]
     in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / block) * block
     simulation = Simulation(
         pipeline,

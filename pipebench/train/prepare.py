@@ -31,6 +31,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.plan_file import PlanForm, form_problems, is_plan_file, load_plan
@@ -46,12 +47,11 @@ from zoo.plain import seeded
 from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.train.prepare")
-SIMULATED, DISTRIBUTED = "simulated", "distributed"
 KEPT = "of the kept decision"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Job:
     """A recipe, ready to run.
 
     Attributes:
@@ -90,8 +90,8 @@ def prepare(
     *,
     trains: bool = True,
     kept: Decision | None = None,
-    measure_again: Callable[["Profiled", Profile], Profile] | None = None,
-) -> Prepared:
+    measure_again: Callable[["ProfiledModel", Profile], Profile] | None = None,
+) -> Job:
     """Make a recipe ready to run.
 
     Args:
@@ -105,8 +105,8 @@ def prepare(
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
-    trains = trains and recipe.engine.kind != SIMULATED
-    known = profiled(recipe, cluster, on_progress, trains=trains, kept=None if kept is None else kept.profile)
+    trains = trains and engine_kind(recipe).trains
+    known = profile_model(recipe, cluster, on_progress, trains=trains, kept=None if kept is None else kept.profile)
     dataset, graph, profile = known.dataset, known.graph, known.profile
     sampler, held_out = samplers(recipe.train, dataset)
     comparison = None
@@ -132,8 +132,8 @@ def prepare(
         next(iter(profile.layers.values())),
         mode,
         microbatches=recipe.parallelism.microbatches if mode.microbatches else 1,
-        accumulate=recipe.parallelism.accumulate,
-        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flushes and len(plan.stages) > 1,
+        accumulate=mode.accumulate,
+        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flush and len(plan.stages) > 1,
     )
     setup = Setup(
         graph=graph,
@@ -147,12 +147,11 @@ def prepare(
         held_out=held_out,
         make_optimizer=partial(make_optimizer, recipe.train.optimizer),
         lr=learning_rate(recipe.train, pipeline, sampler.num_samples),
-        weights=mode.weights,
         clip_norm=recipe.train.optimizer.clip_norm,
         seed=recipe.train.seed,
         device=known.device,
     )
-    return Prepared(recipe, cluster, profile, setup, comparison)
+    return Job(recipe, cluster, profile, setup, comparison)
 
 
 def choose_device(name: str) -> torch.device:
@@ -198,7 +197,7 @@ def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfiledModel:
     """A recipe's model, data and costs.
 
     Attributes:
@@ -214,7 +213,7 @@ class Profiled:
     profile: Profile
 
 
-def profiled(
+def profile_model(
     recipe: Recipe,
     cluster: Cluster,
     on_progress: Callable[[int, int], None] | None = None,
@@ -222,7 +221,7 @@ def profiled(
     whole_minibatches: bool = False,
     trains: bool = False,
     kept: Profile | None = None,
-) -> Profiled:
+) -> ProfiledModel:
     """Trace and profile a recipe's model.
 
     Args:
@@ -263,10 +262,10 @@ def profiled(
         profile = profiles.fitting(kept, KEPT, graph, sizes)
     else:
         profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
-    decides = kept is None and (trains or recipe.engine.kind == DISTRIBUTED)
+    decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
         check_traced(graph, dataset, sizes)
-    return Profiled(dataset, graph, device, profile)
+    return ProfiledModel(dataset, graph, device, profile)
 
 
 def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:
@@ -313,7 +312,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         model=find_cost_model(parallelism.cost_model),
         minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
         microbatches=parallelism.microbatches,
-        accumulate=parallelism.accumulate,
+        accumulate=1 if parallelism.mode == AUTO else resolve(parallelism).accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=None if parallelism.mode == AUTO else resolve(parallelism),
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
@@ -358,8 +357,7 @@ def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerG
         RecipeError: with everything that is wrong with it.
     """
     form = load_plan(parallelism.plan)
-    asked = {"depth": parallelism.depth, "recompute": parallelism.recompute}
-    problems = [*form_problems(form, parallelism.mode, resolve(parallelism), num_workers, **asked)]
+    problems = [*form_problems(form, parallelism, num_workers)]
     problem = streams_problem(form.replicas, streams)
     if problem is not None:
         problems.append(("stages", f"train.streams is {problem}"))

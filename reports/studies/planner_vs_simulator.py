@@ -19,7 +19,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.predict import Course, arranged, course_of
 from pipebench.schedule.modes import MODES
-from pipebench.schedule.pipeline import programs
+from pipebench.schedule.programs import programs
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
 from reports.studies.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table

@@ -17,13 +17,13 @@ from pipebench.recipe.ranges import CHOICES
 from pipebench.schedule.modes import MODES
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
-from pipebench.train.prepare import Prepared, plan_request, prepare
+from pipebench.train.prepare import Job, plan_request, prepare
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
 SMALL = ["model.width=0.05", "train.max_epochs=1"]
 
 
-def prepared(reference: str, *overrides: str, cluster: Cluster | None = None) -> Prepared:
+def prepared(reference: str, *overrides: str, cluster: Cluster | None = None) -> Job:
     loaded = load(reference, [*SMALL, *overrides])
     recipe = loaded.recipe
     return prepare(recipe, cluster or load_cluster(recipe.cluster.name, recipe.cluster.servers))
@@ -76,8 +76,8 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
     )
     planned = planner.estimate("", [Stage(each.start, each.stop, each.replicas) for each in setup.plan.stages])
     peaks: dict[int, int] = {}
-    for worker, (stage, _) in enumerate(setup.pipeline.places):
-        peaks[stage] = max(peaks.get(stage, 0), engine.peak_bytes[worker])
+    for stage in range(setup.pipeline.num_stages):
+        peaks[stage] = max(engine.peak_bytes[worker] for worker in setup.pipeline.workers_of(stage))
     for index, foretold in enumerate(planned.stages):
         sent = planner.work.states.sent_bytes
         stops = [setup.plan.stages[index].start, setup.plan.stages[index].stop]

@@ -110,10 +110,11 @@ def make_setup(
         plan.replicas,
         tuple(Edge(source, target) for source, target in plan.crossings),
         row.order,
-        row.flushes,
+        row.flush,
         case.depth or row.depth or noam(plan.replicas),
         case.microbatches,
         loads=(0,),
+        weights=row.weights,
     )
     return Setup(
         graph=graph,
@@ -127,7 +128,6 @@ def make_setup(
         held_out=InOrder(dataset.num_eval, subject.minibatch_size),
         make_optimizer=sgd,
         lr=lambda stage, before, own: OPTIMIZER.lr,
-        weights=row.weights,
         clip_norm=None,
         seed=0,
         device=torch.device("cpu"),
