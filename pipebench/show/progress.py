@@ -1,7 +1,7 @@
 """Progress of a run: a live line on a terminal; elsewhere plain lines, at the start, at evaluations, and now and then.
 
-A log that nobody watches should stay short, and one that somebody watches shouldn't be silent for long: lines between
-evaluations come ever more rarely.
+Plain lines between evaluations come ever more rarely: the log of a long run stays short, and that of a short one tells
+soon that something happens.
 """
 
 import contextlib

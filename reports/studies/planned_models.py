@@ -50,7 +50,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Published:
+class TableRow:
     """A row of Table 1.
 
     Attributes:
@@ -73,7 +73,7 @@ class Published:
     speedup: float
 
 
-def published_rows() -> list[Published]:
+def published_rows() -> list[TableRow]:
     """Return the rows of Table 1, or none if the published values aren't there."""
     if not PUBLISHED.is_file():
         return []
@@ -81,7 +81,7 @@ def published_rows() -> list[Published]:
     rows = []
     for name, values in ((entry["id"], entry["values"]) for entry in entries):
         rows.append(
-            Published(
+            TableRow(
                 *(name, values["model"].lower(), _CLUSTERS[values["cluster"]], values["servers"]),
                 *(values["gpus_total"], tuple(values["stage_replicas"]), values["config"]),
                 values["epoch_time_speedup"],

@@ -16,8 +16,8 @@ from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from reports.studies.planned_models import (
-    Published,
     Subject,
+    TableRow,
     analytic,
     cluster,
     measured,
@@ -123,7 +123,7 @@ class Case:
         choice: what the planner makes of it.
     """
 
-    row: Published
+    row: TableRow
     subject: Subject
     where: Cluster
     model: CostModel
@@ -135,13 +135,13 @@ class Case:
         return self.row.name.removeprefix("t1-")
 
 
-def subjects(row: Published) -> list[Subject]:
+def subjects(row: TableRow) -> list[Subject]:
     """Return the profiles of a row's model: measured, and analytic at the recipe's size."""
     found = (measured(row.model), analytic(row.model))
     return [subject for subject in found if subject is not None]
 
 
-def choose(subject: Subject, where: Cluster, model: CostModel, row: Published) -> Choice:
+def choose(subject: Subject, where: Cluster, model: CostModel, row: TableRow) -> Choice:
     """Plan one row; `where` has its limit on memory."""
     free = replace(where, memory_bytes=None)
     request = Request(subject.profile, free, model, subject.size)
@@ -167,11 +167,11 @@ def _speedup(plan: PlanEstimate | None, dp: PlanEstimate) -> str:
     return "-" if plan is None else f"{dp.minibatch_s / plan.minibatch_s:.2f}"
 
 
-def _is(plan: PlanEstimate, row: Published) -> bool:
+def _is(plan: PlanEstimate, row: TableRow) -> bool:
     return plan.plan.replicas == row.replicas
 
 
-def _config(plan: PlanEstimate, row: Published) -> str:
+def _config(plan: PlanEstimate, row: TableRow) -> str:
     """Return a plan's config; a straight plan that leaves workers idle says how many stages it has."""
     is_shorter = str(plan.plan) == "straight" and len(plan.stages) < row.workers
     return f"straight of {len(plan.stages)}" if is_shorter else str(plan.plan)
@@ -269,7 +269,7 @@ def _differences(cases: Sequence[Case]) -> str:
     )
 
 
-def main(rows: Sequence[Published] | None = None, models: Sequence[CostModel] = tuple(COST_MODELS.values())) -> None:
+def main(rows: Sequence[TableRow] | None = None, models: Sequence[CostModel] = tuple(COST_MODELS.values())) -> None:
     """Print the page; all rows under all cost models unless given."""
     rows = published_rows() if rows is None else rows
     print(HEAD)

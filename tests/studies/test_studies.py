@@ -13,13 +13,13 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile import DEVICES, load_profile
 from reports.studies import gpu_profiles, planner_vs_simulator, table1_plans
-from reports.studies.planned_models import PUBLISHED, Published, analytic, cluster, published_rows, recipe
+from reports.studies.planned_models import PUBLISHED, TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
 from zoo.ptb import ptb
 from zoo.wmt16 import wmt16
 
-LONELY = Published("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
+LONELY = TableRow("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 
 
 def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_an_analytic_profile_is_that_of_the_recipe_unless_another_size_is_asked_
 
 def test_made_up_samples_have_the_shapes_of_the_data_and_depend_on_the_index_alone() -> None:
     like = wmt16(typical_length=7, vocabulary=16)
-    samples = gpu_profiles.MadeUp(like, 2)
+    samples = gpu_profiles.Noise(like, 2)
     fields = [*like.inputs, *like.targets]
     both, one = samples.fetch("train", [5, 9], fields), samples.fetch("train", [9], fields)
     for name, example in like.example(2).items():
@@ -111,9 +111,9 @@ def test_made_up_samples_have_the_shapes_of_the_data_and_depend_on_the_index_alo
 
 def test_made_up_samples_have_the_loss_of_the_data() -> None:
     like = ptb(bptt=3, vocabulary=10)
-    targets = gpu_profiles.MadeUp(like, 10).fetch("train", [0, 1], like.targets)
+    targets = gpu_profiles.Noise(like, 10).fetch("train", [0, 1], like.targets)
     logits = torch.zeros(2, 3, 10)
-    assert gpu_profiles.MadeUp(like, 10).loss(logits, targets) == like.loss(logits, targets) > 0
+    assert gpu_profiles.Noise(like, 10).loss(logits, targets) == like.loss(logits, targets) > 0
 
 
 def test_gpu_profiles_measures_narrow_models_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
