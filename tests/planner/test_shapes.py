@@ -54,14 +54,14 @@ def test_2bw_takes_equally_wide_stages_and_the_best_of_them(num_workers: int) ->
     assert all(len({*each.plan.replicas}) == 1 for each in found)
     assert {each.plan.replicas[0] for each in found} == {w for w in range(1, num_workers + 1) if num_workers % w == 0}
     best = made.best()
-    assert best.minibatch_s == min(made.predicted(each).minibatch_s for each in found)
+    assert best.minibatch_s == min(made.with_prediction(each).minibatch_s for each in found)
     assert best.is_simulated
 
 
 def test_2bw_keeps_two_versions_however_many_are_in_flight() -> None:
     made = planner("pipedream-2bw", request([0.1] * 4))
     straight = next(each for each in made.candidates_without_limit() if str(each.plan) == "straight")
-    stashing = planner("pipedream", request([0.1] * 4)).given([1, 1, 1, 1], [1, 2, 3])
+    stashing = planner("pipedream", request([0.1] * 4)).for_replicas([1, 1, 1, 1], [1, 2, 3])
     saved = [stashing.stages[s].memory_bytes - straight.stages[s].memory_bytes for s in range(4)]
     assert saved == [pytest.approx(versions * MB) for versions in (2, 1, 0, -1)]  # of 4, 3, 2 and 1 stashed versions
 
