@@ -106,7 +106,7 @@ def test_a_fixed_plan_of_a_tied_model_is_cut_where_the_planner_cuts_it(
     stages = given.setup.plan.stages
     assert len(stages) == num_stages
     planner = Planner(plan_request(recipe, given.cluster, given.profile, given.setup.dataset), "pipedream")
-    expected = planner.given(given.setup.plan.replicas).plan.stages
+    expected = planner.for_replicas(given.setup.plan.replicas).plan.stages
     assert [stage.start for stage in stages] == [stage.start for stage in expected]
 
 

@@ -151,7 +151,7 @@ def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, 
     """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
     planner = Planner(request, mode)
     if is_plan_file(parallelism.plan):
-        return planner.judged(plan_of_file(parallelism, request.cluster.num_workers, graph, request.streams))
+        return planner.estimate_of(plan_of_file(parallelism, request.cluster.num_workers, graph, request.streams))
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
         return None
     try:
@@ -161,7 +161,7 @@ def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, 
     starts = None
     if parallelism.cuts is not None:
         starts = starts_of_cuts(graph, parallelism.cuts)
-    return planner.given(replicas, starts)
+    return planner.for_replicas(replicas, starts)
 
 
 def _progress(options: PlanOptions) -> Console | None:
@@ -201,7 +201,7 @@ def _answer(name: str, request: Request, mode: str, source: str, options: PlanOp
         waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
         if waits and not row.flush and len(best.stages) > 1:
             planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
-            spare_s = planner.predicted(
+            spare_s = planner.with_prediction(
                 replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
             ).minibatch_s
     except (GraphError, PlanError, ProfileError) as error:

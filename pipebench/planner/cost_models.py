@@ -36,7 +36,8 @@ from pipebench.simulate.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
 
 # On average half of the last bucket is complete only when the backward is over.
 LAST_BUCKET_BYTES = BUCKET_BYTES / 2
-_NEVER = 1e15  # replicas: no number of them will do; finite, so that it can be computed with
+# Replicas, where the limit is not met however many there are. Finite, because arithmetic with infinities gives nan.
+_UNREACHABLE = 1e15
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Term:
         return isinstance(self.sync, float) and isinstance(self.tail, float)
 
     def least(self, limit_s: float, at_least: Floats | float) -> Floats:
-        """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _NEVER.
+        """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _UNREACHABLE.
 
         Times m^2 the condition is slope m^2 - b m + sync >= 0, slope = limit - tail and b = base + sync - tail: with a
         positive slope it holds from the larger root on (and up to the smaller), else up to a root at most. Whether it
@@ -78,7 +79,7 @@ class Term:
             b = self.base + self.sync - self.tail
             root = np.ceil((b + np.sqrt(b * b - 4 * slope * self.sync)) / (2 * slope))
             # Without a root (nan) the parabola has one sign, as tried.
-            later = np.where((slope > 0) & (root < _NEVER), np.maximum(root, at_least), _NEVER)
+            later = np.where((slope > 0) & (root < _UNREACHABLE), np.maximum(root, at_least), _UNREACHABLE)
         return np.where(holds, at_least, later)
 
 
@@ -110,7 +111,7 @@ class StageTerms:
         if len(others) > 1:  # a raised m may lie between another term's roots: look again
             for term in others:
                 m = term.least(limit_s, m)
-        return np.where((self.fixed_s <= limit_s) & (m < _NEVER), m, np.inf)
+        return np.where((self.fixed_s <= limit_s) & (m < _UNREACHABLE), m, np.inf)
 
 
 @dataclass(frozen=True)

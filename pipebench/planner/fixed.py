@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import CostModel, StageGrid, Work
-from pipebench.planner.flat import Stage
-from pipebench.planner.placement import along, stage_level
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.placement_costs import along, stage_level
 from pipebench.planner.thinning import MOST_EXACT, is_thinned, refined
 
 
@@ -23,7 +23,7 @@ def plan_fixed(
     *,
     chunks: int = 1,
     fits: Callable[[StageGrid, int], NDArray[np.bool_]] | None = None,
-) -> tuple[Stage, ...]:
+) -> tuple[SearchStage, ...]:
     """Return the cuts with the smallest bottleneck for given replicas, workers placed along the devices.
 
     For the cost model at the level of links that each stage's workers span, by dynamic programming over stages and
@@ -45,12 +45,12 @@ def plan_fixed(
     if len(replicas) > last:
         raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
 
-    def exactly(over: Work) -> tuple[float, tuple[Stage, ...]]:
+    def exactly(over: Work) -> tuple[float, tuple[SearchStage, ...]]:
         return _plan_exactly(over, model, cluster, replicas, chunks, fits)
 
-    def solve(kept: Sequence[int]) -> tuple[float, tuple[Stage, ...]] | None:
+    def solve(kept: Sequence[int]) -> tuple[float, tuple[SearchStage, ...]] | None:
         bottleneck_s, stages = exactly(replace(work, states=states.select(kept)))
-        return bottleneck_s, tuple(Stage(kept[a], kept[b], m) for a, b, m in stages)
+        return bottleneck_s, tuple(SearchStage(kept[a], kept[b], m) for a, b, m in stages)
 
     if is_thinned(states) and len(replicas) < MOST_EXACT // 2:
         found = refined(states, solve, operator.itemgetter(0), lambda plan: [stage.start for stage in plan[1][1:]])
@@ -66,7 +66,7 @@ def _plan_exactly(
     replicas: Sequence[int],
     chunks: int,
     fits: Callable[[StageGrid, int], NDArray[np.bool_]] | None,
-) -> tuple[float, tuple[Stage, ...]]:
+) -> tuple[float, tuple[SearchStage, ...]]:
     """Return the smallest bottleneck and its cuts."""
     states, last = work.states, len(work.states) - 1
     devices = along(replicas[: len(replicas) // chunks]) * chunks
@@ -92,6 +92,6 @@ def _plan_exactly(
     stages, stop = [], last
     for index in reversed(range(len(replicas))):
         start = int(before[index][stop])
-        stages.append(Stage(start, stop, replicas[index]))
+        stages.append(SearchStage(start, stop, replicas[index]))
         stop = start
     return float(best[last]), tuple(reversed(stages))

@@ -21,7 +21,7 @@ import numpy as np
 
 from pipebench.cluster import Level
 from pipebench.planner.cost_models import CostModel, Inner, StageGrid, StageTerms, Work
-from pipebench.planner.flat import BLOCK_ELEMENTS, Stage
+from pipebench.planner.flat import BLOCK_ELEMENTS, SearchStage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats, States
 from pipebench.planner.thinning import is_thinned, loosened, refined
@@ -48,7 +48,7 @@ class HierarchicalPlan(NamedTuple):
     """A plan, and the recurrence's seconds per minibatch for it; replica q of stage s is on devices[s][q]."""
 
     bottleneck_s: float
-    stages: tuple[Stage, ...]
+    stages: tuple[SearchStage, ...]
     devices: tuple[tuple[int, ...], ...]
 
 
@@ -67,7 +67,7 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
         found = _plan_exactly(problem.over(states.select(kept)), at_most_s)
         if found is None:
             return None
-        return found._replace(stages=tuple(Stage(kept[a], kept[b], m) for a, b, m in found.stages))
+        return found._replace(stages=tuple(SearchStage(kept[a], kept[b], m) for a, b, m in found.stages))
 
     return refined(states, solve, lambda plan: plan.bottleneck_s, lambda plan: [s.start for s in plan.stages[1:]])
 
@@ -247,16 +247,16 @@ class _Tables:
             at, w = following, w - m
         return _Choice(best[0], tuple(stages))
 
-    def _placed(self, level: int, choice: _Choice, after: int) -> list[tuple[Stage, tuple[int, ...]]]:
+    def _placed(self, level: int, choice: _Choice, after: int) -> list[tuple[SearchStage, tuple[int, ...]]]:
         """Return the stages and their replicas' devices, numbered from 0 within one component of the level above."""
-        placed: list[tuple[Stage, tuple[int, ...]]] = []
+        placed: list[tuple[SearchStage, tuple[int, ...]]] = []
         component = 0
         size = self._sizes[level]
         for start, stop, m, behind in choice.stages:
             components = [(component + index) * size for index in range(m)]
             component += m
             if level == 0:
-                placed.append((Stage(start, stop, m), tuple(components)))
+                placed.append((SearchStage(start, stop, m), tuple(components)))
                 continue
             workers = self._workers_behind(level, m, behind, after)
             inner = self._range(level - 1, start, stop, workers)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.states import Floats, States
+from pipebench.schedule.orders import ALL_FORWARDS, ORDERS
+from pipebench.schedule.pipeline import Pipeline, chain
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,24 @@ class MemoryRule:
         return constant, stashed + saved
 
 
-def in_flight_interleaved(position: int, chunk: int, positions: int, chunks: int, num_units: int) -> int:
-    """Return the microbatches in flight of one stage, where every worker has several.
+def in_flight_interleaved(order: str, positions: int, chunks: int, num_units: int) -> list[int]:
+    """Return the most microbatches in flight of every stage where workers have several: read off the schedule.
 
-    When its first backward begins, the worker at position p has run 2 (P - p - 1) + (c - 1) P + 1 forwards, P of a
-    stage before P of its next (Narayanan et al. 2021, section 2.2), or all of an update if there are fewer.
+    A worker's stages are not at their most at the same time, so that its memory is a little less than their sum.
 
     Args:
-        position: p, the worker's place in the pipeline.
-        chunk: which of the worker's stages.
-        positions: P, workers that a microbatch passes.
-        chunks: c, stages per worker.
+        order: the order of work, a name in `schedule.orders.ORDERS`.
+        positions: workers that a microbatch passes.
+        chunks: stages per worker.
         num_units: microbatches per update.
     """
-    rounds, rest = divmod(2 * (positions - position - 1) + (chunks - 1) * positions + 1, positions * chunks)
-    own = rounds * positions + min(max(rest - chunk * positions, 0), positions)
-    return max(1, min(own, num_units))
+    num_stages = positions * chunks
+    if order == ALL_FORWARDS:
+        return [num_units] * num_stages
+    pipeline = Pipeline((1,) * num_stages, chain(num_stages), order, True, positions, num_units, chunks=chunks)
+    running, most = [0] * num_stages, [0] * num_stages
+    for worker in range(positions):
+        for each in ORDERS[order].passes(pipeline, worker, range(num_units)):
+            running[each.stage] += 1 if each.is_forward else -1
+            most[each.stage] = max(most[each.stage], running[each.stage])
+    return most

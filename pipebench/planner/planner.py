@@ -23,15 +23,15 @@ from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, Stage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.payload import payload
-from pipebench.planner.placement import along, cut_levels, placed_s, spanned
+from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
+from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import Course, arrange, arranged, course_of, predict
-from pipebench.planner.seating import seatings
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile, Rows
@@ -45,8 +45,8 @@ MOST_COMPONENTS = 128
 _MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _MOST_CUTS_OF_SHAPES = 500  # beyond, straight plans and given shapes would take longer than the search for any
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
-_MOST_SEATING_UNITS = 4000  # simulated to find where workers stand, microbatches times stages: a quarter of a second
-_CLEARLY_FASTER = 0.99  # what a seating has to win against the one along the devices; below is prediction error
+_MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
+_CLEARLY_FASTER = 0.99  # what a placement has to win against the one along the devices; below is prediction error
 
 
 def searches_levels(cluster: Cluster) -> bool:
@@ -79,6 +79,7 @@ class Planner:
         self.search_s = self.predict_s = 0.0
         self._known = {} if known is None else known
         self._tell = tell
+        self._in_flight_of: dict[int, list[int]] = {}  # by positions, where workers have several stages
         self._thinned: list[tuple[float, Callable[[], float]]] = []  # bottlenecks found, and what bounds them
 
     def best(self) -> PlanEstimate:
@@ -101,7 +102,7 @@ class Planner:
         if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
         self._tell("simulating")
-        best = min(map(self.predicted, keeping), key=lambda each: each.minibatch_s)
+        best = min(map(self.with_prediction, keeping), key=lambda each: each.minibatch_s)
         self.predict_s = time.perf_counter() - started - self.search_s
         return best
 
@@ -118,7 +119,7 @@ class Planner:
             worst = max(worst, found_s / bound_s if bound_s > 0 else math.inf)
         return worst
 
-    def given(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> PlanEstimate:
+    def for_replicas(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> PlanEstimate:
         """Return a plan of which somebody else said how wide its stages are, memory not weighed.
 
         Args:
@@ -128,17 +129,20 @@ class Planner:
         Raises:
             PlanError: more stages than places to cut, or no place to cut before one of `starts`.
         """
-        return self.predicted(self._seated(self._given_stages(replicas, starts)))
+        return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
 
-    def judged(self, plan: Plan) -> PlanEstimate:
+    def estimate_of(self, plan: Plan) -> PlanEstimate:
         """Return what a plan that somebody else made comes to, memory not weighed.
 
         Raises:
             PlanError: the cost model has no place to cut where the plan is cut.
         """
+        if plan.chunks != self.mode.chunks:
+            row = replace(self.mode, chunks=plan.chunks)
+            return Planner(replace(self.request, row=row), self.name, known=self._known).estimate_of(plan)
         stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
         devices = [stage.devices for stage in plan.stages]
-        return self.predicted(
+        return self.with_prediction(
             self.estimate(
                 "the plan's file", stages, devices, depth=plan.depth, recomputes=[s.recomputes for s in plan.stages]
             )
@@ -158,11 +162,11 @@ class Planner:
     def devices_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
         """Return the device of every worker of a given plan: those that suit it best, see `given`."""
         try:
-            return self._seated(self._given_stages(replicas, starts)).plan.devices
+            return self._on_best_devices(self._given_stages(replicas, starts)).plan.devices
         except PlanError:  # it runs all the same, the cost model just has no place to cut there
             return tuple(range(sum(replicas)))
 
-    def _given_stages(self, widths: Sequence[int], starts: Sequence[int] | None) -> tuple[Stage, ...]:
+    def _given_stages(self, widths: Sequence[int], starts: Sequence[int] | None) -> tuple[SearchStage, ...]:
         replicas = [*widths] * self.mode.chunks
         if starts is None:
             return plan_fixed(self.work, self.request.model, self.request.cluster, replicas, chunks=self.mode.chunks)
@@ -171,26 +175,26 @@ class Planner:
         if not {*starts} <= {*found}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
         bounds = [0, *(found[start] for start in starts), len(states) - 1]
-        return tuple(Stage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+        return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
 
-    def _seated(self, stages: Sequence[Stage]) -> PlanEstimate:
+    def _on_best_devices(self, stages: Sequence[SearchStage]) -> PlanEstimate:
         """Return the recipe's stages on the devices that suit them best.
 
-        Along the devices unless another seating is predicted to be clearly faster: the simulator decides among those
+        Along the devices unless another placement is predicted to be clearly faster: the simulator decides among those
         with the smallest bottlenecks, or the bottleneck itself if simulating takes long or isn't the cost model's way.
         A bottleneck says nothing about flushes, so that a flushing pipeline too large to simulate stays as it is.
         """
         request, flushes = self.request, self.mode.flush
         chosen = self.mode.chunks == 1 and sum(stage.replicas for stage in stages) <= _MOST_SIMULATED
-        choices = seatings(request.cluster, [stage.replicas for stage in stages]) if chosen else [None]
+        choices = placements(request.cluster, [stage.replicas for stage in stages]) if chosen else [None]
         in_order, *others = (self.estimate("the recipe", stages, each, depth=request.depth) for each in choices)
         if not others:
             return in_order
         others.sort(key=lambda plan: plan.bottleneck_s)
-        num_simulated = int(_MOST_SEATING_UNITS / self._units_simulated(in_order))
+        num_simulated = int(_MOST_PLACED_UNITS / self._units_simulated(in_order))
         if num_simulated >= 2 and (flushes or request.model.has_ports):
-            in_order = self.predicted(in_order)
-            best = min(map(self.predicted, others[: num_simulated - 1]), key=lambda plan: plan.minibatch_s)
+            in_order = self.with_prediction(in_order)
+            best = min(map(self.with_prediction, others[: num_simulated - 1]), key=lambda plan: plan.minibatch_s)
             return best if best.minibatch_s < _CLEARLY_FASTER * in_order.minibatch_s else in_order
         return (
             others[0] if not flushes and others[0].bottleneck_s < _CLEARLY_FASTER * in_order.bottleneck_s else in_order
@@ -257,7 +261,7 @@ class Planner:
         """Units that each replica of a single stage, or a straight pipeline, runs between two updates."""
         if not self.mode.flush:
             return 1
-        if self.mode.shape != "any":
+        if self.mode.shape not in ("any", "equal"):
             return self.request.accumulate or 1
         parts = self.request.microbatches if self.mode.microbatches else 1
         # More minibatches than there can be stages fill nothing more.
@@ -269,7 +273,7 @@ class Planner:
         cluster, work, model = self.request.cluster, self.work, self.request.model
         last, count = len(work.states) - 1, cluster.num_workers
         if self.mode.shape in ("one", "one-stage"):
-            whole = Stage(0, last, 1 if self.mode.shape == "one" else count)
+            whole = SearchStage(0, last, 1 if self.mode.shape == "one" else count)
             plan = self.estimate("one stage", (whole,))
             if rule is None or plan.memory_bytes <= rule.limit_bytes:
                 yield plan
@@ -278,7 +282,7 @@ class Planner:
             yield from self._interleaved(rule)
             return
         any_width = self.mode.shape == "any" and not self.mode.flush
-        replicated = self.estimate("one stage", (Stage(0, last, count),))
+        replicated = self.estimate("one stage", (SearchStage(0, last, count),))
         if any_width and (rule is None or replicated.memory_bytes <= rule.limit_bytes):
             yield replicated
         widths: list[int | None] = [None] if any_width else [*self._equal_widths]
@@ -352,8 +356,7 @@ class Planner:
 
     def _fits_its_share(self, rule: MemoryRule, positions: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
         """Return whether stages keep at most a worker's memory over its number of stages, as the one of an index."""
-        chunk, position = divmod(index, positions)
-        in_flight = in_flight_interleaved(position, chunk, positions, self.mode.chunks, self._units_per_flush)
+        in_flight = self._interleaved_in_flight(positions)[index]
         shared = replace(rule, limit_bytes=rule.limit_bytes / self.mode.chunks, in_flight=in_flight)
         return shared.fits(grid, 1, 0)
 
@@ -390,7 +393,7 @@ class Planner:
                     yield self.estimate(name, stages, depth=depth)
             return
 
-    def _flat(self, name: str, problem: FlatProblem) -> tuple[Stage, ...] | None:
+    def _flat(self, name: str, problem: FlatProblem) -> tuple[SearchStage, ...] | None:
         """Search; remember what bounds a search that isn't exact."""
         self._tell(name)
         stages = plan_flat(problem)
@@ -401,7 +404,7 @@ class Planner:
     def estimate(
         self,
         found_by: str,
-        stages: Sequence[Stage],
+        stages: Sequence[SearchStage],
         devices: Sequence[Sequence[int]] | None = None,
         *,
         depth: int | None = None,
@@ -475,7 +478,7 @@ class Planner:
             num_bytes=payload(rows, plan, units, accumulate),
         )
 
-    def _work_of(self, stages: Sequence[Stage], recomputes: Sequence[bool]) -> Work:
+    def _work_of(self, stages: Sequence[SearchStage], recomputes: Sequence[bool]) -> Work:
         """Return the model where some stages compute their forwards again and others don't."""
         if all(again is self.mode.recompute for again in recomputes):
             return self.work
@@ -491,11 +494,18 @@ class Planner:
     def _in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
         """Return the minibatches (or microbatches) in flight on one replica of a stage."""
         if self.mode.chunks > 1:
-            positions = len(replicas) // self.mode.chunks
-            chunk, position = divmod(index, positions)
-            return in_flight_interleaved(position, chunk, positions, self.mode.chunks, self._units_per_flush)
+            return self._interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
         rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         return rule.depth(replicas[index], sum(replicas[index + 1 :]))
+
+    def _interleaved_in_flight(self, positions: int) -> list[int]:
+        """Return the most microbatches in flight of every stage where workers have several."""
+        if positions not in self._in_flight_of:
+            # Two groups of as many microbatches as there are positions are enough for the most there can be.
+            units = self._units_per_flush
+            units = units if self.mode.order == ALL_FORWARDS else min(units, 3 * positions)
+            self._in_flight_of[positions] = in_flight_interleaved(self.mode.order, positions, self.mode.chunks, units)
+        return self._in_flight_of[positions]
 
     def _accumulated(self, units: int, depth: int) -> int:
         """Return the minibatches of each replica per update."""
@@ -504,7 +514,7 @@ class Planner:
         return self.request.accumulate or self.mode.accumulate or depth
 
     def _parts_s(
-        self, work: Work, stages: Sequence[Stage], devices: Sequence[Sequence[int]], index: int
+        self, work: Work, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
     ) -> tuple[float, float, float]:
         """Return a stage's computing, gradient sum and transfers in seconds per unit, each on its own."""
         model, cluster = self.request.model, self.request.cluster
@@ -514,7 +524,7 @@ class Planner:
             transfer_s = max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stages[index]))
         return float(compute_s), float(sync_s), float(transfer_s)
 
-    def predicted(self, found: PlanEstimate) -> PlanEstimate:
+    def with_prediction(self, found: PlanEstimate) -> PlanEstimate:
         """Return an estimate with the simulator's prediction."""
         if found.is_simulated:
             return found
@@ -579,7 +589,7 @@ def _least_memory(planner: Planner) -> float:
     """Return the bytes on a worker that a mode's leanest plan needs, within one part in a thousand."""
     if planner.mode.chunks > 1:
         return min((found.memory_bytes for found in planner.candidates_without_limit()), default=math.inf)
-    whole = planner.estimate("", (Stage(0, len(planner.work.states) - 1, 1),)).memory_bytes
+    whole = planner.estimate("", (SearchStage(0, len(planner.work.states) - 1, 1),)).memory_bytes
     if planner.mode.shape in ("one", "one-stage"):
         return whole
     low, high = 0.0, 64 * whole + 1

@@ -8,7 +8,7 @@ from pipebench.errors import PlanError
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Sampler
 from pipebench.planner.cost_models import CostModel
-from pipebench.planner.flat import Stage
+from pipebench.planner.flat import SearchStage
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import Mode
@@ -31,7 +31,7 @@ class Course:
     sampler: Sampler
 
 
-def arrange(states: States, stages: Sequence[Stage]) -> tuple[tuple[int, ...], list[int]]:
+def arrange(states: States, stages: Sequence[SearchStage]) -> tuple[tuple[int, ...], list[int]]:
     """Return the layers in the order that a plan's stages hold them, and where its later stages begin in that order.
 
     Layers that the states leave out (model inputs, results nobody reads) are left out.

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
+from pipebench.recipe.parallelism import resolve
+from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, KEEP, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.notation import parse_plan
 from pipebench.typed_json import Count, JsonError, Ordinal, read, shown
@@ -151,26 +153,23 @@ def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...
     return parse_plan(plan, mode, num_workers)
 
 
-def form_problems(
-    form: PlanForm, name: str, mode: Mode, num_workers: int, *, depth: object = AUTO, recompute: bool | None = None
-) -> Problems:
+def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) -> Problems:
     """Yield what is wrong with a plan for a recipe, as far as that can be known without its model.
 
     Args:
         form: the plan.
-        name: the recipe's mode.
-        mode: the same as a row of the table, with what the recipe changes in it.
+        asked: what the recipe asks for, its mode resolved.
         num_workers: devices of the cluster.
-        depth: as the recipe has it.
-        recompute: as the recipe has it.
     """
+    name, mode, depth = asked.mode, resolve(asked), asked.depth
     if form.mode != name:
         yield "mode", f"got {shown(form.mode)}, allowed is {name}, the recipe's mode"
-    if (form.chunks > 1) != (mode.chunks > 1):
-        allowed = "1, one stage per worker" if mode.chunks == 1 else "2 or more stages per worker"
+    others_allowed = asked.chunks is None and mode.chunks > 1
+    if form.chunks != mode.chunks and not (others_allowed and form.chunks > 1):
+        allowed = "2 or more stages per worker" if others_allowed else f"{mode.chunks}, the stages per worker"
         yield "chunks", f"got {form.chunks}, in mode {name} allowed is {allowed}"
         form = replace(form, chunks=1)  # the rest is checked as if it weren't said
-    yield from _stage_problems(form, recompute)
+    yield from _stage_problems(form, asked.recompute)
     if not form.stages or len(form.stages) % form.chunks:
         given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"
         yield "stages", f"got {given} stages, allowed is {allowed if form.chunks > 1 else 'at least one'}"

@@ -12,7 +12,7 @@ from pipebench.recipe.leaves import ARGUMENTS, TARGETED
 from pipebench.recipe.parallelism import COLUMNS
 from pipebench.recipe.plan_file import form_problems, is_plan_file, load_plan
 from pipebench.recipe.ranges import CHOICES
-from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
+from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES
@@ -122,10 +122,17 @@ def _depth_of_auto(depth: Any, mode: str) -> Problems:
 
 
 @rule(
-    "@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts", "parallelism.depth", "parallelism.recompute"
+    "@cluster",
+    *(f"parallelism.{name}" for name in ("mode", "plan", "cuts", "depth", "recompute", "chunks")),
 )
 def _plan_in_file(
-    cluster: Any, mode: str, given: Any, cuts: list[str] | None, depth: Any, recompute: bool | None
+    cluster: Any,
+    mode: str,
+    given: Any,
+    cuts: list[str] | None,
+    depth: Any,
+    recompute: bool | None,
+    chunks: int | None,
 ) -> Problems:
     """Check a plan's file as far as that can be done without the model."""
     if mode == AUTO or not is_plan_file(given):
@@ -138,7 +145,8 @@ def _plan_in_file(
     except RecipeError as error:
         yield from (("parallelism.plan", str(fault)) for fault in error.faults)
         return
-    problems = form_problems(form, mode, MODES[mode], cluster.num_workers, depth=depth, recompute=recompute)
+    asked = ParallelismRecipe(mode, given, depth=depth, recompute=recompute, chunks=chunks)
+    problems = form_problems(form, asked, cluster.num_workers)
     for where, problem in problems:
         yield "parallelism.plan", f"{given}: {where}: {problem}"
 

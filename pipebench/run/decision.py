@@ -24,12 +24,12 @@ _PLAN, _PROFILE, _OVERRIDES = "plan.json", "profile.json", "overrides.json"
 
 
 def decision_of(job: Job) -> Decision:
-    """Return what was decided for a job recipe."""
+    """Return what was decided for a prepared recipe."""
     return Decision(plan_form(job), job.profile, "the plan")
 
 
 def plan_form(job: Job) -> PlanForm:
-    """Return a job recipe's plan as a file has it."""
+    """Return a prepared recipe's plan as a file has it."""
     setup = job.setup
     return form_of(setup.plan, [layer.name for layer in setup.graph.layers])
 

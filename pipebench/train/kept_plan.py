@@ -34,9 +34,7 @@ def kept_plan(
     Raises:
         RecipeError: with everything that is wrong with it.
     """
-    asked = {"depth": parallelism.depth, "recompute": parallelism.recompute}
-    problems = [*form_problems(form, parallelism.mode, resolve(parallelism), num_workers, **asked)]
-    refuse(source, [*problems, *layer_problems(form, graph)], f"; {ANEW}")
+    refuse(source, [*form_problems(form, parallelism, num_workers), *layer_problems(form, graph)], f"; {ANEW}")
     refuse(source, _other_than_asked(form, parallelism, num_workers, graph, streams), f"; {ANEW}")
     return plan_of(form, graph)
 

@@ -357,8 +357,7 @@ def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerG
         RecipeError: with everything that is wrong with it.
     """
     form = load_plan(parallelism.plan)
-    asked = {"depth": parallelism.depth, "recompute": parallelism.recompute}
-    problems = [*form_problems(form, parallelism.mode, resolve(parallelism), num_workers, **asked)]
+    problems = [*form_problems(form, parallelism, num_workers)]
     problem = streams_problem(form.replicas, streams)
     if problem is not None:
         problems.append(("stages", f"train.streams is {problem}"))

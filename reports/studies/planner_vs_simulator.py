@@ -13,7 +13,7 @@ from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, Stage, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
@@ -136,7 +136,7 @@ def plans(planner: Planner) -> Iterator[tuple[str, PlanEstimate]]:
     """Yield the plans of the rule with what made them."""
     work, model, where = planner.work, planner.request.model, planner.request.cluster
     count = where.num_workers
-    yield "data parallel", planner.estimate("", (Stage(0, len(work.states) - 1, count),))
+    yield "data parallel", planner.estimate("", (SearchStage(0, len(work.states) - 1, count),))
     for replicas in SHAPES:
         if sum(replicas) > count:
             continue
@@ -168,7 +168,7 @@ def judge(subject: Subject, where: Cluster, model: CostModel) -> list[Row]:
             continue
         known.add(key)
         mark = "*" if key == (chosen.order, chosen.plan.stages) else ""
-        plan = planner.predicted(unpredicted)
+        plan = planner.with_prediction(unpredicted)
         rows.append(Row(subject, where, found_by + mark, plan, _cause(subject, where, model, plan)))
     return rows
 

@@ -146,9 +146,9 @@ def choose(subject: Subject, where: Cluster, model: CostModel, row: TableRow) ->
     free = replace(where, memory_bytes=None)
     request = Request(subject.profile, free, model, subject.size)
     planner = Planner(request, "pipedream")
-    dp = planner.predicted(_fixed(planner, (row.workers,)))
+    dp = planner.with_prediction(_fixed(planner, (row.workers,)))
     try:
-        theirs = planner.predicted(_fixed(planner, row.replicas))
+        theirs = planner.with_prediction(_fixed(planner, row.replicas))
     except PlanError:
         theirs = None
     try:

@@ -272,7 +272,7 @@ DECISIONS: Mapping[str, tuple[Way, str]] = {
     "result a folder": (lambda left: instead(Path.mkdir)(left.folder / "result.json"), "result.json: isn't a file"),
     "mode": (plan("mode", "gpipe"), "plan.json: mode: got 'gpipe', allowed is pipedream"),
     "mode unknown": (plan("mode", "magic"), "mode: got 'magic', allowed is pipedream"),
-    "chunks": (plan("chunks", 2), "chunks: got 2, in mode pipedream allowed is 1, one stage per worker"),
+    "chunks": (plan("chunks", 2), "chunks: got 2, in mode pipedream allowed is 1, the stages per worker"),
     "stages text": (plan("stages", "3"), "stages: got '3', allowed is a list"),
     "stages none": (plan("stages", []), "stages: got 0 stages, allowed is at least one"),
     "layers none": (stages(move("head", 1, 0)), "stages[1].layers: got no layer, allowed is at least one in every"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipebench.cluster import Level
 from pipebench.planner import hierarchical
 from pipebench.planner.cost_models import COST_MODELS, Work
-from pipebench.planner.flat import FlatProblem, Stage, bottleneck_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalPlan, HierarchicalProblem, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import prefixes
@@ -148,7 +148,7 @@ def test_replicas_of_nested_stages_stay_in_their_component() -> None:
     plan = plan_hierarchical(HierarchicalProblem(work, COST_MODELS["sosp19"], clusters))
     assert plan is not None
     assert plan.bottleneck_s == pytest.approx(1.0)
-    assert plan.stages == (Stage(0, 1, 3), Stage(1, 2, 3))
+    assert plan.stages == (SearchStage(0, 1, 3), SearchStage(1, 2, 3))
     assert plan.devices == ((0, 2, 4), (1, 3, 5))
 
 
@@ -157,7 +157,7 @@ def test_a_model_that_takes_no_time(model: str) -> None:
     work = Work(prefixes((LayerProfile("l", "ReLU", 0.0, 0.0, 0, 0), LayerProfile("loss", "loss", 0, 0, 0, 0, (0,)))))
     clusters = (Level("server", 2, 1e9, 0.0), Level("cluster", 2, 1e9, 0.0))
     plan = plan_hierarchical(HierarchicalProblem(work, COST_MODELS[model], clusters))
-    assert plan == HierarchicalPlan(0.0, (Stage(0, 1, 1),), ((0,),))
+    assert plan == HierarchicalPlan(0.0, (SearchStage(0, 1, 1),), ((0,),))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,10 +12,10 @@ from pipebench.planner import thinning
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, Work
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, Stage, bottleneck_s, fits, flat_bound_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, fits, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.placement import along, placed_s
+from pipebench.planner.placement_costs import along, placed_s
 from pipebench.planner.plans import Request
 from pipebench.planner.states import antichains, prefixes
 from pipebench.profile.model import Profile
@@ -166,4 +166,4 @@ def test_stages_of_a_thinned_search_stay_in_bounds() -> None:
     work = Work(prefixes(chain(2500, 4)))
     plan = plan_flat(FlatProblem(work, COST_MODELS["sosp19"], Level("level", 600, 1e12, 0.0), 600, None, 1))
     assert plan is not None
-    assert all(isinstance(stage, Stage) and stage.start < stage.stop for stage in plan)
+    assert all(isinstance(stage, SearchStage) and stage.start < stage.stop for stage in plan)

@@ -11,7 +11,7 @@ import pytest
 from pipebench.errors import RecipeError
 from pipebench.recipe.load import load
 from pipebench.recipe.plan_file import PlanForm, StageForm, form_problems, load_plan, parse_plan_file
-from pipebench.schedule.modes import MODES
+from pipebench.recipe.schema import ParallelismRecipe
 
 FORM = PlanForm(
     "pipedream",
@@ -22,7 +22,7 @@ FORM = PlanForm(
         StageForm(1, (1,), {"classifier_0": "recompute"}),
     ),
 )
-INTERLEAVED = replace(MODES["pipedream-flush"], shape="straight", chunks=2)
+INTERLEAVED = ParallelismRecipe("interleaved")
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -82,7 +82,7 @@ STAGES = FORM.stages
     [
         (FORM, []),
         (replace(FORM, mode="gpipe"), ["mode: got 'gpipe', allowed is pipedream, the recipe's mode"]),
-        (replace(FORM, chunks=2), ["chunks: got 2, in mode pipedream allowed is 1, one stage per worker"]),
+        (replace(FORM, chunks=2), ["chunks: got 2, in mode pipedream allowed is 1, the stages per worker"]),
         (replace(FORM, stages=()), ["stages: got 0 stages, allowed is at least one"]),
         (
             replace(FORM, stages=(STAGES[0], replace(STAGES[1], layers={}))),
@@ -121,7 +121,7 @@ STAGES = FORM.stages
     ],
 )
 def test_everything_wrong_with_a_plan_is_said_at_once(form: PlanForm, said: list[str]) -> None:
-    found = [f"{where}: {problem}" for where, problem in form_problems(form, "pipedream", MODES["pipedream"], 4)]
+    found = [f"{where}: {problem}" for where, problem in form_problems(form, ParallelismRecipe("pipedream"), 4)]
     assert found == said
 
 
@@ -134,29 +134,29 @@ def test_everything_wrong_with_a_plan_is_said_at_once(form: PlanForm, said: list
     ],
 )
 def test_what_the_recipe_says_otherwise_is_a_fault(options: dict[str, Any], said: str) -> None:
-    (problem,) = form_problems(FORM, "pipedream", MODES["pipedream"], 4, **options)
+    (problem,) = form_problems(FORM, ParallelismRecipe("pipedream", **options), 4)
     assert said in ": ".join(problem)
 
 
 def test_a_mode_of_one_depth_takes_no_other() -> None:
     form = PlanForm("model", 2, 1, (StageForm(1, (0,), {"a": "keep"}),))
-    assert [*form_problems(form, "model", MODES["model"], 4)] == [("depth", "got 2, in mode model allowed is 1")]
+    assert [*form_problems(form, ParallelismRecipe("model"), 4)] == [("depth", "got 2, in mode model allowed is 1")]
 
 
 def test_stages_of_one_worker_share_its_devices() -> None:
     stages = [StageForm(1, (index % 2,), {f"layer{index}": "keep"}) for index in range(4)]
     form = PlanForm("interleaved", 2, 2, tuple(stages))
-    assert [*form_problems(form, "interleaved", INTERLEAVED, 4)] == []
+    assert [*form_problems(form, INTERLEAVED, 4)] == []
     assert form.replicas == (1, 1)
     torn = replace(form, stages=(*stages[:3], replace(stages[3], devices=(3,))))
     said = "got 1 replicas on [3], allowed is 1 on [1], as stage 1, whose workers run it too"
-    assert [*form_problems(torn, "interleaved", INTERLEAVED, 4)] == [("stages[3]", said)]
+    assert [*form_problems(torn, INTERLEAVED, 4)] == [("stages[3]", said)]
     odd = replace(form, stages=tuple(stages[:3]))
     said = "got 3 stages, allowed is a multiple of 2, the stages per worker"
-    assert [*form_problems(odd, "interleaved", INTERLEAVED, 4)] == [("stages", said)]
+    assert [*form_problems(odd, INTERLEAVED, 4)] == [("stages", said)]
     once = replace(form, chunks=1)
     assert ("chunks", "got 1, in mode interleaved allowed is 2 or more stages per worker") in form_problems(
-        once, "interleaved", INTERLEAVED, 4
+        once, INTERLEAVED, 4
     )
 
 

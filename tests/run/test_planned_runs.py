@@ -9,7 +9,7 @@ import torch
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.flat import Stage
+from pipebench.planner.flat import SearchStage
 from pipebench.planner.planner import Planner
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
@@ -74,7 +74,7 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
     planner = Planner(
         plan_request(given.recipe, given.cluster, given.profile, setup.dataset), given.recipe.parallelism.mode
     )
-    planned = planner.estimate("", [Stage(each.start, each.stop, each.replicas) for each in setup.plan.stages])
+    planned = planner.estimate("", [SearchStage(each.start, each.stop, each.replicas) for each in setup.plan.stages])
     peaks: dict[int, int] = {}
     for stage in range(setup.pipeline.num_stages):
         peaks[stage] = max(engine.peak_bytes[worker] for worker in setup.pipeline.workers_of(stage))
@@ -152,7 +152,7 @@ def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: 
     setup = given.setup
     request = plan_request(given.recipe, given.cluster, given.profile, setup.dataset)
     planner = Planner(request, given.recipe.parallelism.mode)
-    planned = planner.estimate("", [Stage(each.start, each.stop, each.replicas) for each in setup.plan.stages])
+    planned = planner.estimate("", [SearchStage(each.start, each.stop, each.replicas) for each in setup.plan.stages])
     sent: Counter[str] = Counter()
     for sign, count in ((1, 96), (-1, 48)):  # whole rounds and flushes; what 48 more minibatches send
         for (kind, _), num_bytes in simulate_all(setup, count).num_bytes.items():

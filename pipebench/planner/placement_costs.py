@@ -13,7 +13,7 @@ import numpy as np
 
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, Work
-from pipebench.planner.flat import Stage
+from pipebench.planner.flat import SearchStage
 
 LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
 
@@ -53,7 +53,7 @@ def placed_s(
     work: Work,
     model: CostModel,
     cluster: Cluster,
-    stages: Sequence[Stage],
+    stages: Sequence[SearchStage],
     devices: Sequence[Sequence[int]],
     *,
     ways: bool = True,
@@ -89,7 +89,7 @@ def placed_s(
 
 
 def _port_bytes(
-    work: Work, stages: Sequence[Stage], devices: Sequence[Sequence[int]], size: int
+    work: Work, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], size: int
 ) -> dict[tuple[int, bool], float]:
     """Return the payload per minibatch by (component of `size` devices, whether it leaves)."""
     states = work.states
