@@ -206,7 +206,7 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "suite": (in_file("run.json", "suite", 3), "suite: got 3, allowed is text"),
     "seed": (in_file("run.json", "seed", -1), "seed: got -1, allowed is a whole number from 0"),
     "words": (in_file("run.json", "words", "abc"), "words: got 'abc', allowed is a list"),
-    "mlflow_run_id": (in_file("run.json", "mlflow_run_id", ["x"]), "mlflow_run_id: got a list, allowed is text"),
+    "parent": (in_file("run.json", "parent_mlflow_run_id", ["x"]), "mlflow_run_id: got a list, allowed is text"),
     "started_at_s": (in_file("run.json", "started_at_s", "now"), "started_at_s: got 'now'"),
     "verbose": (in_file("run.json", "verbose", None), "'verbose' is missing"),
     "recipe spoilt": (lambda left: (left.folder / "recipe.yaml").write_text("{["), "recipe.yaml"),
@@ -245,13 +245,15 @@ def drop_sizes(data: dict[str, Any]) -> None:
         data[key] = {"7": next(iter(data[key].values()))}
 
 
+RECORD = "record/record.jsonl"
 DECISIONS: Mapping[str, tuple[Way, str]] = {
     "decision torn": (lambda left: os.truncate(left.folder / "decided.json", 40), "decided.json: isn't JSON"),
     "decision a list": (lambda left: (left.folder / "decided.json").write_text("[]"), "got a list, allowed is"),
     "decision deep": (lambda left: (left.folder / "decided.json").write_text(nested()), "decided.json: isn't JSON"),
     "decision a folder": (lambda left: instead(Path.mkdir)(left.folder / "decided.json"), "decided.json: isn't a file"),
     "decision a pipe": (lambda left: instead(os.mkfifo)(left.folder / "decided.json"), "decided.json: isn't a file"),
-    "result a folder": (lambda left: instead(Path.mkdir)(left.folder / "result.json"), "result.json: isn't a file"),
+    "record a folder": (lambda left: instead(Path.mkdir)(left.folder / RECORD), "record.jsonl: isn't a file"),
+    "record a pipe": (lambda left: instead(os.mkfifo)(left.folder / RECORD), "record.jsonl: isn't a file"),
     "mode": (decided("mode", "gpipe"), "the kept decision, mode: got 'gpipe', allowed is pipedream"),
     "mode unknown": (decided("mode", "magic"), "mode: got 'magic', allowed is single, dp"),
     "starts text": (decided("starts", "3"), "starts: got '3', allowed is a list"),

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from pipebench.model.device import commit_diff
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.request import recipe_yaml
 from pipebench.show import pictures
 from pipebench.show.trace import write_trace
 from pipebench.simulate.timeline import Timeline
@@ -21,13 +22,6 @@ from pipebench.tracking import RunLog
 from pipebench.train.prepare import Job
 
 _LOG = logging.getLogger("pipebench.run")
-
-
-def recipe_yaml(loaded: LoadedRecipe, seed: int) -> str:
-    """Return a recipe of its own with everything filled in, and the run's seed."""
-    config: Any = OmegaConf.to_container(loaded.config, resolve=False)
-    config["train"]["seed"] = seed
-    return OmegaConf.to_yaml(OmegaConf.create(config))
 
 
 def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
@@ -47,7 +41,7 @@ def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
 
 def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
     """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
-    log.text("recipe.yaml", recipe_yaml(loaded, job.recipe.train.seed))
+    log.text("recipe.yaml", recipe_yaml(loaded))
     log.text("profile.json", job.profile.to_json())
     log.text("plan.json", _plan_json(job))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
