@@ -1,162 +1,117 @@
-"""Rules for JSON that is read back: what a value may be, and one sentence about the first that is something else.
+"""JSON of plain dataclasses: `write` makes it of one, `read` makes one of it, checked first.
 
-Whatever lies on a disk may have been changed there. Everything that is read back is checked against rules like these
-before anything of it is used. A rule takes a value and where it stands, and raises.
+Whatever lies on a disk may have been changed there, so nothing that is read back is used before all of it is known to
+be what its type says. Types say it all: a field without a default has to be there, an unknown one is refused, nothing
+is converted ("3" is no number, 1 isn't true), and `Annotated` says what a number may be. pydantic does the checking; of
+all that it finds wrong the first is told, in one sentence.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from pipebench.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
 
 # Beyond these a number is a slip, not a measurement: 31 years, and an exabyte.
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**60
-
-Rule = Callable[[Any, str], None]
+T = TypeVar("T")
 
 
 class JsonError(UserError, ValueError):
-    """A value that breaks a rule; says where it stands, what was found and what is allowed."""
+    """JSON that isn't what its type says: where it isn't, what was found and what is allowed."""
 
 
-def record(rules: Mapping[str, Rule]) -> Rule:
-    """Return the rule of an object with exactly these keys, each with its own rule."""
+@dataclass(frozen=True)
+class Within:
+    """What a number of type int or float has to be, as an annotation: finite, and from `low` to `high`, both included.
 
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise wrong(value, where, "an object")
-        for key in value:
-            if key not in rules:
-                raise JsonError(f"{_at(where)}unknown key {shown(key)}{nearest(key, rules)}")
-        for key, rule in rules.items():
-            if key not in value:
-                raise JsonError(f"{_at(where)}{key!r} is missing")
-            rule(value[key], f"{where}.{key}" if where else key)
+    Attributes:
+        low: the least.
+        high: the most.
+        allowed: the same in words, as the end of a sentence.
+    """
 
-    return check
+    low: float
+    high: float
+    allowed: str
 
-
-def text(value: Any, where: str) -> None:
-    """Let texts pass that can be encoded."""
-    if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise wrong(value, where, "text")
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        number = {**handler(source), "ge": self.low, "le": self.high}
+        if source is float:
+            number["allow_inf_nan"] = False
+        return _saying(self.allowed, number)
 
 
-def flag(value: Any, where: str) -> None:
-    """Let true and false pass."""
-    if not isinstance(value, bool):
-        raise wrong(value, where, "true or false")
+class _Number:
+    """A number of either kind, infinite ones and NaN included, that stays what it is: 3 doesn't become 3.0."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return _saying("a number", core_schema.union_schema([core_schema.int_schema(), core_schema.float_schema()]))
 
 
-def whole(low: int, high: int) -> Rule:
-    """Return the rule of whole numbers from `low` to `high`, both included."""
+class _Samples:
+    """A number of samples as a key: written in one way only, so that no two keys are the same."""
 
-    def check(value: Any, where: str) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise wrong(value, where, f"a whole number from {low}" + (f" to {high}" if high < MAX_BYTES else " on"))
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
 
-    return check
-
-
-count = whole(0, MAX_BYTES)
+        digits = core_schema.str_schema(pattern=r"^[1-9][0-9]{0,14}$")
+        return _saying("numbers of samples as keys", core_schema.no_info_after_validator_function(int, digits))
 
 
-def seconds(value: Any, where: str) -> None:
-    """Let durations pass."""
-    if not _is_number(value) or not 0 <= value <= MAX_SECONDS:  # NaN isn't either
-        raise wrong(value, where, f"seconds from 0 to {MAX_SECONDS:g}")
+Count = Annotated[int, Within(0, MAX_BYTES, "a whole number from 0 on")]
+Ordinal = Annotated[int, Within(1, MAX_BYTES, "a whole number from 1 on")]
+Seconds = Annotated[float, Within(0, MAX_SECONDS, f"seconds from 0 to {MAX_SECONDS:g}")]
+Amount = Annotated[float, Within(0, 1e308, "a number from 0 on")]
+Finite = Annotated[float, Within(-1e308, 1e308, "a finite number")]
+Number = Annotated[float, _Number()]
+Samples = Annotated[int, _Samples()]
+
+# What pydantic finds wrong with a value, and what would have been right.
+_ALLOWED = {
+    "bool_type": "true or false",
+    "dataclass_type": "an object",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
 
 
-def finite(value: Any, where: str) -> None:
-    """Let numbers pass that a float can hold, but neither NaN nor infinity."""
-    if not _is_number(value) or abs(value) > 1e308 or not math.isfinite(value):
-        raise wrong(value, where, "a finite number")
+def write(value: Any) -> str:
+    """Return a dataclass of plain values as indented JSON; `read` reads it back exactly."""
+    return json.dumps(asdict(value), indent=1)
 
 
-def number(value: Any, where: str) -> None:
-    """Let all numbers pass that a float can hold; a metric may be infinite, or none."""
-    if not _is_number(value) or (isinstance(value, int) and abs(value) > 1e308):
-        raise wrong(value, where, "a number")
+def read(kind: type[T], source: str | bytes | dict[str, Any], where: str = "") -> T:
+    """Return what `write` wrote.
 
+    Args:
+        kind: the dataclass, or another type that JSON can have.
+        source: the JSON, or an object that was read of JSON.
+        where: what to call it where a fault in it is told, as the start of a dotted path.
 
-def one_of(allowed: Sequence[str]) -> Rule:
-    """Return the rule of a few texts."""
+    Raises:
+        JsonError: says where it isn't what `kind` says, what was found and what is allowed.
+    """
+    from pydantic import ValidationError
 
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, str) or value not in allowed:
-            raise wrong(value, where, ", ".join(allowed))
-
-    return check
-
-
-def optional(rule: Rule) -> Rule:
-    """Return a rule that lets null pass too."""
-
-    def check(value: Any, where: str) -> None:
-        if value is not None:
-            rule(value, where)
-
-    return check
-
-
-def list_of(rule: Rule, length: int | None = None) -> Rule:
-    """Return the rule of lists, of a length if one is given, whose items all follow a rule."""
-
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, list):
-            raise wrong(value, where, "a list")
-        if length is not None and len(value) != length:
-            raise JsonError(f"{_at(where)}has {len(value)} items, allowed is {length}")
-        for index, item in enumerate(value):
-            rule(item, f"{where}[{index}]")
-
-    return check
-
-
-def row_of(*rules: Rule) -> Rule:
-    """Return the rule of lists with one item per rule."""
-
-    def check(value: Any, where: str) -> None:
-        list_of(lambda item, place: None, len(rules))(value, where)
-        for index, rule in enumerate(rules):
-            rule(value[index], f"{where}[{index}]")
-
-    return check
-
-
-def by_name(rule: Rule) -> Rule:
-    """Return the rule of objects whose values all follow a rule."""
-
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise wrong(value, where, "an object")
-        for name, item in value.items():
-            text(name, where)
-            rule(item, f"{where}[{shown(name)}]")
-
-    return check
-
-
-def by_samples(rule: Rule) -> Rule:
-    """Return the rule of objects whose keys are numbers of samples."""
-
-    def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise wrong(value, where, "an object")
-        for size, item in value.items():
-            plain = size.isascii() and size.isdecimal() and len(size) < 16
-            if not plain or str(int(size)) != size or size == "0":
-                raise wrong(size, where, "numbers of samples as keys")
-            rule(item, f"{where}[{size}]")
-
-    return check
-
-
-def wrong(value: Any, where: str, allowed: str) -> JsonError:
-    """Return the standard sentence about a value."""
-    return JsonError(f"{_at(where)}got {shown(value)}, allowed is {allowed}")
+    text = json.dumps(source) if isinstance(source, dict) else source
+    try:
+        found: T = _reader(cast("Any", kind)).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise JsonError(_told(error.errors(include_url=False), where)) from None
+    return found
 
 
 def shown(value: Any) -> str:
@@ -169,9 +124,47 @@ def shown(value: Any) -> str:
     return plain if len(plain) <= 60 else f"{plain[:57]}..."
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+@functools.cache
+def _reader(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
-def _at(where: str) -> str:
+def _saying(allowed: str, schema: Any) -> Any:
+    """Return a pydantic schema whose every fault is told as "allowed is" and these words."""
+    from pydantic_core import core_schema
+
+    return core_schema.custom_error_schema(schema, custom_error_type="allowed", custom_error_message=allowed)
+
+
+def _told(faults: "list[ErrorDetails]", where: str) -> str:
+    """Return a sentence about the first fault; a name that is unknown explains one that is missing, so it is first."""
+    unknown = ("unexpected_keyword_argument", "extra_forbidden")
+    fault = min(faults, key=lambda each: each["type"] not in unknown)
+    kind, path, found = fault["type"], fault["loc"], fault["input"]
+    if kind == "json_invalid":
+        return f"isn't JSON: {fault['ctx']['error']}"
+    if kind in unknown or kind == "missing":
+        at, name = _at(where, path[:-1]), path[-1]
+        if kind == "missing":
+            return f"{at}{f'item {name}' if isinstance(name, int) else repr(name)} is missing"
+        missing = [str(each["loc"][-1]) for each in faults if each["type"] == "missing"]
+        return f"{at}unknown key {shown(name)}{nearest(name, missing)}"
+    if kind == "too_long":
+        return f"{_at(where, path)}has {fault['ctx']['actual_length']} items, allowed is {fault['ctx']['max_length']}"
+    if path[-1:] == ("[key]",):
+        path = path[:-2]
+    allowed = fault["msg"] if kind == "allowed" else _ALLOWED.get(kind, fault["msg"])
+    return f"{_at(where, path)}got {shown(found)}, allowed is {allowed}"
+
+
+def _at(where: str, path: tuple[int | str, ...]) -> str:
+    for step in path:
+        named = isinstance(step, str) and step.isidentifier()
+        where += f"{'.' if where else ''}{step}" if named else f"[{shown(step) if not _is_digits(step) else step}]"
     return f"{where}: " if where else ""
+
+
+def _is_digits(step: int | str) -> bool:
+    return str(step).isdecimal()

@@ -21,8 +21,9 @@ from rich.console import Console
 from pipebench.errors import Fault, ProfileError, RecipeError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile import DEVICES, DeviceSpec, Profile, analytic_profile, measured_profile
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, load
-from pipebench.recipe.options import make_dataset
+from pipebench.recipe.make import make_dataset
 from pipebench.show.profile_report import print_profile
 from pipebench.train.prepare import initial_model
 from zoo.registry import Dataset
@@ -203,7 +204,7 @@ def _write(name: str, small: bool, device: torch.device, folder: Path) -> None:
         computed=computed,
         table="\n".join(line.rstrip() for line in lines.getvalue().strip("\n").splitlines()),
     )
-    (folder / f"{file}.profile.json").write_text(profile.to_json() + "\n", encoding="utf-8")
+    (folder / f"{file}.profile.json").write_text(write_profile(profile) + "\n", encoding="utf-8")
     (folder / f"{file}.md").write_text(page, encoding="utf-8")
     print(f"{folder / file}.md, {folder / file}.profile.json")
 

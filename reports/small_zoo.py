@@ -14,22 +14,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipebench.formats import num_bytes, seconds
 from pipebench.model.device import environment, torch_settings
-from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
-from pipebench.recipe.options import make_dataset
+from pipebench.recipe.make import make_dataset
 from pipebench.show.progress import Silent
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Job, prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
+from pipebench.typed_json import read
 from reports.planned_models import table
 from zoo.captions import Captions
 from zoo.language import Text
@@ -174,7 +174,7 @@ def train(run: Run) -> None:
 
 def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -> None:
     """Write a run's file, aside first: it is there whole or not at all."""
-    kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": json.loads(result.to_json())}
+    kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": asdict(result)}
     RESULTS.mkdir(exist_ok=True)
     aside = run.path.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(kept) + "\n")
@@ -183,8 +183,7 @@ def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -
 
 def prepared_of(loaded: LoadedRecipe) -> Job:
     """Return a recipe, ready to run."""
-    recipe = loaded.recipe
-    return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent))
+    return prepare(loaded.recipe, loaded.cluster)
 
 
 def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
@@ -209,7 +208,7 @@ def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
 
 def result_of(run: Run) -> RunResult:
     """Return a run's result."""
-    return RunResult.from_json(json.dumps(json.loads(run.path.read_text())["result"]))
+    return read(RunResult, json.loads(run.path.read_text())["result"])
 
 
 def outcome_of(run: Run) -> Outcome:

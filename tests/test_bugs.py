@@ -18,6 +18,7 @@ from pipebench.errors import Fault, ProfileError
 from pipebench.model.graph import trace
 from pipebench.planner.planner import Planner
 from pipebench.profile import DEVICES, Profile, analytic_profile, measure
+from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.instructions import Instruction, Op
@@ -113,7 +114,7 @@ def test_a_profile_without_any_time_was_taken_and_could_not_be_drawn() -> None:
     profile = unit_profile(trace(SkipNet()), Blobs(), [4])
     rows = tuple(replace(row, forward_s=0.0, backward_s=0.0) for row in profile.layers[4])
     with pytest.raises(ProfileError, match=r"^layers at 4 samples: every forward_s and backward_s is 0, allowed is"):
-        Profile.from_json(replace(profile, layers={4: rows}).to_json())
+        read_profile(write_profile(replace(profile, layers={4: rows})))
 
 
 def test_a_store_that_does_not_exist_was_told_by_the_key_that_was_looked_up() -> None:

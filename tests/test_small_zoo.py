@@ -10,7 +10,7 @@ from torch import nn
 
 from pipebench.recipe.catalog import recipe_names
 from pipebench.recipe.load import load
-from pipebench.recipe.options import make_model
+from pipebench.recipe.make import make_model
 from pipebench.train.result import COMPLETED, REACHED, Point, RunResult
 from reports import small_zoo
 from reports.small_zoo import MODELS, MODES, Run, keep, outcome_of, study

@@ -1,25 +1,62 @@
 """What a checkpoint keeps of the training loop, besides the model: counters, clocks, curves, and what was counted."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no other
 
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.schedule.instructions import Op
-from pipebench.typed_json import (
-    JsonError,
-    Rule,
-    by_name,
-    count,
-    finite,
-    flag,
-    list_of,
-    number,
-    record,
-    row_of,
-    text,
-    wrong,
-)
+from pipebench.typed_json import Amount, Count, Finite, JsonError, Number, read
+
+SentBytes = tuple[str, str, Count]  # of a kind, on a level
+
+
+class CurvePoint(TypedDict):
+    """A point of the curves; a metric may be infinite, or not a number."""
+
+    samples: Count
+    clock_s: Amount
+    metrics: dict[str, Number]
+
+
+class Transfers(TypedDict):
+    """What a worker sent of a kind on a level of the cluster."""
+
+    kind: str
+    level: str
+    number: Count
+    s: Amount
+    bytes: Count
+
+
+class MeterTotals(TypedDict):
+    """What a worker's meter has added up of training, or of evaluation; its seconds are by instruction."""
+
+    seconds: dict[str, Amount]
+    stall_s: Finite
+    all_reduce_s: Amount
+    transfers: list[Transfers]
+
+
+class MeterState(TypedDict):
+    """What a worker's meter has kept."""
+
+    training: MeterTotals
+    evaluation: MeterTotals
+    times_transfers: NotRequired[bool]  # the first meters timed all transfers, and didn't say so
+
+
+class Facts(TypedDict):
+    """What an engine counted: one process for all workers on the virtual clock, or a worker of itself by its meter."""
+
+    num_bytes: list[SentBytes]
+    peak_bytes: list[Count]
+    weight_versions_max: list[Count]
+    busy_s: NotRequired[Amount]
+    stall_s: NotRequired[Finite]
+    evaluation_s: NotRequired[Amount]
+    meter: NotRequired[MeterState]
 
 
 @dataclass(frozen=True)
@@ -46,51 +83,51 @@ class Progress:
     """
 
     taken_by: str
-    facts: list[dict[str, Any]]
-    samples: int
-    epoch: float
-    points: list[dict[str, Any]]
-    training_s_at: list[float]
-    counted_from: list[float]
-    loss_sum: float
-    weight: float
-    training_s: float
-    evaluation_s: float
-    checkpoint_s: float
-    clock_s: float
-    saved_at_s: float
-    lost_s: float = 0.0
-    bytes_before: list[list[Any]] = field(default_factory=list)
+    facts: list[Facts]
+    samples: Count
+    epoch: Amount
+    points: list[CurvePoint]
+    training_s_at: list[Amount]
+    counted_from: tuple[Count, Amount]
+    loss_sum: Finite
+    weight: Amount
+    training_s: Amount
+    evaluation_s: Amount
+    checkpoint_s: Amount
+    clock_s: Amount
+    saved_at_s: Amount
+    lost_s: Amount = 0.0
+    bytes_before: tuple[SentBytes, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Progress":
+    def from_json(cls, data: dict[str, Any]) -> "Progress":
         """Return what `to_json` returned; checkpoints of 0.1.0 may lack what has a default.
 
         Raises:
             CheckpointError: names the field, what was found and what is allowed.
         """
-        defaults = {"lost_s": 0.0, "bytes_before": []}
         try:
-            _RULE({**defaults, **data}, "progress")
+            found = read(cls, data, "progress")
         except JsonError as error:
             raise CheckpointError(str(error)) from None
-        found = cls(**data)
         found._check()
         return found
 
     def _check(self) -> None:
         """Check what holds between the fields."""
         samples = [point["samples"] for point in self.points]
+        strange = next((index for index, each in enumerate(self.facts) if not _is_one_engine_s(each)), None)
         problems = (
             (len(self.training_s_at) != len(samples), "training_s_at", f"{len(samples)} items, one for each point"),
             (samples != sorted({*samples}), "points", "points of ascending samples"),
             (any(each > self.samples for each in samples), "points", f"points of at most {self.samples:,} samples"),
             (self.training_s_at != sorted(self.training_s_at), "training_s_at", "ascending seconds"),
             (self.training_s > self.clock_s * (1 + 1e-9), "training_s", f"at most clock_s, {self.clock_s:g}"),
+            (strange is not None, f"facts[{strange}]", "what one kind of engine counts"),
             (self.counted_from[0] > self.samples, "counted_from", f"at most {self.samples:,} samples"),
         )
         for is_wrong, name, allowed in problems:
@@ -98,60 +135,14 @@ class Progress:
                 raise CheckpointError(f"progress.{name}: doesn't agree with the rest, allowed is {allowed}")
 
 
-def _amount(value: Any, where: str) -> None:
-    finite(value, where)
-    if value < 0:
-        raise wrong(value, where, "a number from 0 on")
+_ON_VIRTUAL_CLOCK = {"busy_s", "stall_s", "evaluation_s"}
 
 
-_BYTES = list_of(row_of(text, text, count))
-_TOTALS = record(
-    {
-        "seconds": record({op.name: _amount for op in Op}),
-        "stall_s": finite,
-        "all_reduce_s": _amount,
-        "transfers": list_of(record({"kind": text, "level": text, "number": count, "s": _amount, "bytes": count})),
-    }
-)
-_COUNTED: Mapping[str, Rule] = {
-    "num_bytes": _BYTES,
-    "peak_bytes": list_of(count),
-    "weight_versions_max": list_of(count),
-}
-# What engines count: one process for all workers on the virtual clock, or one of a worker's own.
-_VIRTUAL = record({**_COUNTED, "busy_s": _amount, "stall_s": finite, "evaluation_s": _amount})
-_METER = record({"training": _TOTALS, "evaluation": _TOTALS, "times_transfers": flag})
-
-
-def _meter(value: Any, where: str) -> None:
-    """Check what a worker's meter has kept; the first ones timed all transfers, and didn't say so."""
-    _METER({"times_transfers": True, **value} if isinstance(value, dict) else value, where)
-
-
-_MEASURED = record({**_COUNTED, "meter": _meter})
-
-
-def _facts(value: Any, where: str) -> None:
-    (_MEASURED if isinstance(value, dict) and "meter" in value else _VIRTUAL)(value, where)
-
-
-_RULE = record(
-    {
-        "taken_by": text,
-        "facts": list_of(_facts),
-        "samples": count,
-        "epoch": _amount,
-        "points": list_of(record({"samples": count, "clock_s": _amount, "metrics": by_name(number)})),
-        "training_s_at": list_of(_amount),
-        "counted_from": row_of(count, _amount),
-        "loss_sum": finite,
-        "weight": _amount,
-        "training_s": _amount,
-        "evaluation_s": _amount,
-        "checkpoint_s": _amount,
-        "clock_s": _amount,
-        "saved_at_s": _amount,
-        "lost_s": _amount,
-        "bytes_before": _BYTES,
-    }
-)
+def _is_one_engine_s(facts: Facts) -> bool:
+    """Return whether all is there that one kind of engine counts, and nothing that only another does."""
+    if "meter" not in facts:
+        return facts.keys() >= _ON_VIRTUAL_CLOCK
+    meter = facts["meter"]
+    names = {op.name for op in Op}
+    all_timed = all(phase["seconds"].keys() == names for phase in (meter["training"], meter["evaluation"]))
+    return all_timed and not facts.keys() & _ON_VIRTUAL_CLOCK

@@ -24,20 +24,12 @@ import torch
 
 from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.typed_json import JsonError, by_name, count, list_of, record, shown, text
+from pipebench.typed_json import Count, JsonError, read, shown
 
 MANIFEST = "manifest.json"
 _FORMAT = "pipebench checkpoint 1"
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
-_RULE = record(
-    {
-        "format": text,
-        "step": count,
-        "parts": list_of(record({"file": text, "num_bytes": count, "sha256": text})),
-        "progress": by_name(lambda value, where: None),  # the training loop's, which checks it
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -51,8 +43,25 @@ class Part:
     """
 
     file: str
-    num_bytes: int
+    num_bytes: Count
     sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says, its own SHA-256 apart.
+
+    Attributes:
+        step: minibatches of the run that were done.
+        parts: its files.
+        progress: what was committed with it; the training loop's, which checks it.
+        format: what this form of manifests is called.
+    """
+
+    step: Count
+    parts: tuple[Part, ...]
+    progress: dict[str, Any]
+    format: str = _FORMAT
 
 
 @dataclass(frozen=True)
@@ -147,12 +156,7 @@ class Checkpoints:
         Raises:
             OSError: the manifest can't be written; earlier checkpoints stay.
         """
-        content = {
-            "format": _FORMAT,
-            "step": step,
-            "parts": [asdict(part) for part in parts],
-            "progress": dict(progress),
-        }
+        content = asdict(Manifest(step, tuple(parts), dict(progress)))
         text = json.dumps({**content, "sha256": _hash_of(content)}, indent=1)
         files.replace(self._folder(step) / MANIFEST, text.encode())
         with suppress(OSError, CheckpointError):
@@ -260,17 +264,14 @@ def _read(folder: Path) -> Checkpoint:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for for ever
             raise CheckpointError(f"{path}: isn't a file")
-        data = json.loads(path.read_bytes())
-        sha256 = data.pop("sha256")
-        if sha256 != _hash_of(data):
-            raise ValueError
+        data = read(dict[str, Any], path.read_bytes())
+        if data.pop("sha256", None) != _hash_of(data):
+            raise JsonError
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing, so the checkpoint was never finished") from None
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except JsonError:
         raise CheckpointError(f"{path}: isn't what was written") from None
     try:
         return _checkpoint(folder, data)
@@ -278,18 +279,17 @@ def _read(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _checkpoint(folder: Path, data: Any) -> Checkpoint:
+def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
     """Return what a manifest says; raise a `JsonError` for what no manifest can say."""
-    if isinstance(data, dict) and data.get("format", _FORMAT) != _FORMAT:
-        raise JsonError(f"is of format {shown(data['format'])}, expected is {_FORMAT!r}")
-    _RULE(data, "")
-    parts, step = tuple(Part(**part) for part in data["parts"]), data["step"]
-    names = [part.file for part in parts]
-    if folder.name != f"step-{step:08d}" or not all(map(_PART.fullmatch, names)):
-        raise JsonError(f"belongs to another checkpoint, of step {step}")
+    if data.get("format") != _FORMAT:
+        raise JsonError(f"is of format {shown(data.get('format'))}, expected is {_FORMAT!r}")
+    manifest = read(Manifest, data)
+    names = [part.file for part in manifest.parts]
+    if folder.name != f"step-{manifest.step:08d}" or not all(map(_PART.fullmatch, names)):
+        raise JsonError(f"belongs to another checkpoint, of step {manifest.step}")
     if len({*names}) < len(names) or not names:
         raise JsonError("names a part twice, or none at all")
-    return Checkpoint(folder, step, data["progress"], parts)
+    return Checkpoint(folder, manifest.step, manifest.progress, manifest.parts)
 
 
 def _load_part(path: Path) -> ModelState:

@@ -4,19 +4,16 @@ Without a recipe a plan may cut between any layers, as the papers' planners do; 
 """
 
 import os
-import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 
 from pipebench import profile as profiles
 from pipebench.cli.profiling import plain_name
-from pipebench.cluster import Cluster, Level
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError, choice
+from pipebench.cluster import Cluster
+from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import explicit_plan
 from pipebench.planner.compare import compare
@@ -35,26 +32,19 @@ from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.progress import searching
 from pipebench.train.prepare import plan_request, profile_model
-from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
-_T = TypeVar("_T")
-
-MOST_WORKERS = 1 << 20  # on --levels: where planning still takes seconds
-_MOST_LEVELS = 8
-_LONGEST_TEXT = 60
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
-_LEVELS_FORM = "is N@BYTES_PER_S for every level, innermost first, joined by commas, such as 4@1e10,4@1.25e9"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of `pipebench plan`, as given; None where they weren't.
+class PlanOptions:
+    """The options of `pipebench plan`; None where they weren't given.
 
     Attributes:
         profile: a profile file.
-        cluster, servers: a cluster and how many components of its outermost level.
-        levels: a cluster as text: `4@1e10,4@1.25e9`.
-        memory, latency: of the devices and links of `levels`.
+        cluster: a cluster's name or file.
+        servers: how many components of its outermost level.
+        links: the cluster that `--levels`, `--memory` and `--latency` make; its devices aren't named.
         cost_model: its name.
         mode: whose plan is wanted, or `auto`.
         minibatch_size: samples per minibatch of a profile file.
@@ -65,143 +55,80 @@ class Asked:
 
     profile: str | None = None
     cluster: str | None = None
-    servers: str | None = None
-    levels: str | None = None
-    memory: str | None = None
-    latency: str | None = None
+    servers: int | None = None
+    links: Cluster | None = None
     cost_model: str | None = None
     mode: str | None = None
-    minibatch_size: str | None = None
+    minibatch_size: int | None = None
     shapes: bool = False
-    picture: str | None = None
+    picture: Path | None = None
     as_json: bool = False
 
 
-def check(asked: Asked, *, with_recipe: bool) -> None:
-    """Check the options before any work starts.
-
-    Raises:
-        UserError: one of them can't be taken, or two don't go together.
-    """
-    if asked.cost_model is not None and asked.cost_model not in COST_MODELS:
-        raise UserError(f"--cost-model: {choice(asked.cost_model[:_LONGEST_TEXT], COST_MODELS)}")
-    if asked.mode is not None and asked.mode not in (*MODES, AUTO):
-        raise UserError(f"--mode: {choice(asked.mode[:_LONGEST_TEXT], (*MODES, AUTO))}")
-    if asked.cluster is not None and asked.levels is not None:
-        raise UserError("--cluster and --levels both say where to run; give one of the two")
-    if asked.servers is not None and asked.cluster is None and not (with_recipe and asked.levels is None):
-        raise UserError(f"--servers: got {_short(asked.servers)}, which needs --cluster NAME to multiply")
-    for option, given in (("--memory", asked.memory), ("--latency", asked.latency)):
-        if given is not None and asked.levels is None:
-            raise UserError(f"{option}: got {_short(given)}, which goes with --levels; a cluster's file says its own")
-    if with_recipe and asked.minibatch_size is not None:
-        raise UserError(
-            f"--minibatch-size: got {_short(asked.minibatch_size)}, which goes with a profile file; "
-            "a recipe says train.minibatch_size=N"
-        )
-    if not with_recipe and asked.profile is None:
-        raise UserError(
-            "nothing to plan: name a recipe, as in `pipebench plan quickstart`, or a profile file, as in "
-            "`pipebench plan --profile vgg16.graph.txt --levels 16@1.25e9`"
-        )
-    if not with_recipe and asked.cluster is None and asked.levels is None:
-        raise UserError("a profile says nothing about links: add --levels 16@1.25e9 or --cluster NAME --servers N")
-    for option, given, most in (
-        ("--servers", asked.servers, MOST_WORKERS),
-        ("--minibatch-size", asked.minibatch_size, 2**31),
-    ):
-        _whole(option, given, most)
-    if asked.levels is not None:
-        parse_levels(asked.levels, _quantity("--latency", asked.latency, parse_duration) or 0.0)
-        _quantity("--memory", asked.memory, parse_bytes)
-    if asked.picture is not None:
-        _refuse_to_overwrite(Path(asked.picture))
-
-
-def with_options(loaded: LoadedRecipe, asked: Asked) -> LoadedRecipe:
+def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
     """Return a recipe with what the options say in place of its own."""
     recipe = loaded.recipe
     cluster, engine, parallelism = recipe.cluster, recipe.engine, recipe.parallelism
-    if asked.cluster is not None:
+    if options.cluster is not None:
         # A relative path on the command line is seen from here, not from the recipe.
-        is_file = asked.cluster.endswith((".yaml", ".yml")) and os.path.exists(asked.cluster)
-        cluster = replace(cluster, name=os.path.abspath(asked.cluster) if is_file else asked.cluster)
-    servers = _whole("--servers", asked.servers, MOST_WORKERS)
-    if servers is not None:
-        cluster = replace(cluster, servers=servers)
-    if asked.profile is not None:
+        is_file = options.cluster.endswith((".yaml", ".yml")) and os.path.exists(options.cluster)
+        cluster = replace(cluster, name=os.path.abspath(options.cluster) if is_file else options.cluster)
+    if options.servers is not None:
+        cluster = replace(cluster, servers=options.servers)
+    if options.profile is not None:
         # With a folder before it no file is taken for one of the words that engine.timing knows.
-        engine = replace(engine, timing=asked.profile if os.sep in asked.profile else os.path.join(".", asked.profile))
-    if asked.cost_model is not None:
-        parallelism = replace(parallelism, cost_model=asked.cost_model)
-    return replace(loaded, recipe=replace(recipe, cluster=cluster, engine=engine, parallelism=parallelism))
+        engine = replace(
+            engine, timing=options.profile if os.sep in options.profile else os.path.join(".", options.profile)
+        )
+    if options.cost_model is not None:
+        parallelism = replace(parallelism, cost_model=options.cost_model)
+    changed = replace(recipe, cluster=cluster, engine=engine, parallelism=parallelism)
+    if cluster == recipe.cluster:
+        return replace(loaded, recipe=changed)
+    return replace(loaded, recipe=changed, cluster=load_cluster(cluster.name, cluster.servers, loaded.path.parent))
 
 
-def plan(loaded: LoadedRecipe | None, asked: Asked) -> None:
+def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     """Plan, print the answer, and draw it if asked to.
 
     Args:
         loaded: the recipe, as `with_options` returns it; None for a profile file alone.
-        asked: the options, checked.
+        options: see there.
 
     Raises:
         UserError: the profile or cluster can't be had, or nothing fits in memory.
     """
+    if options.picture is not None:
+        _refuse_to_overwrite(options.picture)
     began_s = time.perf_counter()
-    answer = _of_recipe(loaded, asked) if loaded is not None else _of_file(asked)
+    answer = _of_recipe(loaded, options) if loaded is not None else _of_file(options)
     answer = replace(answer, total_s=time.perf_counter() - began_s)
-    if asked.as_json:
+    if options.as_json:
         standard_output().file.write(plan_json(answer) + "\n")
     else:
         print_plan(answer)
-    if asked.picture is not None:
+    if options.picture is not None:
         try:
-            draw_plan(answer, asked.picture)
+            draw_plan(answer, options.picture)
         except OSError as error:
-            raise UserError(f"--picture: {asked.picture} can't be written: {error.strerror or error}") from error
-        print_written(asked.picture, _progress(asked))
+            raise UserError(f"--picture: {options.picture} can't be written: {error.strerror or error}") from error
+        print_written(str(options.picture), _progress(options))
 
 
-def parse_levels(text: str, latency_s: float = 0.0) -> tuple[Level, ...]:
-    """Return the levels that `4@1e10,4@1.25e9` stands for, innermost first.
-
-    Raises:
-        UserError: the text isn't that, or there would be more than MOST_WORKERS workers.
-    """
-    levels: list[Level] = []
-    num_workers = 1
-    for index, part in enumerate(text.split(",")):
-        count, at, rate = part.partition("@")
-        if not at or not re.fullmatch(r"\s*[0-9]{1,9}\s*", count, re.ASCII) or int(count) == 0:
-            inside = f" in {_short(text)}" if part != text else ""
-            raise UserError(f"--levels: got {_short(part)}{inside}, allowed {_LEVELS_FORM}")
-        try:
-            bandwidth = parse_bandwidth(rate)
-        except UnitError as error:
-            raise UserError(f"--levels: level {index + 1}: {error}") from error
-        num_workers *= int(count)
-        levels.append(Level(str(index + 1), int(count), bandwidth, latency_s))
-        if num_workers > MOST_WORKERS or len(levels) > _MOST_LEVELS:
-            raise UserError(
-                f"--levels: got {_short(text)}, allowed are at most {MOST_WORKERS:,} workers on {_MOST_LEVELS} levels"
-            )
-    return tuple(levels)
-
-
-def _of_recipe(loaded: LoadedRecipe, asked: Asked) -> Answer:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
     recipe = loaded.recipe
-    own = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    with faults_of(loaded), preparing(recipe.name, _progress(asked)) as on_progress:
+    own = loaded.cluster
+    with faults_of(loaded), preparing(recipe.name, _progress(options)) as on_progress:
         made = profile_model(recipe, own, on_progress, whole_minibatches=True)
-    cluster = own if asked.levels is None else _cluster(asked, own.device)
+    cluster = own if options.links is None else replace(options.links, device=own.device)
     parallelism = recipe.parallelism
     request = plan_request(recipe, cluster, made.profile, made.dataset)
-    mode = asked.mode or parallelism.mode
+    mode = options.mode or parallelism.mode
     own_mode = None if parallelism.mode == AUTO else parallelism.mode
     row = resolve(parallelism) if own_mode == mode else None
     flushes = own_mode is None or resolve(parallelism).flushes
     request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
-    answer = _answer(loaded.recipe.name, request, mode, loaded.source, asked, says_samples=True)
+    answer = _answer(loaded.recipe.name, request, mode, loaded.source, options, says_samples=True)
     try:
         return replace(answer, given=_given(parallelism, made.graph, request, mode)) if own_mode == mode else answer
     except PlanError as error:
@@ -223,36 +150,37 @@ def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, 
     return planner.given(replicas, starts)
 
 
-def _progress(asked: Asked) -> Console | None:
-    return standard_error() if asked.as_json else None
+def _progress(options: PlanOptions) -> Console | None:
+    return standard_error() if options.as_json else None
 
 
-def _of_file(asked: Asked) -> Answer:
-    assert asked.profile is not None
-    given = _whole("--minibatch-size", asked.minibatch_size, 2**31)
-    profile = profiles.load_profile(asked.profile, given or 1)
+def _of_file(options: PlanOptions) -> Answer:
+    assert options.profile is not None
+    given = options.minibatch_size
+    profile = profiles.load_profile(options.profile, given or 1)
     says_samples = given is not None or profile.device != UNKNOWN_DEVICE or {*profile.layers} != {1}
     size = given or max(profile.layers)
     if size not in profile.layers:
         sizes = ", ".join(map(str, sorted(profile.layers)))
-        raise UserError(f"--minibatch-size: got {size}, allowed are the sizes in {asked.profile}: {sizes}")
+        raise UserError(f"--minibatch-size: got {size}, allowed are the sizes in {options.profile}: {sizes}")
     if not says_samples:
         profile = replace(profile, note=profile.note.replace(" (taken as 1)", ""))
-    if asked.levels is not None:
-        cluster = _cluster(asked, "device" if profile.device == UNKNOWN_DEVICE else profile.device)
+    if options.links is not None:
+        device = options.links.device if profile.device == UNKNOWN_DEVICE else profile.device
+        cluster = replace(options.links, device=device)
     else:
-        assert asked.cluster is not None
-        cluster = load_cluster(asked.cluster, _whole("--servers", asked.servers, MOST_WORKERS) or 1)
-    model = COST_MODELS[asked.cost_model or DEFAULT]
+        assert options.cluster is not None
+        cluster = load_cluster(options.cluster, options.servers or 1)
+    model = COST_MODELS[options.cost_model or DEFAULT]
     request = Request(profile, cluster, model, size, runnable=False)
-    name = plain_name(Path(asked.profile))
-    return _answer(name, request, asked.mode or "pipedream", "", asked, says_samples=says_samples)
+    name = plain_name(Path(options.profile))
+    return _answer(name, request, options.mode or "pipedream", "", options, says_samples=says_samples)
 
 
-def _answer(name: str, request: Request, mode: str, source: str, asked: Asked, *, says_samples: bool) -> Answer:
+def _answer(name: str, request: Request, mode: str, source: str, options: PlanOptions, *, says_samples: bool) -> Answer:
     try:
-        with searching(name, _progress(asked)) as tell:
-            comparison = compare(request, None if mode == AUTO else mode, shapes=asked.shapes, tell=tell)
+        with searching(name, _progress(options)) as tell:
+            comparison = compare(request, None if mode == AUTO else mode, shapes=options.shapes, tell=tell)
         best = comparison.best
         spare_s = None
         row = request.row or MODES[best.mode]
@@ -265,31 +193,6 @@ def _answer(name: str, request: Request, mode: str, source: str, asked: Asked, *
             raise RecipeError([Fault(source, "", str(error))]) from error
         raise
     return Answer(name, request, row, comparison, says_samples, spare_s)
-
-
-def _cluster(asked: Asked, device: str) -> Cluster:
-    assert asked.levels is not None
-    levels = parse_levels(asked.levels, _quantity("--latency", asked.latency, parse_duration) or 0.0)
-    return Cluster(asked.levels, device, _quantity("--memory", asked.memory, parse_bytes), levels)
-
-
-def _quantity(option: str, given: str | None, parse: Callable[[object], _T]) -> _T | None:
-    try:
-        return None if given is None else parse(given)
-    except UnitError as error:
-        raise UserError(f"{option}: {error}") from error
-
-
-def _whole(option: str, given: str | None, most: int) -> int | None:
-    if given is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,12}", given, re.ASCII) or not 1 <= int(given) <= most:
-        raise UserError(f"{option}: got {_short(given)}, allowed is a whole number from 1 to {most}")
-    return int(given)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 2]}..")
 
 
 def _refuse_to_overwrite(path: Path) -> None:

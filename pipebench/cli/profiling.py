@@ -12,7 +12,7 @@ from pathlib import Path
 from pipebench import profile as profiles
 from pipebench.errors import UserError
 from pipebench.profile.model import Profile
-from pipebench.recipe.clusters import load_cluster
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.show import console
 from pipebench.show.profile_picture import draw_profile, is_our_picture
@@ -21,7 +21,7 @@ from pipebench.train.prepare import profile_model
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProfileOutput:
     """What to show and to write.
 
     Attributes:
@@ -39,24 +39,24 @@ class Wanted:
     show_all: bool = False
 
 
-def profile_of_recipe(loaded: LoadedRecipe, wanted: Wanted) -> None:
+def profile_of_recipe(loaded: LoadedRecipe, output: ProfileOutput) -> None:
     """Profile a recipe's model as the recipe says, show and write it.
 
     Raises:
         UserError: the model can't be profiled, that size doesn't travel, or a file would be overwritten.
     """
-    _refuse_to_overwrite(wanted)
-    show_and_write(loaded.recipe.name, _profiled(loaded), wanted)
+    _refuse_to_overwrite(output)
+    show_and_write(loaded.recipe.name, _profiled(loaded), output)
 
 
-def profile_of_file(path: Path, wanted: Wanted) -> None:
+def profile_of_file(path: Path, output: ProfileOutput) -> None:
     """Show a profile file, and write it in other forms.
 
     Raises:
         UserError: it can't be read, doesn't have that size, or a file would be overwritten.
     """
-    _refuse_to_overwrite(wanted)
-    show_and_write(plain_name(path), profiles.load_profile(path, wanted.num_samples or 1), wanted)
+    _refuse_to_overwrite(output)
+    show_and_write(plain_name(path), profiles.load_profile(path, output.num_samples or 1), output)
 
 
 def plain_name(path: Path) -> str:
@@ -68,18 +68,18 @@ def plain_name(path: Path) -> str:
     return re.sub(r"(?<=.)\.(profile|graph)$", "", path.stem)
 
 
-def show_and_write(name: str, profile: Profile, wanted: Wanted) -> None:
+def show_and_write(name: str, profile: Profile, output: ProfileOutput) -> None:
     """Print a profile and write the files that are wanted, telling where they are."""
-    size = max(profile.layers) if wanted.num_samples is None else wanted.num_samples
+    size = max(profile.layers) if output.num_samples is None else output.num_samples
     if size not in profile.layers:
         sizes = ", ".join(map(str, sorted(profile.layers)))
         raise UserError(f"--samples: got {size}, allowed are the numbers of samples that are profiled: {sizes}")
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-        (wanted.json_path, lambda path: path.write_text(profile.to_json(), encoding="utf-8")),
-        (wanted.graph_path, lambda path: path.write_text(profiles.write_graph_txt(profile, size), encoding="utf-8")),
-        (wanted.picture_path, lambda path: draw_profile(profile, size, name, path)),
+        (output.json_path, lambda path: path.write_text(write_profile(profile), encoding="utf-8")),
+        (output.graph_path, lambda path: path.write_text(profiles.write_graph_txt(profile, size), encoding="utf-8")),
+        (output.picture_path, lambda path: draw_profile(profile, size, name, path)),
     ]
-    print_profile(name, profile, size, show_all=wanted.show_all)
+    print_profile(name, profile, size, show_all=output.show_all)
     for path, write in writers:
         if path is not None:
             try:
@@ -91,17 +91,16 @@ def show_and_write(name: str, profile: Profile, wanted: Wanted) -> None:
 
 def _profiled(loaded: LoadedRecipe) -> Profile:
     recipe = loaded.recipe
-    cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), console.preparing(recipe.name) as on_progress:
-        return profile_model(recipe, cluster, on_progress).profile
+        return profile_model(recipe, loaded.cluster, on_progress).profile
 
 
-def _refuse_to_overwrite(wanted: Wanted) -> None:
+def _refuse_to_overwrite(output: ProfileOutput) -> None:
     """Check every file to be written before any work starts."""
     checks: Mapping[str, tuple[Path | None, Callable[[Path], bool], str]] = {
-        "--json": (wanted.json_path, _is_our_json, "a profile in JSON"),
-        "--graph-txt": (wanted.graph_path, _is_our_graph_txt, "a graph.txt that pipebench wrote"),
-        "--picture": (wanted.picture_path, is_our_picture, "a picture of a profile"),
+        "--json": (output.json_path, _is_our_json, "a profile in JSON"),
+        "--graph-txt": (output.graph_path, _is_our_graph_txt, "a graph.txt that pipebench wrote"),
+        "--picture": (output.picture_path, is_our_picture, "a picture of a profile"),
     }
     taken: dict[Path, str] = {}
     for option, (path, is_ours, what) in checks.items():

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipebench.profile.model import VERSION, Profile
+from pipebench.profile.model import Profile
+from pipebench.profile.stored import VERSION, read_profile, write_profile
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def _key(key_parts: Mapping[str, object]) -> str:
 
 def _read(path: Path) -> Profile | None:
     try:
-        return Profile.from_json(path.read_text())
+        return read_profile(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -64,7 +65,7 @@ def _write(path: Path, profile: Profile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
             aside = Path(file.name)
-            file.write(profile.to_json())
+            file.write(write_profile(profile))
         aside.replace(path)
     except OSError as error:
         log.warning("profile cache: %s can't be written (%s), so the next run profiles again", path, error)

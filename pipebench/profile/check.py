@@ -1,56 +1,16 @@
-"""What makes a profile whole: types and keys of its JSON, and what holds between its rows.
+"""What makes a profile whole: what holds between its rows, beyond their types.
 
 A profile file may come from anywhere, so every fault is found here, before anything is planned with it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from pipebench.errors import ProfileError
-from pipebench.typed_json import (
-    MAX_BYTES,
-    MAX_SECONDS,
-    JsonError,
-    Rule,
-    by_name,
-    by_samples,
-    count,
-    flag,
-    list_of,
-    record,
-    seconds,
-    shown,
-    text,
-)  # fmt: skip
-
-if TYPE_CHECKING:
-    from pipebench.profile.model import LayerProfile, Profile
-
-__all__ = ["MAX_BYTES", "MAX_SECONDS", "check_json", "check_profile"]
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.typed_json import shown
 
 
-def check_json(data: Any, version: int) -> None:
-    """Check keys and types of a profile's JSON.
-
-    Args:
-        data: what `json.loads` made of it.
-        version: the version it has to have.
-
-    Raises:
-        ProfileError: says where, what was given and what is allowed.
-    """
-    if not isinstance(data, dict) or "pipebench_profile" not in data:
-        raise ProfileError("isn't a pipebench profile: an object with the key 'pipebench_profile' is expected")
-    found = data["pipebench_profile"]
-    if isinstance(found, bool) or found != version:
-        raise ProfileError(f"is a profile of version {shown(found)}, version {version} is expected: profile again")
-    try:
-        record({"pipebench_profile": lambda *_: None, **_PROFILE})(data, "")
-    except JsonError as error:
-        raise ProfileError(str(error)) from None
-
-
-def check_profile(profile: "Profile") -> None:
+def check_profile(profile: Profile) -> None:
     """Check what holds between the parts of a profile.
 
     Raises:
@@ -73,7 +33,7 @@ def check_profile(profile: "Profile") -> None:
             )
 
 
-def _rows(rows: "Sequence[LayerProfile]", where: str) -> None:
+def _rows(rows: Sequence[LayerProfile], where: str) -> None:
     if all(row.is_input for row in rows):
         raise ProfileError(f"has no layer that computes: {where}")
     if not any(row.forward_s or row.backward_s for row in rows):
@@ -94,9 +54,7 @@ def _rows(rows: "Sequence[LayerProfile]", where: str) -> None:
                 raise ProfileError(f"{where}, layer {index} ({row.name}): input {name!r} comes after it")
 
 
-def _problem(
-    row: "LayerProfile", index: int, rows: "Sequence[LayerProfile]", index_of: Mapping[str, int]
-) -> str | None:
+def _problem(row: LayerProfile, index: int, rows: Sequence[LayerProfile], index_of: Mapping[str, int]) -> str | None:
     if not row.name or not row.name.isprintable() or not row.kind.isprintable():
         return "name and kind must be printable, and the name not empty"
     if row.name in index_of:
@@ -112,32 +70,3 @@ def _problem(
     if row.gradient_bytes > row.output_bytes:
         return f"gradient_bytes are {row.gradient_bytes}, more than output_bytes, {row.output_bytes}"
     return None
-
-
-_LAYER: Mapping[str, Rule] = {
-    "name": text,
-    "kind": text,
-    "forward_s": seconds,
-    "backward_s": seconds,
-    "output_bytes": count,
-    "gradient_bytes": count,
-    "reads": list_of(count),
-    "inputs": list_of(text),
-    "parameter_sizes": by_name(count),
-    "buffer_sizes": by_name(count),
-    "saved_bytes": count,
-    "output_parts": list_of(count),
-    "is_input": flag,
-}
-_PROFILE: Mapping[str, Rule] = {
-    "model": text,
-    "device": text,
-    "source": text,
-    "note": text,
-    "layers": by_samples(list_of(record(_LAYER))),
-    "update_s_per_byte": seconds,
-    "update_floor_s": seconds,
-    "load_s": by_samples(seconds),
-    "whole_step_s": by_samples(seconds),
-    "state_bytes_per_byte": count,
-}

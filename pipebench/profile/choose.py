@@ -27,6 +27,7 @@ from pipebench.profile.devices import DEVICES, find_device, local_device_name
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE, read_graph_txt
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
@@ -113,7 +114,7 @@ def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
     if not text.lstrip().startswith("{"):
         return read_graph_txt(text, str(path), num_samples)
     try:
-        return Profile.from_json(text)
+        return read_profile(text)
     except ProfileError as error:
         raise ProfileError(f"profile {path}: {error}") from error
 

@@ -1,14 +1,9 @@
 """The profile: what every layer costs at the size that travels, and on which device that is so."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from pipebench.errors import ProfileError
-from pipebench.profile.check import check_json, check_profile
-
-VERSION = 2
+from pipebench.typed_json import Count, Samples, Seconds
 
 
 @dataclass(frozen=True)
@@ -34,16 +29,16 @@ class LayerProfile:
 
     name: str
     kind: str
-    forward_s: float
-    backward_s: float
-    output_bytes: int
-    gradient_bytes: int
-    reads: tuple[int, ...] = ()
+    forward_s: Seconds
+    backward_s: Seconds
+    output_bytes: Count
+    gradient_bytes: Count
+    reads: tuple[Count, ...] = ()
     inputs: tuple[str, ...] = ()
-    parameter_sizes: Mapping[str, int] = field(default_factory=dict)
-    buffer_sizes: Mapping[str, int] = field(default_factory=dict)
-    saved_bytes: int = 0
-    output_parts: tuple[int, ...] = ()
+    parameter_sizes: Mapping[str, Count] = field(default_factory=dict)
+    buffer_sizes: Mapping[str, Count] = field(default_factory=dict)
+    saved_bytes: Count = 0
+    output_parts: tuple[Count, ...] = ()
     is_input: bool = False
 
     @property
@@ -85,12 +80,12 @@ class Profile:
     device: str
     source: str
     note: str
-    layers: Mapping[int, tuple[LayerProfile, ...]]
-    update_s_per_byte: float
-    update_floor_s: float
-    load_s: Mapping[int, float]
-    whole_step_s: Mapping[int, float]
-    state_bytes_per_byte: int = 0
+    layers: Mapping[Samples, tuple[LayerProfile, ...]]
+    update_s_per_byte: Seconds
+    update_floor_s: Seconds
+    load_s: Mapping[Samples, Seconds]
+    whole_step_s: Mapping[Samples, Seconds]
+    state_bytes_per_byte: Count = 0
 
     @property
     def sum_over_whole(self) -> dict[int, float]:
@@ -99,35 +94,6 @@ class Profile:
             n: sum(row.forward_s + row.backward_s for row in self.layers[n] if not row.is_input) / s
             for n, s in self.whole_step_s.items()
         }
-
-    def to_json(self) -> str:
-        """Return versioned JSON; `from_json` reads it back exactly."""
-        return json.dumps({"pipebench_profile": VERSION, **asdict(self)}, indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> "Profile":
-        """Read what `to_json` wrote.
-
-        Raises:
-            ProfileError: says where the text isn't a profile of this version.
-        """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ProfileError(f"isn't JSON: {error}") from error
-        check_json(data, VERSION)
-        data.pop("pipebench_profile")
-        data["layers"] = {int(n): tuple(map(_row, rows)) for n, rows in data["layers"].items()}
-        for key in ("load_s", "whole_step_s"):
-            data[key] = {int(n): float(seconds) for n, seconds in data[key].items()}
-        profile = Profile(**data)
-        check_profile(profile)
-        return profile
-
-
-def _row(data: dict[str, Any]) -> LayerProfile:
-    lists = {name: tuple(data[name]) for name in ("reads", "inputs", "output_parts")}
-    return LayerProfile(**{**data, **lists})
 
 
 @dataclass(frozen=True)

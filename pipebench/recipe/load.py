@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
+from pipebench.recipe.draft import UNUSABLE, Draft
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -32,7 +33,7 @@ from pipebench.recipe.leaves import (
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.validate import UNUSABLE, Draft, check
+from pipebench.recipe.validate import check
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.schedule.modes import AUTO, MODES, ONE
 from pipebench.schedule.notation import parse_plan

@@ -2,18 +2,14 @@
 
 import contextlib
 import inspect
-import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from pipebench.errors import UserCodeError, nearest
+from pipebench.errors import nearest
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
-from pipebench.recipe.targets import import_target
 from pipebench.recipe.typecheck import checkable, in_words, problem_with
-from pipebench.recipe.users_code import users_code
 
 RESERVED = ("name", "target", "leaves")
 # Keys of a named optimizer or schedule that a target takes too, where they are given.
@@ -104,51 +100,3 @@ def _problems(
     for name in allowed:
         if name not in given and parameters[name].default is inspect.Parameter.empty:
             yield name, f"is missing, needed is {in_words(hints.get(name, Any))}"
-
-
-def make_model(model: Mapping[str, Any]) -> Any:
-    """Return the `torch.nn.Module` that a recipe's `model` asks for, from the zoo or from a `target`.
-
-    Raises:
-        UserCodeError: the `target` isn't there, raises, or returns something else.
-        TypeError, ValueError: the options don't suit a model of the zoo.
-    """
-    target = model.get("target")
-    if target is None:
-        from zoo import MODELS
-
-        return MODELS[model["name"]].make(**options(model))
-    from torch import nn
-
-    make = import_target(target)
-    with users_code(f"{target} can't make the model{_with(options(model))}", "model.target"):
-        made = make(**options(model))
-    if not isinstance(made, nn.Module):
-        raise UserCodeError(f"{target} returned {type(made).__name__}, needed is a torch.nn.Module", "model.target")
-    return made
-
-
-def make_dataset(dataset: Mapping[str, Any]) -> Any:
-    """Return the `zoo.Dataset` that a recipe's `dataset` asks for; a zoo's data needn't be there.
-
-    Raises:
-        UserCodeError: a `target` isn't there, raises, or returns something else.
-        TypeError, ValueError: the options don't suit a data set of the zoo.
-    """
-    if dataset.get("target") is not None:
-        return _own_dataset(json.dumps(dict(dataset), sort_keys=True))
-    from zoo import DATASETS
-
-    return DATASETS[dataset["name"]].make(**options(dataset))
-
-
-@lru_cache(maxsize=4)
-def _own_dataset(text: str) -> Any:
-    """Make a data set once per process: reading it may take long, and it is a function of its options."""
-    from pipebench.recipe.own_data import own_dataset
-
-    return own_dataset(json.loads(text))
-
-
-def _with(given: Mapping[str, Any]) -> str:
-    return f" with {', '.join(f'{name}={value}' for name, value in given.items())}" if given else ""

@@ -7,7 +7,8 @@ from pathlib import Path
 from pipebench.errors import Fault, RecipeError, UserCodeError
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, fault_of
-from pipebench.recipe.options import given_arguments, make_dataset, options, target_options, target_problems
+from pipebench.recipe.make import make_dataset
+from pipebench.recipe.options import given_arguments, options, target_options, target_problems
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
 

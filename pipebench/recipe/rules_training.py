@@ -7,11 +7,12 @@ from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.recipe.clusters import SERVERS, load_cluster
+from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.leaves import ARGUMENTS, TARGETED
+from pipebench.recipe.ranges import CHOICES
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
-from pipebench.recipe.validate import CHOICES, UNUSABLE, Draft, Problems, rule
 from pipebench.schedule.modes import ALL_FORWARDS, AUTO, MODES, ONE, ORDERS, WEIGHT_POLICIES
 from pipebench.schedule.notation import parse_plan
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, choice
-from pipebench.recipe.options import OF_PAIRS, make_dataset, option_problems, options
+from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.make import make_dataset, make_model
+from pipebench.recipe.options import OF_PAIRS, option_problems, options
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import ALLOWED, is_target, target_in
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.validate import Draft, Problems, rule
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan, streams_problem
 
@@ -113,7 +114,6 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
 @rule("@draft", "model")
 def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo without memory (on the meta device): its own checks know its options' ranges."""
-    from pipebench.recipe.options import make_model
     from pipebench.recipe.weightless import weightless
 
     if model.get("name") is None or not _is_small(model):

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pipebench
 from pipebench.errors import PipebenchError, UserCodeError, UserError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(pipebench.__file__).resolve().parent
 # torch.fx takes the frames of the code that it made from a model's forward out of tracebacks, its own line stays last.
 _TRACED = os.path.join("torch", "fx", "graph_module.py")
 # What operations raise on data that doesn't suit them; memory that runs out and failing devices have other classes.

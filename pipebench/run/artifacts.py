@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pipebench.model.device import commit_diff
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.request import recipe_yaml
 from pipebench.show import pictures
@@ -42,7 +43,7 @@ def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
 def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
     """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
     log.text("recipe.yaml", recipe_yaml(loaded))
-    log.text("profile.json", job.profile.to_json())
+    log.text("profile.json", write_profile(job.profile))
     log.text("plan.json", _plan_json(job))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
     difference = commit_diff()

@@ -7,21 +7,20 @@ pipebench-runs/quickstart-1f0c9a7e/
     record/         what it has logged, its result among it
 """
 
-import json
 import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pipebench.errors import UserError, nearest
 from pipebench.tracking.record import ENTRIES, mlflow_run_id, read_record
 from pipebench.train.result import RunResult
-from pipebench.typed_json import JsonError, finite, flag, list_of, optional, record, shown, text, whole
+from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints
@@ -30,19 +29,6 @@ if TYPE_CHECKING:
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE = "run.json", "recipe.yaml"
 _DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # what makes a run's id of its recipe's name
-_RULE = record(
-    {
-        "run_id": text,
-        "name": text,
-        "suite": text,
-        "seed": whole(0, 2**63 - 1),
-        "words": list_of(text),
-        "code_folders": list_of(text),
-        "parent_mlflow_run_id": optional(text),
-        "verbose": flag,
-        "started_at_s": optional(finite),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -57,19 +43,19 @@ class RunFacts:
         words: the command line's recipe and overrides.
         parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
         verbose: whether workers log every instruction.
-        code_folders: where the modules of the recipe's targets were found first.
         started_at_s: seconds since the epoch when its first processes were ready; None before.
+        code_folders: where the modules of the recipe's targets were found first.
     """
 
     run_id: str
     name: str
     suite: str
-    seed: int
-    words: tuple[str, ...] = ()
-    parent_mlflow_run_id: str | None = None
-    verbose: bool = False
-    code_folders: tuple[str, ...] = ()
-    started_at_s: float | None = None
+    seed: Annotated[int, Within(0, 2**63 - 1, f"a whole number from 0 to {2**63 - 1}")]
+    words: tuple[str, ...]
+    parent_mlflow_run_id: str | None
+    verbose: bool
+    started_at_s: Finite | None
+    code_folders: tuple[str, ...] = ()  # a run before recipes could name code by folder has none
 
 
 @dataclass(frozen=True)
@@ -138,17 +124,12 @@ class RunFolder:
         """
         path = self.path / _RUN
         try:
-            data = json.loads(self.read_bytes(_RUN))
-            if isinstance(data, dict):
-                data.setdefault("code_folders", [])  # of a run before recipes could name code by folder
-            _RULE(data, "")
+            facts = read(RunFacts, self.read_bytes(_RUN))
         except JsonError as error:
             raise UserError(f"{path}: isn't the description of a run of pipebench: {error}") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"{path}: isn't the description of a run of pipebench") from None
-        if data["run_id"] != self.run_id:
-            raise UserError(f"{path}: run_id: got {shown(data['run_id'])}, allowed is the folder's name, {self.run_id}")
-        return RunFacts(**{**data, "words": tuple(data["words"]), "code_folders": tuple(data["code_folders"])})
+        if facts.run_id != self.run_id:
+            raise UserError(f"{path}: run_id: got {shown(facts.run_id)}, allowed is the folder's name, {self.run_id}")
+        return facts
 
     def read_bytes(self, name: str) -> bytes:
         """Return what is in one of the run's files.
@@ -172,7 +153,7 @@ class RunFolder:
             OSError: it can't be written.
         """
         facts = replace(self.read(), **changes)
-        self.write_json(_RUN, asdict(facts))
+        self.write(facts)
         return facts
 
     def say_how_to_go_on(self, changes: Sequence[str]) -> None:
@@ -185,15 +166,15 @@ class RunFolder:
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
-    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
-        """Write a JSON file into the folder; it is whole or not there.
+    def write(self, facts: RunFacts) -> None:
+        """Write who the run is; it is there whole, or not at all.
 
         Raises:
             OSError: it can't be written.
         """
         from pipebench.files import replace as replace_file
 
-        replace_file(self.path / name, (json.dumps(data, indent=1) + "\n").encode())
+        replace_file(self.path / _RUN, f"{write(facts)}\n".encode())
 
 
 def create(
@@ -227,13 +208,13 @@ def create(
     run_id = f"{recipe}-{secrets.token_hex(4)}"
     facts = RunFacts(
         run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose,
-        code_folders=tuple(map(str, code_folders)),
+        started_at_s=None, code_folders=tuple(map(str, code_folders)),
     )  # fmt: skip
     folder = RunFolder(RUNS.absolute() / run_id)
     try:
         folder.path.mkdir(parents=True)
         folder.recipe_path.write_text(recipe_yaml, encoding="utf-8")
-        folder.write_json(_RUN, asdict(facts))
+        folder.write(facts)
     except OSError as error:
         raise UserError(f"{folder.path}: the run's folder can't be made: {error.strerror}") from error
     return folder

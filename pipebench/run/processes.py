@@ -27,6 +27,7 @@ from pipebench.files import replace as replace_file
 from pipebench.model.device import torch_settings
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
 from pipebench.profile.together import mean_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
@@ -261,7 +262,7 @@ def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, w
     mine = measured_profile(
         known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
     )
-    return mean_profile([Profile.from_json(text) for text in world.exchange(mine.to_json())])
+    return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
 
 
 def _checkpoint_policy(world: World, folder: RunFolder, job: Job, *, goes_on: bool) -> CheckpointPolicy:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipebench.errors import UserCodeError
 from pipebench.model.own_schedule import own_schedule
 from pipebench.recipe.load import LoadedRecipe, faults_of
-from pipebench.recipe.options import make_dataset
+from pipebench.recipe.make import make_dataset
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.users_code import users_code
 from pipebench.run.optimizer_trial import try_optimizer

@@ -14,13 +14,14 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from pipebench.train.result import Point, RunResult
+from pipebench.typed_json import JsonError, Number, read
 
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
 ENTRIES, _SENT = "record.jsonl", "mlflow.json"
@@ -71,7 +72,7 @@ class Entry:
     start: Start | None = None
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Number] = field(default_factory=dict)
     step: int = 0
     point: Point | None = None
     artifact: str | None = None
@@ -79,24 +80,8 @@ class Entry:
     status: Status | None = None
 
     def to_json(self) -> str:
-        """Return it on one line."""
+        """Return it on one line, without what is empty; `typed_json.read` reads it back."""
         return json.dumps({name: value for name, value in asdict(self).items() if value not in (None, {})})
-
-    @staticmethod
-    def from_json(line: str) -> "Entry":
-        """Read what `to_json` wrote."""
-        data: dict[str, Any] = json.loads(line)
-        for name, read in _READERS.items():
-            if name in data:
-                data[name] = read(data[name])
-        return Entry(**data)
-
-
-_READERS: Mapping[str, Callable[[Any], object]] = {
-    "start": lambda given: Start(**given),
-    "point": lambda given: Point(**given),
-    "result": lambda given: RunResult.from_json(json.dumps(given)),
-}
 
 
 @dataclass(frozen=True)
@@ -288,8 +273,8 @@ def _entries_in(content: bytes) -> list[Entry]:
     """Return the entries that are whole: a crash or a full disk may have torn one, or somebody changed it."""
     entries = []
     for line in content.splitlines():
-        with suppress(ValueError, TypeError):
-            entries.append(Entry.from_json(line.decode()))
+        with suppress(JsonError):
+            entries.append(read(Entry, line))
     return entries
 
 

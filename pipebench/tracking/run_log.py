@@ -20,6 +20,7 @@ from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import MAX_PARAM_CHARS, Store, clean_name, default_uri, shown_uri
 from pipebench.tracking.view import run_address
 from pipebench.train.result import Point, RunResult
+from pipebench.typed_json import write
 
 __all__ = ["RunLog", "Tracking"]
 
@@ -218,7 +219,7 @@ class RunLog:
         """Log what the run came to."""
         self._result = result
         self._sender.add(Entry(result=result))
-        self.text("result.json", result.to_json())
+        self.text("result.json", write(result))
 
     def move(self, folder: Path) -> None:
         """Let the run be recorded in another folder, with all that was logged before."""

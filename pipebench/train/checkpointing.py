@@ -1,10 +1,11 @@
 """When a run writes checkpoints, where it begins, and how all its processes write one together."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipebench.checkpoint.progress import Facts
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.checkpoint.store import Checkpoints, Part
 from pipebench.train.interfaces import Engine, Progress
@@ -12,7 +13,7 @@ from pipebench.train.resume import ResumePoint
 
 _LOG = logging.getLogger(__name__)
 
-ProgressOf = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+ProgressOf = Callable[[list[Facts]], dict[str, Any]]
 
 
 @dataclass(frozen=True)

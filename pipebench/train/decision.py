@@ -4,37 +4,26 @@ It is kept as JSON in the run's folder, where processes that are started again, 
 """
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, UserError
 from pipebench.model.plan import explicit_plan
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
 from pipebench.schedule.pipeline import noam
-from pipebench.typed_json import MAX_BYTES, JsonError, count, list_of, one_of, record, shown, text, whole
+from pipebench.typed_json import Count, JsonError, Ordinal, read, shown, write
 
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
     from pipebench.train.prepare import Job
 
 ANEW = "remove the file to have it decided anew"
-_RULE = record(
-    {
-        "mode": one_of(tuple(MODES)),
-        "starts": list_of(count),
-        "replicas": list_of(whole(1, MAX_BYTES)),
-        "devices": list_of(count),
-        "depth": whole(1, MAX_BYTES),
-        "profile": text,
-        "changes": list_of(text),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -52,10 +41,10 @@ class Decided:
     """
 
     mode: str
-    starts: tuple[int, ...]
-    replicas: tuple[int, ...]
-    devices: tuple[int, ...]
-    depth: int
+    starts: tuple[Count, ...]
+    replicas: tuple[Ordinal, ...]
+    devices: tuple[Count, ...]
+    depth: Ordinal
     profile: str
     changes: tuple[str, ...] = ()
 
@@ -69,13 +58,13 @@ class Decided:
             setup.plan.replicas,
             tuple(setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)),
             setup.pipeline.depth,
-            job.profile.to_json(),
+            write_profile(job.profile),
             tuple(changes),
         )
 
     def to_json(self) -> str:
         """Return it as text."""
-        return json.dumps(asdict(self))
+        return write(self)
 
     @staticmethod
     def from_json(given: bytes, source: str) -> "Decided":
@@ -89,14 +78,12 @@ class Decided:
             UserError: names the source, the field, what was found and what is allowed.
         """
         try:
-            data = json.loads(given)
-            _RULE(data, "")
+            found = read(Decided, given)
+            if found.mode not in MODES:
+                raise JsonError(f"mode: got {shown(found.mode)}, allowed is {', '.join(MODES)}")
         except JsonError as error:
             raise UserError(f"{source}: {error}; {ANEW}") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"{source}: isn't JSON; {ANEW}") from None
-        lists = {name: tuple(data[name]) for name in ("starts", "replicas", "devices", "changes")}
-        return Decided(**{**data, **lists})
+        return found
 
     def check(self, parallelism: ParallelismRecipe, cluster: Cluster, graph: "LayerGraph", streams: int | None) -> None:
         """Check that a recipe could have been decided so.

@@ -6,12 +6,11 @@ what decides its course is exchanged at every drain.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from pipebench.checkpoint.progress import CurvePoint, Facts
 from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError
@@ -155,17 +154,17 @@ class TrainingLoop:
             with self._clock.checkpoint():
                 write_checkpoint(store, self._done, self._engine, self._progress, self._saved)
 
-    def _saved(self, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _saved(self, facts: list[Facts]) -> dict[str, Any]:
         """Return what a checkpoint keeps of this loop; `facts` are what every process has counted."""
-        earlier, clock = self._earlier, self._clock
+        earlier, clock, points = self._earlier, self._clock, self._curves.points
         return SavedProgress(
             taken_by=taken_by(self._job),
-            facts=[dict(each) for each in facts],
+            facts=facts,
             samples=self._samples,
             epoch=self._epochs(self._samples),
-            points=[asdict(point) for point in self._curves.points],
+            points=[CurvePoint(samples=p.samples, clock_s=p.clock_s, metrics=dict(p.metrics)) for p in points],
             training_s_at=self._curves.training_s_at,
-            counted_from=[earlier.samples, earlier.training_s],
+            counted_from=(earlier.samples, earlier.training_s),
             loss_sum=self._loss.total,
             weight=self._loss.weight,
             training_s=clock.training_s,
@@ -174,7 +173,7 @@ class TrainingLoop:
             clock_s=clock.drained_s,
             saved_at_s=time.time(),
             lost_s=clock.lost_s,
-            bytes_before=[[kind, level, num_bytes] for (kind, level), num_bytes in earlier.num_bytes.items()],
+            bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in earlier.num_bytes.items()),
         ).to_json()
 
     # What the engine tells.

@@ -30,8 +30,9 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
-from pipebench.recipe import options
+from pipebench.profile.stored import read_profile
 from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import Recipe, TrainRecipe
 from pipebench.recipe.weightless import weightless
@@ -158,7 +159,7 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
     with seeded(seed) if recipe.model.get("target") is not None else nullcontext():
         seed_default_generator(torch.device("cpu"), seed)
         with weightless() if device == "meta" else torch.device(device):
-            made: nn.Module = options.make_model(recipe.model)
+            made: nn.Module = make_model(recipe.model)
     return made
 
 
@@ -221,7 +222,7 @@ def profile_model(
         GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
     """
     device = choose_device(recipe.engine.device)
-    dataset: Dataset = options.make_dataset(recipe.dataset)
+    dataset: Dataset = make_dataset(recipe.dataset)
     measures = kept is None and profiles.is_measured(recipe, cluster)
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
@@ -281,7 +282,7 @@ def kept_profile(decided: Decided) -> Profile:
         ProfileError: it isn't whole.
     """
     try:
-        return Profile.from_json(decided.profile)
+        return read_profile(decided.profile)
     except ProfileError as error:
         raise ProfileError(f"profile {KEPT}: {error}; {ANEW}") from None
 

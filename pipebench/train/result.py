@@ -1,9 +1,10 @@
 """What a run gives back: the answer to the recipe's question, plain numbers only."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from pipebench.typed_json import Number
 
 # What the seeds of a recipe are summed up by, beside the best scores.
 SEED_METRICS = ("time_to_accuracy_s", "epochs_to_target", "epoch_time_s", "throughput_samples_per_s")
@@ -24,7 +25,7 @@ class Point:
 
     samples: int
     clock_s: float
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Number]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class RunResult:
     seed: int
     outcome: str
     sentence: str
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Number]
     points: tuple[Point, ...] = ()
     stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
     workers: tuple[Mapping[str, Any], ...] = ()
@@ -72,16 +73,3 @@ class RunResult:
     def exit_code(self) -> int:
         """0 when the target was reached or none was set, 1 when missed or diverged, 130 when interrupted."""
         return {REACHED: 0, COMPLETED: 0, MISSED: 1, DIVERGED: 1, INTERRUPTED: 130}[self.outcome]
-
-    def to_json(self) -> str:
-        """Return the result as indented JSON; `from_json` reads it back exactly."""
-        return json.dumps(asdict(self), indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> "RunResult":
-        """Read what `to_json` wrote."""
-        data = json.loads(text)
-        data["points"] = tuple(Point(**point) for point in data["points"])
-        data["stages"] = tuple(data["stages"])
-        data["workers"] = tuple(data.get("workers", ()))  # results of before distributed runs have none
-        return RunResult(**data)

@@ -75,7 +75,7 @@ def test_run_several_with_options_anywhere(runner: FakeRunner) -> None:
     [call] = runner.calls
     assert (call["names"], call["seeds"], call["suite"]) == (
         ["quickstart-dp", "quickstart-model"],
-        [2, 0],
+        (2, 0),
         "quickstart",
     )
     assert [each.recipe.train.max_epochs for each in call["loaded"]] == [2, 2]
@@ -219,7 +219,7 @@ def test_a_reader_that_goes_away_sees_no_traceback() -> None:
 def test_a_pipe_that_breaks_inside_is_a_failure(runner: FakeRunner) -> None:
     runner.answer = BrokenPipeError("a worker died")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipebench.cli.main._reader_is_gone", lambda: False)
+        patch.setattr("pipebench.cli.group._reader_is_gone", lambda: False)
         answer = invoke("run", "quickstart")
     assert answer.exit_code == 3
     assert "a worker died" in answer.stderr

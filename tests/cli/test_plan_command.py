@@ -9,13 +9,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipebench.cli.main import cli
-from pipebench.cli.planning import MOST_WORKERS, parse_levels
-from pipebench.errors import UserError
+from pipebench.cli.parameters import MOST_WORKERS, parse_levels
 from pipebench.planner import thinning
 from pipebench.planner.cost_models import COST_MODELS
+from pipebench.profile.stored import write_profile
 from pipebench.show.plan_picture import is_our_picture
 
-PUBLISHED = Path(__file__).parents[1].parent / "shared" / "profiles"
+PUBLISHED = Path(__file__).parents[3] / "shared" / "profiles"
 VGG, GNMT = PUBLISHED / "vgg16_v100_b128.graph.txt", PUBLISHED / "gnmt8_v100.graph.txt"
 published = pytest.mark.skipif(not VGG.exists(), reason="the artifact's profiles aren't beside this checkout")
 
@@ -110,7 +110,7 @@ def test_json_has_every_documented_key(graph: str) -> None:
     found = answer("--profile", graph, "--levels", "4@1e9", "--minibatch-size", "8", "--memory", "16GB")
     assert found.keys() >= KEYS
     assert all(stage.keys() == STAGE_KEYS for stage in found["stages"])
-    text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     missing = {key for key in found.keys() | STAGE_KEYS | found["others"][0].keys() if f"`{key}`" not in text}
     missing -= {key for key in missing if key.startswith("dp_")}
     assert not missing
@@ -217,7 +217,7 @@ def test_picture(graph: str) -> None:
         (["--profile", "P", "--levels", "1025@1e9,1024@1e9"], "at most 1,048,576 workers on 8 levels"),
         (["--profile", "P", "--levels", ",".join(["1@1"] * 9)], "at most 1,048,576 workers on 8 levels"),
         (["--profile", "P", "--levels", "4@1", "--cluster", "local"], "--cluster and --levels both say"),
-        (["--profile", "P", "--levels", "4@1", "--servers", "2"], "--servers: got '2', which needs --cluster"),
+        (["--profile", "P", "--levels", "4@1", "--servers", "2"], "--servers needs --cluster"),
         (["--profile", "P", "--cluster", "cluster-a", "--servers", "0"], "--servers: got '0', allowed is a whole"),
         (["--profile", "P", "--cluster", "clustera"], "did you mean 'cluster-a'?"),
         (["--profile", "nix.txt", "--levels", "4@1"], "profile nix.txt can't be read: No such file"),
@@ -226,7 +226,7 @@ def test_picture(graph: str) -> None:
         (["--profile", "P", "--levels", "4@1", "--minibatch-size", "-3"], "--minibatch-size: got '-3', allowed is"),
         (["--profile", "P", "--levels", "4@1", "--memory", "lots"], "--memory: got 'lots', allowed is a size"),
         (["--profile", "P", "--levels", "4@1", "--latency", "-1us"], "--latency: got '-1us', allowed is a duration"),
-        (["--profile", "P", "--cluster", "cluster-a", "--memory", "1GB"], "--memory: got '1GB', which goes with"),
+        (["--profile", "P", "--cluster", "cluster-a", "--memory", "1GB"], "--memory goes with --levels"),
         (["quickstart", "--minibatch-size", "8"], "a recipe says train.minibatch_size=N"),
         (["quickstrt"], "did you mean 'quickstart'?"),
         (["P", "--levels", "4@1"], "looks like a profile and not like a recipe: write --profile small.graph.txt"),
@@ -247,7 +247,7 @@ def test_a_mistake_is_one_sentence(graph: str, arguments: list[str], message: st
 def test_a_size_that_json_does_not_have(graph: str) -> None:
     from pipebench.profile import load_profile
 
-    Path("p.json").write_text(load_profile(graph, 8).to_json())
+    Path("p.json").write_text(write_profile(load_profile(graph, 8)))
     assert answer("--profile", "p.json", "--levels", "2@1e9")["minibatch_size"] == 8
     result = invoke("--profile", "p.json", "--levels", "2@1e9", "--minibatch-size", "16")
     assert (result.exit_code, "allowed are the sizes in p.json: 8" in result.output) == (2, True)
@@ -277,14 +277,14 @@ def test_levels_of_any_text_are_levels_or_one_sentence() -> None:
     for _ in range(3000):
         text = "".join(random.choices(pieces, k=random.randint(0, 9)))
         try:
-            levels = parse_levels(text)
-        except UserError as error:
+            levels = parse_levels(text).levels
+        except ValueError as error:
             sentences.append(str(error))
         else:
             assert all(level.count >= 1 and level.bandwidth_bytes_per_s >= 1 for level in levels)
     assert len(sentences) > 1000
     assert all(len(sentence) < 400 and "\n" not in sentence for sentence in sentences)
-    assert parse_levels(f"{MOST_WORKERS}@1")[0].count == MOST_WORKERS
+    assert parse_levels(f"{MOST_WORKERS}@1").levels[0].count == MOST_WORKERS
 
 
 def test_cost_models_are_listed() -> None:

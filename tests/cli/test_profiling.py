@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pipebench.cli.main import cli
 from pipebench.profile import LayerProfile, Profile, load_profile, write_graph_txt
+from pipebench.profile.stored import write_profile
 from pipebench.show.profile_picture import draw_profile, is_our_picture, profile_figure
 from pipebench.show.profile_report import heaviest, print_profile
 
@@ -108,7 +109,7 @@ def test_a_recipe_writes_json_and_picture(folder: Path) -> None:
 
 
 def test_a_file_is_shown_and_only_its_picture_written(folder: Path) -> None:
-    (folder / "mine.profile.json").write_text(made().to_json())
+    (folder / "mine.profile.json").write_text(write_profile(made()))
     (folder / "mine.graph.txt").write_text(write_graph_txt(made(), 8))
     before = (folder / "mine.profile.json").read_text()
     assert "layer_2" in invoke("mine.profile.json").output
@@ -139,7 +140,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_a_mistake_is_one_sentence_and_nothing_is_written(folder: Path, arguments: list[str], said: str) -> None:
-    (folder / "mine.json").write_text(made().to_json())
+    (folder / "mine.json").write_text(write_profile(made()))
     (folder / "notes").write_text(json.dumps({"mine": 1}))
     (folder / "theirs.txt").write_text(write_graph_txt(made(), 8).replace(".000,", ".0,"))
     (folder / "bad.txt").write_text("nonsense")

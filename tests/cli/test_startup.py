@@ -22,7 +22,7 @@ COMMANDS = [
 ]
 CODE = """\
 import sys
-from pipebench.cli import cli
+from pipebench.cli.main import cli
 code = cli.main(sys.argv[1:], standalone_mode=False)
 print(code, *sorted(sys.modules), file=sys.stderr)
 """

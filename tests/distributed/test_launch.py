@@ -24,7 +24,7 @@ from pipebench.errors import UserError
 from tests.patience import PATIENCE_S
 from tests.support import raise_as_ours
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def killed(rank: int) -> Failure:

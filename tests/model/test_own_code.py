@@ -18,7 +18,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.targets import import_target
 from pipebench.train.prepare import initial_model
 
-EXAMPLE = Path(__file__).parents[1] / "docs" / "example"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
 CODE = """\
 import os
 import random

@@ -7,6 +7,7 @@ import pytest
 
 from pipebench.profile.cache import cache_directory, cached
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.stored import read_profile, write_profile
 
 
 def make(forward_s: float = 0.1) -> Profile:
@@ -25,7 +26,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_json_round_trip_is_exact() -> None:
-    assert Profile.from_json(make(1 / 3).to_json()) == make(1 / 3)
+    assert read_profile(write_profile(make(1 / 3))) == make(1 / 3)
 
 
 def test_made_once_per_key(directory: Path) -> None:

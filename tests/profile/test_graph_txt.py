@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipebench.errors import ProfileError
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.stored import read_profile, write_profile
 
 
 def node(name: str, kind: str = "ReLU", forward: object = "1.0", size: object = "8.0", extra: str = "") -> str:
@@ -166,7 +167,7 @@ def test_written_and_read_back(profile: Profile) -> None:
     found = read(text, 2)
     assert write_graph_txt(found, 2) == text
     assert read(write_graph_txt(found, 2), 2) == found
-    assert Profile.from_json(found.to_json()) == found
+    assert read_profile(write_profile(found)) == found
     back = {row.name: row for row in found.layers[2]}
     rows = profile.layers[2]
     order = [row.name for row in found.layers[2]]

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.run import preparing, processes
@@ -97,7 +98,7 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
         return decided
 
     def run_in_processes(request: RunRequest, job: Job) -> Any:
-        started.append((request.name, job.recipe.train.seed, job.profile.to_json() == decided.profile))
+        started.append((request.name, job.recipe.train.seed, write_profile(job.profile) == decided.profile))
         raise WorkersFailedError(3)
 
     monkeypatch.setattr(preparing, "decided_apart", apart)

@@ -1,7 +1,7 @@
 """Every kind of engine that a recipe may name can be run."""
 
 from pipebench.recipe.engines import ENGINES
-from pipebench.recipe.validate import CHOICES
+from pipebench.recipe.ranges import CHOICES
 from pipebench.run.engines import RUNS
 
 

@@ -13,7 +13,7 @@ from pipebench.planner.flat import Stage
 from pipebench.planner.planner import Planner
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.recipe.validate import CHOICES
+from pipebench.recipe.ranges import CHOICES
 from pipebench.schedule.modes import MODES
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all

@@ -13,6 +13,7 @@ from pipebench.show.progress import RunProgress, preparing, searching
 from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
 from pipebench.tracking import summarise_seeds
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, Point, RunResult
+from pipebench.typed_json import read, write
 from tests.results import DP, PIPEDREAM
 
 BARE = replace(PIPEDREAM, name="quickstart-bare", outcome=COMPLETED, metrics={}, stages=({},))
@@ -73,7 +74,7 @@ def test_a_note_stands_beside_its_number() -> None:
     console.print_comparison([crowded, PIPEDREAM, replace(crowded, name="quickstart-gpipe")], "", to)
     assert "dp, gpipe: prediction: 4 processes x 1 thread share 2 usable cores" in written(to)
     assert "- dp: workers idle: times aren't known" in console.comparison_markdown([crowded, PIPEDREAM]).splitlines()
-    assert RunResult.from_json(crowded.to_json()) == crowded
+    assert read(RunResult, write(crowded)) == crowded
 
 
 def test_the_summary_has_a_row_per_stage() -> None:

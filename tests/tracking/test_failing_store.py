@@ -15,6 +15,7 @@ from pipebench.errors import UserError
 from pipebench.tracking import Tracking, read_record, require_writable
 from pipebench.tracking.store import Row, Store
 from pipebench.train.result import RunResult
+from pipebench.typed_json import read
 from tests.patience import PATIENCE_S
 from tests.tracking.records import RESULT, fetch, rescued
 
@@ -38,7 +39,7 @@ def test_a_store_that_fails_in_mid_run_loses_nothing(
         run.text("plan.txt", "straight")
         run.finish(RESULT)
     kept = rescued(folder, "broken")
-    assert RunResult.from_json((kept / "result.json").read_text()) == RESULT
+    assert read(RunResult, (kept / "result.json").read_bytes()) == RESULT
     record = read_record(kept)
     assert record is not None
     assert record.points == RESULT.points[:2]
@@ -97,7 +98,7 @@ def test_a_hung_server_does_not_block_the_end(
     run = tracking.start("child", params={}, tags={}, parent=parent)
     run.finish(RESULT)
     parent.finish(None, status="FINISHED")
-    assert RunResult.from_json((rescued(tmp_path, "child") / "result.json").read_text()) == RESULT
+    assert read(RunResult, (rescued(tmp_path, "child") / "result.json").read_bytes()) == RESULT
     assert capsys.readouterr().err.count("does not answer") == 1
 
 
@@ -112,7 +113,7 @@ def test_a_server_that_is_down_is_told_once(
         run = Tracking("suite").start("down", params={}, tags={})
         run.point(RESULT.points[0])
         run.finish(RESULT)
-    assert RunResult.from_json((rescued(tmp_path, "down") / "result.json").read_text()) == RESULT
+    assert read(RunResult, (rescued(tmp_path, "down") / "result.json").read_bytes()) == RESULT
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
     assert "Connection refused" in warning

@@ -27,6 +27,7 @@ from pipebench.tracking.store import Store
 from pipebench.tracking.ui import choose_port, newest_experiments
 from pipebench.tracking.view import VIEW_TAG, run_address, runs_address
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
+from pipebench.typed_json import read, write
 from tests.tracking.records import RESULT, fetch, history
 
 
@@ -188,7 +189,7 @@ def test_a_long_param_is_cut_and_kept_whole_as_an_artifact(finished: RunLog, fol
     artifacts = folder / "mlartifacts" / "suite" / str(finished.run_id) / "artifacts"
     assert json.loads((artifacts / "params.json").read_text())["notes"] == "x" * 7000
     assert (artifacts / "plan" / "plan.txt").read_text() == "straight"
-    assert RunResult.from_json((artifacts / "result.json").read_text()) == RESULT
+    assert read(RunResult, (artifacts / "result.json").read_text()) == RESULT
 
 
 def test_the_parent_has_mean_and_spread(finished: RunLog) -> None:
@@ -298,15 +299,15 @@ def test_a_host_without_counters_has_no_system_metrics(tracking: Tracking, monke
 
 
 def test_results_of_before_there_were_workers_can_be_read() -> None:
-    data = json.loads(RESULT.to_json())
+    data = json.loads(write(RESULT))
     del data["workers"]
-    assert RunResult.from_json(json.dumps(data)) == RESULT
+    assert read(RunResult, json.dumps(data)) == RESULT
 
 
 def test_every_worker_has_its_seconds_in_the_result() -> None:
     workers = tuple({"worker": i, "rank": i, "compute_s": float(i), "bubble_fraction": 0.5} for i in range(11))
     result = replace(RESULT, workers=workers)
-    assert RunResult.from_json(result.to_json()) == result
+    assert read(RunResult, write(result)) == result
 
 
 def test_seeds_that_missed_count_but_have_no_time() -> None:

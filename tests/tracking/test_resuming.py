@@ -12,6 +12,7 @@ from pipebench.tracking import RunLog, Tracking, default_uri, read_record
 from pipebench.tracking.record import Entry, RecordFolder, Start, mlflow_run_id
 from pipebench.tracking.store import Store
 from pipebench.train.result import REACHED
+from pipebench.typed_json import read
 from tests.tracking.records import RESULT, fetch, history, rescued
 
 
@@ -187,4 +188,4 @@ def test_an_entry_comes_back_as_it_was() -> None:
         Entry(result=RESULT),
         Entry(status="FAILED"),
     ]
-    assert [Entry.from_json(entry.to_json()) for entry in entries] == entries
+    assert [read(Entry, entry.to_json()) for entry in entries] == entries

@@ -32,6 +32,7 @@ from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REA
 from pipebench.train.resume import resume_point
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
+from pipebench.typed_json import read, write
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
@@ -166,7 +167,7 @@ def test_a_simulated_run_has_throughput_and_no_accuracy() -> None:
 
 def test_results_round_trip_as_json() -> None:
     result, _, _ = train(prepared(recipe()))
-    assert RunResult.from_json(result.to_json()).to_json() == result.to_json()
+    assert write(read(RunResult, write(result))) == write(result)
 
 
 def rate_of(

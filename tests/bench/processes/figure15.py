@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipebench.cluster import Cluster, Level
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from pipebench.simulate.steady import simulate_segment
 from tests.bench.processes import crew
@@ -127,7 +128,7 @@ def points(
     arguments = {
         "subject": asdict(subject),
         "given": [asdict(case) for case in given],
-        "profile": profile.to_json(),
+        "profile": write_profile(profile),
         "link": [level.bandwidth_bytes_per_s, level.latency_s],
     }
     measured = crew.run(measure_here, given[0].num_workers, arguments, environment=environment)[0]
@@ -146,7 +147,7 @@ def measure_here(
     for fields in given:
         case = Case(**{**fields, "starts": tuple(fields["starts"]), "replicas": tuple(fields["replicas"])})
         cluster = Cluster("loopback", "local", None, (Level("machine", case.num_workers, *link),))
-        engine = Ours(make_setup(Subject(**subject), case, Profile.from_json(profile), cluster))
+        engine = Ours(make_setup(Subject(**subject), case, read_profile(profile), cluster))
         taken = [crew.together(lambda made=engine: made.train(NUM_MINIBATCHES)).slowest_s for _ in range(1 + ROUNDS)]  # type: ignore[misc]
         medians.append(statistics.median(taken[1:]))
         engine.close()

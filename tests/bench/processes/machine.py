@@ -16,6 +16,7 @@ from pipebench.distributed.host import host_costs
 from pipebench.distributed.world import current
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
 from pipebench.profile.together import mean_profile
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.costs import HostCosts
@@ -48,7 +49,7 @@ def measure(
     arguments = {"width": subject.width, "minibatch_size": subject.minibatch_size, "sizes": list(sizes)}
     for _ in range(_TRIES):
         found = crew.run(measure_here, num_processes, arguments, environment=environment)
-        profile = mean_profile([Profile.from_json(text) for text, _, _ in found])
+        profile = mean_profile([read_profile(text) for text, _, _ in found])
         if all(abs(ratio - 1) <= _ADDS_UP for ratio in profile.sum_over_whole.values()):
             break
     _, (bandwidth_bytes_per_s, latency_s), host = found[0]
@@ -69,7 +70,7 @@ def measure_here(width: float, minibatch_size: int, sizes: list[int]) -> tuple[s
     distributed.barrier()
     world = current()
     assert world is not None
-    return profile.to_json(), link, list(asdict(host_costs(world)).values())
+    return write_profile(profile), link, list(asdict(host_costs(world)).values())
 
 
 def link_between_first_two() -> tuple[float, float]:

@@ -8,6 +8,7 @@ import torch
 
 from pipebench.cluster import Cluster, Level
 from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, GPIPE, ONE_F_ONE_B, Alone, DataParallel, Pipelined
@@ -52,7 +53,7 @@ class Given:
         return {
             "subject": asdict(self.subject),
             "cut": self.cut,
-            "profile": self.profile.to_json(),
+            "profile": write_profile(self.profile),
             "link": asdict(level),
             "host": asdict(self.host),
         }
@@ -61,7 +62,7 @@ class Given:
     def from_json(fields: Mapping[str, Any]) -> "Given":
         """Return what `to_json` was called on."""
         cluster = Cluster("loopback", "local", None, (Level(**fields["link"]),))
-        profile, host = Profile.from_json(fields["profile"]), HostCosts(**fields["host"])
+        profile, host = read_profile(fields["profile"]), HostCosts(**fields["host"])
         return Given(Subject(**fields["subject"]), fields["cut"], profile, cluster, host)
 
     def case(self, mode: str) -> Case:

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from pipebench.cluster import Cluster, Level
-from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile, write_profile
 from pipebench.profile.together import mean_profile
 from tests.bench.processes import crew, figure15, jobs, memory, traffic
 from tests.bench.processes.duel import duel
@@ -139,8 +139,8 @@ def test_the_picture_is_one(tmp_path: Path) -> None:
 
 def test_profiles_of_processes_are_averaged(given: Given) -> None:
     profile = given.profile
-    text = profile.to_json().replace('"forward_s": 1.0', '"forward_s": 2.0')
-    mean = mean_profile([profile, Profile.from_json(text)])
+    text = write_profile(profile).replace('"forward_s": 1.0', '"forward_s": 2.0')
+    mean = mean_profile([profile, read_profile(text)])
     assert {row.forward_s for row in mean.layers[16][:-1]} == {1.5}
     assert [row.backward_s for row in mean.layers[16]] == [row.backward_s for row in profile.layers[16]]
     assert cut_at(mean, 16, 0.25) == pytest.approx(len(profile.layers[16]) / 4, abs=1)

@@ -1,4 +1,4 @@
-"""What a recipe can name, one line each: models, data sets, clusters, modes, cost models, recipes.
+"""`pipebench ls`: what a recipe can name, one line each.
 
 Each kind is imported when it is asked for: models and data sets need torch, which takes seconds.
 """
@@ -6,10 +6,31 @@ Each kind is imported when it is asked for: models and data sets need torch, whi
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import click
+
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 
+LISTS = ("models", "datasets", "clusters", "modes", "cost-models", "recipes")
 
-def lines(what: str, indent: str = "") -> Iterator[str]:
+
+@click.command(name="ls", short_help="List models, data sets, clusters, modes, cost models and recipes.")
+@click.argument("what", type=click.Choice(LISTS), required=False)
+def list_(what: str | None) -> None:
+    """List what a recipe can name, one line each.
+
+    \b
+    Examples:
+      pipebench ls
+      pipebench ls clusters
+    """
+    for index, heading in enumerate(LISTS if what is None else (what,)):
+        if what is None:
+            click.echo(f"{chr(10) if index else ''}{heading}:")
+        for line in _lines(heading, indent="" if what else "  "):
+            click.echo(line)
+
+
+def _lines(what: str, indent: str = "") -> Iterator[str]:
     """Yield a line per thing of a kind: its name and what it is.
 
     Args:

@@ -1,0 +1,29 @@
+"""`pipebench export`: a checkpoint's weights as a plain state_dict."""
+
+import click
+
+from pipebench.cli.group import tracebacks
+from pipebench.errors import printable
+
+
+@click.command(short_help="Write the weights of a run's checkpoint to a file.")
+@click.argument("run_", metavar="RUN")
+@click.option("--output", metavar="FILE.pt", help="Where to write them.  [default: RUN's id, in the current folder]")
+@click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")
+@tracebacks
+def export(run_: str, output: str | None, step: int | None) -> None:
+    """Write the weights of a run's checkpoint as a plain state_dict, whatever plan it was trained under.
+
+    RUN is the run's id (or the start of it), its MLflow run id, or its folder under pipebench-runs/.
+
+    \b
+    Examples:
+      pipebench export quickstart-1f0c9a7e
+      pipebench export quickstart-1f0c9a7e --step 375 --output quickstart.pt
+    """
+    from pipebench.run import export as exporting
+
+    exported = exporting.export(run_, output, step)
+    for sentence in exported.skipped:
+        click.echo(f"pipebench: {printable(sentence)}", err=True)
+    click.echo(exported)

@@ -1,0 +1,106 @@
+"""The group of commands: how an error ends in sentences and an exit code, whatever command it comes from."""
+
+import io
+import os
+import select
+import sys
+import traceback
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+from pipebench.errors import UserError, printable_lines
+from pipebench.recipe.users_code import as_users, traceback_of
+
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
+_VERBOSE = "pipebench.verbose"  # in click's meta, which outlives the command
+
+
+class _ReaderGoneError(Exception):
+    """Whoever read our output has gone, as in `pipebench ls | head -1`."""
+
+
+class Commands(click.Group):
+    """Commands whose errors end in one sentence and an exit code, never in a traceback for a user's mistake."""
+
+    _meta: Mapping[str, Any] = MappingProxyType({})
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for, whose output somebody still reads."""
+        self._meta = ctx.meta
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError as error:
+            # click would take any broken pipe for the output's and exit with 1 in silence.
+            raise (_ReaderGoneError() if _reader_is_gone() else RuntimeError("a pipe broke inside")) from error
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run the command line and exit with its code, or return that where the caller goes on."""
+        code = self._exit_code(*args, **extra)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+    def _exit_code(self, *args: Any, **extra: Any) -> int:
+        try:
+            code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
+            return code if isinstance(code, int) else 0
+        except click.ClickException as error:
+            told = io.StringIO()
+            error.show(told)
+            _say(told.getvalue())
+            return USER_ERROR
+        except UserError as error:
+            return self._mistake(error)
+        except (click.Abort, KeyboardInterrupt):
+            return INTERRUPTED
+        except _ReaderGoneError:
+            # Give the interpreter's last flush somewhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        except (Exception, SystemExit) as error:
+            theirs = as_users(error)
+            if theirs is not None:
+                return self._mistake(theirs)
+            if isinstance(error, SystemExit):
+                raise
+            _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            return INTERNAL_ERROR
+
+    def _mistake(self, error: UserError) -> int:
+        for line in printable_lines(str(error) or type(error).__name__):
+            click.echo(f"pipebench: error: {line}", err=True)
+        if self._meta.get(_VERBOSE):
+            _say(traceback_of(error))
+        return USER_ERROR
+
+
+def note_verbose(ctx: click.Context, option: click.Parameter, value: bool) -> bool:
+    """Keep whether an error in a user's code is to be shown with its traceback; a callback of an option."""
+    ctx.meta[_VERBOSE] = value
+    return value
+
+
+# Every command that runs a user's code can show where in it an error came from.
+tracebacks = click.option(
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=note_verbose,
+    help="Show the whole traceback of an error in your own code.",
+)
+
+
+def _say(text: str) -> None:
+    for line in printable_lines(text):
+        click.echo(line, err=True)
+
+
+def _reader_is_gone() -> bool:
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))

@@ -1,0 +1,122 @@
+"""`pipebench plan`: the best plan of a recipe or a profile file; its options, and which of them go together."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipebench.cli.group import tracebacks
+from pipebench.cli.parameters import MOST_WORKERS, Parameter, count, name_of, parse_levels
+from pipebench.cli.references import load_one, split
+from pipebench.errors import UserError
+from pipebench.recipe.ranges import CHOICES
+from pipebench.units import parse_bytes, parse_duration
+
+
+@click.command(short_help="Find the best plan: stages, replicas, and why.")
+@click.argument("words", metavar="[RECIPE] [KEY=VALUE...]", nargs=-1)
+@click.option("--profile", metavar="FILE", help="Layer costs: a profile (.json) or the PipeDream artifact's graph.txt.")
+@click.option("--cluster", metavar="NAME", help="Devices and links, from `pipebench ls clusters`, or a YAML file.")
+@click.option(
+    "--servers",
+    type=count(MOST_WORKERS),
+    metavar="N",
+    help="How many components of the cluster's outermost level.  [default: 1]",
+)
+@click.option(
+    "--levels",
+    type=Parameter(parse_levels),
+    metavar="N@RATE[,...]",
+    help="Instead of a cluster: workers and bytes/s per level, innermost first.",
+)
+@click.option(
+    "--memory",
+    type=Parameter(parse_bytes),
+    metavar="BYTES",
+    help="With --levels: memory per device, such as 16GB.  [default: no limit]",
+)
+@click.option(
+    "--latency",
+    type=Parameter(parse_duration),
+    metavar="SECONDS",
+    help="With --levels: latency of every link, such as 10us.  [default: 0]",
+)
+@click.option(
+    "--cost-model",
+    type=name_of(CHOICES["parallelism.cost_model"]),
+    metavar="NAME",
+    help="How times add up, from `pipebench ls cost-models`.",
+)
+@click.option(
+    "--mode",
+    type=name_of(CHOICES["parallelism.mode"]),
+    metavar="NAME|auto",
+    help="The mode to plan, from `pipebench ls modes`; auto: the fastest.",
+)
+@click.option("--minibatch-size", type=count(2**31), metavar="N", help="Samples per minibatch of a profile file.")
+@click.option("--shapes", is_flag=True, help="Also plan equal stages (2BW) and 2 chunks per worker (interleaved).")
+@click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Write a picture of the plan here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
+@tracebacks
+def plan(words: tuple[str, ...], **given: Any) -> None:
+    """Find the best plan: which layers make a stage, how many workers run it, what it comes to, and why.
+
+    The planner is exact for its cost model, or says how far off it may be; the simulator then predicts throughput.
+    With a RECIPE everything comes from it unless an option says otherwise, and the plan is one that `pipebench run`
+    can follow. Without one, a profile file and links are enough. The best plan of every other mode is shown beside
+    it.
+
+    \b
+    Examples:
+      pipebench plan quickstart
+      pipebench plan quickstart --cluster cluster-a --servers 4 --mode auto
+      pipebench plan quickstart train.minibatch_size=64 --picture plan.png
+      pipebench plan --profile vgg16.graph.txt --levels 16@1.25e9
+      pipebench plan --profile vgg16.graph.txt --levels 4@1e10,4@10Gbit/s --minibatch-size 128
+      pipebench plan --profile v100.json --levels 16@1.25e9 --memory 16GB --latency 10us
+      pipebench plan --profile gnmt8.graph.txt --levels 16@1.25e9 --cost-model artifact --json
+
+    `--levels 16@1.25e9` is 16 workers, each with a link of 1.25 GB/s; `--levels 4@1e10,4@1.25e9` is 4 servers of
+    4 workers, 10 GB/s inside a server and 1.25 GB/s for each server.
+    """
+    references, _ = split(words)
+    files = [word for word in references if word.endswith((".json", ".txt"))]
+    if files:
+        raise UserError(f"{files[0]} looks like a profile and not like a recipe: write --profile {files[0]}")
+    _check_combination(given, with_recipe=bool(words))
+    from pipebench.cli import planning
+    from pipebench.recipe.preflight import preflight
+
+    links, memory_bytes, latency_s = (given.pop(name) for name in ("levels", "memory", "latency"))
+    if links is not None:
+        levels = tuple(replace(level, latency_s=latency_s or 0.0) for level in links.levels)
+        links = replace(links, memory_bytes=memory_bytes, levels=levels)
+    options = planning.PlanOptions(**given, links=links)
+    loaded = None
+    if words:
+        loaded = planning.with_options(load_one(words), options)
+        preflight(loaded, trains=False)
+    planning.plan(loaded, options)
+
+
+def _check_combination(given: Mapping[str, Any], *, with_recipe: bool) -> None:
+    """Check that the options go together, before any work starts."""
+    has = {name for name, value in given.items() if value is not None}
+    if {"cluster", "levels"} <= has:
+        raise UserError("--cluster and --levels both say where to run; give one of the two")
+    if "servers" in has and "cluster" not in has and not (with_recipe and "levels" not in has):
+        raise UserError("--servers needs --cluster NAME to multiply")
+    for name in ("memory", "latency"):
+        if name in has and "levels" not in has:
+            raise UserError(f"--{name} goes with --levels; a cluster's file says its own")
+    if with_recipe and "minibatch_size" in has:
+        raise UserError("--minibatch-size goes with a profile file; a recipe says train.minibatch_size=N")
+    if not with_recipe and "profile" not in has:
+        raise UserError(
+            "nothing to plan: name a recipe, as in `pipebench plan quickstart`, or a profile file, as in "
+            "`pipebench plan --profile vgg16.graph.txt --levels 16@1.25e9`"
+        )
+    if not with_recipe and not has & {"cluster", "levels"}:
+        raise UserError("a profile says nothing about links: add --levels 16@1.25e9 or --cluster NAME --servers N")

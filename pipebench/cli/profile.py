@@ -1,0 +1,67 @@
+"""`pipebench profile`: what every layer of a model costs."""
+
+from pathlib import Path
+
+import click
+
+from pipebench.cli.group import tracebacks
+from pipebench.cli.references import load_one, split
+
+
+@click.command(name="profile", short_help="Show what every layer of a model costs.")
+@click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True)
+@click.option("--json", "json_file", metavar="OUT.json", help="Write the profile here; pipebench reads it back.")
+@click.option("--graph-txt", metavar="OUT.txt", help="Write it in the PipeDream artifact's format.")
+@click.option("--picture", metavar="OUT.png", help="Write the picture here.")
+@click.option(
+    "--samples", type=click.IntRange(1), help="Which size to show, by default the largest; of a graph.txt, its."
+)
+@click.option("--all", "show_all", is_flag=True, help="Show every layer, however many there are.")
+@tracebacks
+def profile_(
+    words: tuple[str, ...],
+    json_file: str | None,
+    graph_txt: str | None,
+    picture: str | None,
+    samples: int | None,
+    show_all: bool,
+) -> None:
+    """Show what every layer of a model costs: time forward and backward, activations, parameters.
+
+    RECIPE is profiled as it says (engine.timing): measured on this machine, computed for its cluster's device, or read
+    from a file. NAME.profile.json and NAME.profile.png are written to the current folder, NAME being the recipe's.
+    FILE is a profile (.json) or the PipeDream artifact's graph.txt (.txt); it is shown, and NAME.profile.png written.
+
+    \b
+    Examples:
+      pipebench profile quickstart
+      pipebench profile quickstart cluster.name=local --samples 32
+      pipebench profile quickstart cluster.name=cluster-b --json v100.json --picture v100.png
+      pipebench profile quickstart.profile.json --graph-txt quickstart.graph.txt
+      pipebench profile gnmt8.graph.txt --samples 64 --all
+      pipebench run quickstart engine.timing=v100.json
+    """
+    references, overrides = split(words)
+    file = Path(references[0]) if len(references) == 1 and references[0].endswith((".json", ".txt")) else None
+    if file is not None and overrides:
+        raise click.UsageError(f"{overrides[0]} changes a recipe, and {file} is a profile")
+    loaded = load_one(words) if file is None else None
+    from pipebench.cli import profiling
+    from pipebench.recipe.preflight import preflight
+
+    if loaded is not None:
+        preflight(loaded, trains=False)
+
+    name = profiling.plain_name(file) if file is not None else loaded.recipe.name if loaded is not None else ""
+    json_path = json_file or (None if file is not None else f"{name}.profile.json")
+    output = profiling.ProfileOutput(
+        json_path=Path(json_path) if json_path else None,
+        graph_path=Path(graph_txt) if graph_txt else None,
+        picture_path=Path(picture or f"{name}.profile.png"),
+        num_samples=samples,
+        show_all=show_all,
+    )
+    if file is not None:
+        profiling.profile_of_file(file, output)
+    elif loaded is not None:
+        profiling.profile_of_recipe(loaded, output)

@@ -1,0 +1,117 @@
+"""`pipebench run`: train recipes, or go on with a run; as the command of a user, or as one of a run's processes."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from pipebench.cli.group import note_verbose
+from pipebench.cli.parameters import Parameter, parse_seeds
+from pipebench.cli.references import load_all, split
+from pipebench.errors import UserError, WorkersFailedError
+
+if TYPE_CHECKING:
+    from pipebench.recipe.load import LoadedRecipe
+    from pipebench.run.suite import Suite
+
+
+@click.command(short_help="Train recipes to their target and record the answers.")
+@click.argument("words", metavar="RECIPE... [KEY=VALUE...]", nargs=-1)
+@click.option(
+    "--seeds",
+    type=Parameter(parse_seeds),
+    metavar="0,1,2",
+    help="Run every recipe once per seed; gives a median and a spread.",
+)
+@click.option(
+    "--resume",
+    metavar="RUN",
+    help="Go on with a run from its last checkpoint: its folder in pipebench-runs/, the beginning of its name, or its "
+    "MLflow run id. Keys may be changed.",
+)
+@click.option(
+    "--verbose",
+    is_flag=True,
+    callback=note_verbose,
+    help="Log what every worker does, with its time; show the whole traceback of an error in your own code.",
+)
+def run(words: tuple[str, ...], seeds: tuple[int, ...] | None, resume: str | None, verbose: bool) -> int:
+    """Train recipes to their target and record the answers in MLflow.
+
+    RECIPE is a file, a folder of recipes, or a short name from `pipebench ls recipes`. KEY=VALUE overrides a key
+    of every recipe named; `pipebench show RECIPE` prints all keys. Everything is checked before anything runs.
+
+    \b
+    Examples:
+      pipebench run quickstart
+      pipebench run quickstart/dp quickstart/gpipe train.seed=1
+      pipebench run recipes/quickstart --seeds 0,1,2
+      pipebench run my-recipe.yaml parallelism.plan=2-1-1 cluster.servers=4
+      pipebench run quickstart engine.kind=distributed      a process per worker, on this host
+      torchrun --nnodes 2 --nproc-per-node 4 ... -m pipebench run my-recipe.yaml engine.kind=distributed
+      pipebench run --resume my-recipe-1f0c9a7e
+    """
+    if resume and seeds:
+        raise click.UsageError("--resume goes on with the run's own seed: leave out --seeds")
+    if _started_as_worker():
+        from pipebench.distributed.launch_worker import worker_main
+
+        return worker_main(lambda: _work(words, seeds, resume, verbose), verbose=verbose)
+    loaded, suite = _to_run(words, resume, verbose)
+    from pipebench.run.preflight_all import preflight_all
+
+    preflight_all(loaded)
+    from pipebench.run import runner
+
+    try:
+        code: int = runner.run_recipes(loaded, suite, seeds=seeds)
+    except WorkersFailedError as error:  # its launcher has said why
+        return error.exit_code
+    return code
+
+
+def _to_run(words: Sequence[str], resume: str | None, verbose: bool) -> tuple[list["LoadedRecipe"], "Suite"]:
+    """Return the recipes to run, or the one to go on with, and how to run them."""
+    references, overrides = split(words)
+    if resume is None:
+        if not references:
+            raise click.UsageError("name at least one recipe, for example: pipebench run quickstart")
+        loaded = load_all(references, overrides)
+        from pipebench.run.suite import Suite, suite_name
+
+        return loaded, Suite(suite_name(loaded), tuple(overrides), verbose)
+    if references:
+        raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
+    from pipebench.run.resuming import resumed
+    from pipebench.run.suite import Suite
+
+    folder, recipe = resumed(resume, overrides)
+    return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)
+
+
+def _started_as_worker() -> bool:
+    """Return whether torchrun, or a parent of ours, started this process as one of several."""
+    return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1)
+
+
+def _work(words: Sequence[str], seeds: Sequence[int] | None, resume: str | None, verbose: bool) -> None:
+    """Do one process's part of a run."""
+    if seeds is not None:
+        raise UserError("--seeds: processes that are started together run one seed; give train.seed=N")
+    loaded, suite = _to_run(words, resume, verbose)
+    from pipebench.distributed.launch_worker import launched_by_us
+    from pipebench.run.preflight_all import preflight_all
+
+    # One tries for all; where `pipebench run` is the launcher, it has.
+    preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
+    from pipebench.recipe.engines import engine_kind
+    from pipebench.run.processes import work
+
+    kinds = {engine_kind(each.recipe) for each in loaded}
+    if len(loaded) != 1 or not all(kind.in_processes for kind in kinds):
+        raise UserError(
+            f"{os.environ['WORLD_SIZE']} processes were started, so the command needs one recipe with "
+            f"engine.kind=distributed; it has {len(loaded)}, of kind {', '.join(sorted(kind.name for kind in kinds))}"
+        )
+    work(loaded[0], suite)

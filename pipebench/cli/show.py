@@ -1,0 +1,20 @@
+"""`pipebench show`: a recipe with everything filled in."""
+
+import click
+
+from pipebench.cli.references import load_one
+
+
+@click.command(short_help="Print a recipe with everything filled in.")
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+def show(words: tuple[str, ...]) -> None:
+    """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
+
+    \b
+    Examples:
+      pipebench show quickstart
+      pipebench show quickstart train.minibatch_size=64 parallelism.plan=2-1-1
+    """
+    from omegaconf import OmegaConf
+
+    click.echo(OmegaConf.to_yaml(load_one(words).config), nl=False)

@@ -1,0 +1,73 @@
+"""A recipe under validation, and the rules that are registered for one: what checks a recipe and what it reads.
+
+A rule names the keys it reads and is passed over when one of them is already faulty, so every fault is reported and
+none twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pipebench.recipe.leaves import Key, Leaves
+
+UNUSABLE: Final = object()
+Problems = Iterator[tuple[str, str]]
+RULES: list[tuple[tuple[str, ...], Callable[..., Problems]]] = []
+
+
+@dataclass
+class Draft:
+    """A recipe under validation.
+
+    Attributes:
+        values: nested plain data, resolved.
+        leaves: where each value came from; takes the faults.
+        pending: keys whose value only the environment knows.
+        source: the recipe's own file, blamed for defaults.
+        folder: where that file is.
+        made: what rules made on the way for later rules: `@cluster`, `@dataset`.
+    """
+
+    values: Mapping[str, Any]
+    leaves: Leaves
+    pending: set[str]
+    source: str
+    folder: Path
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, key: str) -> Any:
+        """Return a value, or `UNUSABLE` if it is faulty or not known yet."""
+        if key.startswith("@"):
+            return self.made.get(key, UNUSABLE)
+        path = tuple(key.split("."))
+        if self.leaves.is_faulty(path) or any(each == key or each.startswith(f"{key}.") for each in self.pending):
+            return UNUSABLE
+        value: Any = self.values
+        for part in path:
+            if not isinstance(value, dict) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+    def fault(self, key: str, problem: str) -> None:
+        """Note a fault under the file that gave the key."""
+        path = tuple(key.split(".")) if key else ()
+        self.leaves.fault(path, problem, self._file(path))
+
+    def _file(self, path: Key) -> str:
+        for length in range(len(path), 0, -1):
+            for key, leaf in reversed(self.leaves.found.items()):
+                if key[:length] == path[:length] and (length > 1 or len(path) == 1):
+                    return leaf.file
+        return self.source
+
+
+def rule(*keys: str) -> Callable[[Callable[..., Problems]], Callable[..., Problems]]:
+    """Register a function of these keys' values that yields pairs of key and problem."""
+
+    def register(function: Callable[..., Problems]) -> Callable[..., Problems]:
+        RULES.append((keys, function))
+        return function
+
+    return register

@@ -1,0 +1,57 @@
+"""What the value of a key may be, whatever the other keys say: one of some names, or a number of a range."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pipebench.recipe.engines import ENGINES
+from pipebench.schedule.modes import AUTO, MODES, ORDERS, WEIGHT_POLICIES
+
+
+def _within(smallest: float, largest: float) -> Callable[[float], bool]:
+    return lambda value: smallest <= value <= largest
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "train.optimizer.name": ("sgd", "adam", "adamw"),
+    "train.optimizer.lr_scaling": ("replicas", "none"),
+    "train.schedule.name": ("constant", "step", "cosine", "polynomial"),
+    "parallelism.mode": (*MODES, AUTO),
+    "parallelism.cost_model": ("overlap", "sosp19", "artifact"),  # as in planner.cost_models, which takes NumPy to load
+    "parallelism.order": ORDERS,
+    "parallelism.weights": WEIGHT_POLICIES,
+    "engine.kind": tuple(ENGINES),
+    "engine.device": ("auto", "cpu", "cuda"),
+}
+
+_COUNT = (_within(1, 2**31), "a whole number of at least 1, at most 2147483648")
+_WEEK_S = 604_800.0  # sockets and timers refuse centuries
+_LIMIT = "a number of seconds from 0.1 to 604800, a week"
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "train.seed": (_within(0, 2**63 - 1), "a whole number from 0 on"),
+    "train.minibatch_size": _COUNT,
+    "train.streams": _COUNT,
+    "train.max_epochs": _COUNT,
+    "train.optimizer.lr": (lambda lr: 0 < lr <= 1e6, "a number above 0, at most 1e6"),
+    "train.optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1"),
+    "train.optimizer.weight_decay": (_within(0, 1e6), "a number of at least 0, at most 1e6"),
+    "train.optimizer.eps": (lambda eps: 0 < eps <= 1, "a number above 0, at most 1"),
+    "train.optimizer.clip_norm": (lambda norm: norm > 0, "a number above 0, or null"),
+    "train.optimizer.betas": (
+        lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        "two numbers from 0 to below 1",
+    ),
+    "train.schedule.every_epochs": (lambda epochs: epochs > 0, "a number above 0"),
+    "train.schedule.factor": (lambda factor: factor > 0, "a number above 0"),
+    "train.schedule.power": (lambda power: power > 0, "a number above 0"),
+    "train.schedule.warmup_epochs": (lambda epochs: epochs >= 0, "a number of at least 0"),
+    "train.evaluate_every.epochs": _COUNT,
+    "train.evaluate_every.minibatches": _COUNT,
+    "train.checkpoint_every.epochs": _COUNT,
+    "train.checkpoint_every.minibatches": _COUNT,
+    "engine.max_restarts": (_within(0, 2**31), "a whole number from 0 on, at most 2147483648"),
+    "engine.stall_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
+    "engine.join_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
+    "cluster.servers": (lambda servers: servers >= 1, "a whole number of at least 1"),  # at most: the cluster's rule
+    "parallelism.microbatches": _COUNT,
+    "parallelism.accumulate": _COUNT,
+}
