@@ -29,6 +29,7 @@ from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile
 from pipebench.profile.walk import LOSS
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.targets import targets_of
 from zoo.registry import Dataset
@@ -74,7 +75,7 @@ def profile_for(
     if timing != "measured":
         found = fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
         return _with_the_models_bytes(found, timing, graph, dataset, sizes, optimizer, text)
-    if cluster.device != LOCAL and recipe.engine.kind != "distributed":
+    if cluster.device != LOCAL and not engine_kind(recipe).in_processes:
         raise ProfileError(
             f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
             f"cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"

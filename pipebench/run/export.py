@@ -22,7 +22,7 @@ from pipebench.train.prepare import initial_model
 
 
 @dataclass(frozen=True)
-class Exported:
+class Export:
     """What was exported.
 
     Attributes:
@@ -49,7 +49,7 @@ class Exported:
 _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
 
 
-def export(run: str, output: str | None, step: int | None) -> Exported:
+def export(run: str, output: str | None, step: int | None) -> Export:
     """Write the weights of a run's newest whole checkpoint as a `state_dict`.
 
     Args:
@@ -70,7 +70,7 @@ def export(run: str, output: str | None, step: int | None) -> Exported:
         files.replace(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path}: can't be written: {error.strerror}") from error
-    return Exported(path, folder.run_id, checkpoint.step, checkpoint.progress, tuple(skipped))
+    return Export(path, folder.run_id, checkpoint.step, checkpoint.progress, tuple(skipped))
 
 
 class _Graph:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pipebench.errors import Fault, RecipeError
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.preflight import preflight
 
@@ -22,7 +23,7 @@ def preflight_all(loaded: Sequence[LoadedRecipe], *, tries: bool = True) -> None
     for each in loaded:
         try:
             preflight(each)
-            if tries and each.recipe.engine.kind != "simulated" and each.has_targets:
+            if tries and engine_kind(each.recipe).trains and each.has_targets:
                 from pipebench.run.trial import try_out  # it takes torch, which most refusals don't need
 
                 try_out(each)

@@ -9,12 +9,13 @@ from pipebench.checkpoint.progress import Progress
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, Checkpoints, reason_of
 from pipebench.errors import UserError
-from pipebench.train.answer import together
-from pipebench.train.prepare import DISTRIBUTED, Prepared
+from pipebench.recipe.engines import engine_kind
+from pipebench.train.metrics import EarlierWorkers, together
+from pipebench.train.prepare import Job
 
 
 @dataclass(frozen=True)
-class TakenUp:
+class ResumePoint:
     """A checkpoint that fits a run.
 
     Attributes:
@@ -28,7 +29,7 @@ class TakenUp:
     progress: Progress
 
 
-def taken_up(checkpoint: Checkpoint, prepared: Prepared) -> TakenUp:
+def resume_point(checkpoint: Checkpoint, job: Job) -> ResumePoint:
     """Return a checkpoint's content, once all of it is known to fit.
 
     Raises:
@@ -36,14 +37,14 @@ def taken_up(checkpoint: Checkpoint, prepared: Prepared) -> TakenUp:
     """
     try:
         progress = Progress.from_json(checkpoint.progress)
-        _check_progress(progress, prepared, checkpoint.step)
-        state = check_fits(checkpoint.load(), prepared.setup, checkpoint.step)
+        _check_progress(progress, job, checkpoint.step)
+        state = check_fits(checkpoint.load(), job.setup, checkpoint.step)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    return TakenUp(checkpoint.step, state, progress)
+    return ResumePoint(checkpoint.step, state, progress)
 
 
-def as_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> TakenUp:
+def load_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> ResumePoint:
     """Return the content of a checkpoint that another process has just found to fit; checking takes memory and time.
 
     Args:
@@ -55,13 +56,13 @@ def as_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> TakenUp:
     """
     state = checkpoint.load()
     state.optimizer = {name: kept for name, kept in state.optimizer.items() if name in optimizer}
-    return TakenUp(checkpoint.step, state, Progress.from_json(checkpoint.progress))
+    return ResumePoint(checkpoint.step, state, Progress.from_json(checkpoint.progress))
 
 
-def newest(checkpoints: Checkpoints, prepared: Prepared) -> tuple[TakenUp | None, list[str]]:
+def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list[str]]:
     """Return the newest checkpoint that is whole and fits, and a sentence for each newer one that was passed over."""
-    fitting: list[TakenUp] = []
-    _, skipped = checkpoints.latest(fits=lambda checkpoint: fitting.append(taken_up(checkpoint, prepared)))
+    fitting: list[ResumePoint] = []
+    _, skipped = checkpoints.latest(fits=lambda checkpoint: fitting.append(resume_point(checkpoint, job)))
     return (fitting[0] if fitting else None), skipped
 
 
@@ -70,28 +71,28 @@ def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
     return UserError(f"--resume: run {run_id} has no checkpoint to go on from{reason_of(skipped)}")
 
 
-def taken_by(prepared: Prepared) -> str:
+def taken_by(job: Job) -> str:
     """Return what decides whether what workers counted can be added to: the engine and the plan."""
-    setup = prepared.setup
-    return f"{prepared.recipe.engine.kind}, {setup.plan.stages}, devices {setup.cluster.devices}"
+    setup = job.setup
+    return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}"
 
 
-def bytes_before(progress: Progress, *, with_facts: bool) -> Counter[tuple[str, str]]:
-    """Return bytes by (kind, level) that were sent before what this run's workers count.
+def earlier_workers(progress: Progress, *, same_workers: bool) -> EarlierWorkers:
+    """Return what was done before what this run's workers count.
 
     Args:
         progress: where the run goes on.
-        with_facts: what the checkpoint's workers counted is among it, since these workers can't add to it.
+        same_workers: they go on counting where the checkpoint's workers were; others begin anew.
     """
     sent = Counter({(kind, level): num_bytes for kind, level, num_bytes in progress.bytes_before})
-    if with_facts:
-        sent.update(together(progress.facts)["num_bytes"])
-    return sent
+    if same_workers:
+        return EarlierWorkers(int(progress.counted_from[0]), float(progress.counted_from[1]), sent)
+    return EarlierWorkers(progress.samples, progress.training_s, sent + together(progress.facts)["num_bytes"])
 
 
-def _check_progress(progress: Progress, prepared: Prepared, step: int) -> None:
+def _check_progress(progress: Progress, job: Job, step: int) -> None:
     """Check what has to hold between a checkpoint's counters and this run."""
-    setup, kind = prepared.setup, prepared.recipe.engine.kind
+    setup, kind = job.setup, engine_kind(job.recipe)
     samples = setup.sampler.samples_before(step)
     if progress.samples != samples:
         raise CheckpointError(
@@ -103,10 +104,10 @@ def _check_progress(progress: Progress, prepared: Prepared, step: int) -> None:
                 raise CheckpointError(
                     f"progress.points[{index}].metrics: found no {metric}, which every evaluation has"
                 )
-    alone, workers = kind != DISTRIBUTED, setup.pipeline.num_workers
+    alone, workers = not kind.in_processes, setup.pipeline.num_workers
     if any(("meter" in facts) is alone for facts in progress.facts):
-        raise CheckpointError(f"progress.facts: found those of another engine, expected are those of a {kind} one")
-    if progress.taken_by == taken_by(prepared):
+        raise CheckpointError(f"progress.facts: found those of another engine, expected are those of a {kind.name} one")
+    if progress.taken_by == taken_by(job):
         shape = [len(facts[name]) for facts in progress.facts for name in ("peak_bytes", "weight_versions_max")]
         if shape != ([workers] * 2 if alone else [1] * 2 * workers):
             raise CheckpointError(f"progress.facts: found those of other workers, expected are those of {workers}")

@@ -4,22 +4,22 @@ from pipebench.engine.setup import Setup
 from pipebench.simulate.meter import Meter, fractions
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.timeline import Timeline
-from pipebench.train.answer import byte_metrics, describe, describe_stages
-from pipebench.train.prepare import Prepared
+from pipebench.train.metrics import byte_metrics, describe, describe_stages
+from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, RunResult
 
 
-def simulate_epoch(prepared: Prepared) -> tuple[RunResult, Timeline]:
+def simulate_epoch(job: Job) -> tuple[RunResult, Timeline]:
     """Simulate one epoch, fill and drain included; totals are those of one epoch."""
-    setup = prepared.setup
+    setup = job.setup
     meter = Meter(setup.pipeline)
     metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch, meter)
     result = RunResult(
-        **describe(prepared),
+        **describe(job),
         outcome=COMPLETED,
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
         metrics=metrics,
-        stages=tuple(describe_stages(prepared)),
+        stages=tuple(describe_stages(job)),
     )
     return result, meter.timeline()
 

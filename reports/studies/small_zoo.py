@@ -22,14 +22,14 @@ from typing import Any
 from pipebench import files
 from pipebench.formats import num_bytes, seconds
 from pipebench.model.device import environment, torch_settings
-from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.make import make_dataset
 from pipebench.show.progress import Silent
-from pipebench.train.loop import on_virtual_clock, train_to_target
-from pipebench.train.prepare import Prepared, prepare
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.prepare import Job, prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
+from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import read
 from reports.studies.ngram import Trigram
 from reports.studies.planned_models import table
@@ -169,7 +169,7 @@ def train(run: Run) -> None:
     loaded = run.loaded
     with torch_settings(loaded.recipe.engine):
         prepared = prepared_of(loaded)
-        result, _ = train_to_target(prepared, on_virtual_clock(prepared), Silent(), lambda point: None)
+        result, _ = TrainingLoop(prepared, on_virtual_clock(prepared), Silent(), lambda point: None).run()
         facts = environment(prepared.setup.device)
     keep(run, result, facts, time.perf_counter() - started)
 
@@ -181,10 +181,9 @@ def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -
     files.replace(run.path, f"{json.dumps(kept)}\n".encode())
 
 
-def prepared_of(loaded: LoadedRecipe) -> Prepared:
+def prepared_of(loaded: LoadedRecipe) -> Job:
     """Return a recipe, ready to run."""
-    recipe = loaded.recipe
-    return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent))
+    return prepare(loaded.recipe, loaded.cluster)
 
 
 def train_missing(jobs: int, tell: Callable[[str], object]) -> None:

@@ -18,7 +18,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.schema import Recipe
 from pipebench.run import runner
 from pipebench.train import prepare as prepare_module
-from pipebench.train.prepare import prepare, profiled
+from pipebench.train.prepare import prepare, profile_model
 
 TEXT = """\
 name: text
@@ -100,7 +100,7 @@ class TestPlansForText:
         comparison = prepare(recipe, load_cluster("cluster-a", 1)).comparison
         assert comparison is not None
         assert "train.streams is 3 with plan 4" in comparison.refused["dp"]
-        assert comparison.best.mode != "dp"
+        assert comparison.best.plan.mode != "dp"
 
     def test_a_plan_that_tears_a_stream_apart_is_refused(self) -> None:
         """Where validation can't see it: the plan is given after the recipe was checked."""
@@ -141,7 +141,7 @@ class TestModelsThatDoNotFitTheData:
 @pytest.mark.usefixtures("here")
 def test_plans_and_simulations_take_no_weights_and_no_data() -> None:
     recipe = load("vgg16/4x4-a-pipedream").recipe
-    made = profiled(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
+    made = profile_model(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
     assert all(parameter.is_meta for parameter in made.graph.root.parameters())
     assert sum(parameter.numel() for parameter in made.graph.root.parameters()) == 138_357_544
 

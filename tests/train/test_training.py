@@ -25,11 +25,13 @@ from pipebench.recipe.schema import (
 )
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.timeline import Timeline
-from pipebench.train.loop import Keeping, on_virtual_clock, train_to_target
-from pipebench.train.prepare import Prepared, initial_model, learning_rate, travelling_sizes
+from pipebench.train.checkpointing import CheckpointPolicy
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.prepare import Job, initial_model, learning_rate, travelling_sizes
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
-from pipebench.train.resume import taken_up
+from pipebench.train.resume import resume_point
 from pipebench.train.simulated import simulate_epoch
+from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import read, write
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
@@ -70,15 +72,15 @@ def recipe(**train: Any) -> Recipe:
     )
 
 
-def prepared(given: Recipe, lr: float = 0.1, plan: Any = ([4], [2, 1]), num_train: int = 46) -> Prepared:
+def prepared(given: Recipe, lr: float = 0.1, plan: Any = ([4], [2, 1]), num_train: int = 46) -> Job:
     setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=num_train), lr=lambda stage, before, own: lr)
     profile = Profile("mlp", "unit", "file", "unit costs", {}, 0.0, 0.0, {}, {})
-    return Prepared(given, flat_cluster(4), profile, setup)
+    return Job(given, flat_cluster(4), profile, setup)
 
 
-def train(given: Prepared, progress: Silent | None = None) -> tuple[RunResult, Timeline, list[Point]]:
+def train(given: Job, progress: Silent | None = None) -> tuple[RunResult, Timeline, list[Point]]:
     points: list[Point] = []
-    result, timeline = train_to_target(given, on_virtual_clock(given), progress or Silent(), points.append)
+    result, timeline = TrainingLoop(given, on_virtual_clock(given), progress or Silent(), points.append).run()
     return result, timeline, points
 
 
@@ -229,7 +231,7 @@ def test_a_flat_cluster_is_not_the_whole_story() -> None:
 
 
 def kept(
-    given: Prepared,
+    given: Job,
     checkpoints: Checkpoints,
     found: Checkpoint | None = None,
     on_point: Callable[[Point], None] = lambda point: None,
@@ -241,12 +243,12 @@ def kept(
         engines.append(on_virtual_clock(given)(*told))
         return engines[-1]
 
-    goes_on = None if found is None else taken_up(found, given)
-    result, _ = train_to_target(given, make, Silent(), on_point, Keeping(checkpoints, goes_on))
+    goes_on = None if found is None else resume_point(found, given)
+    result, _ = TrainingLoop(given, make, Silent(), on_point, CheckpointPolicy(checkpoints, goes_on)).run()
     return result, engines[0]
 
 
-def checkpointed(max_epochs: int = 3) -> Prepared:
+def checkpointed(max_epochs: int = 3) -> Job:
     """A run that drains for checkpoints twice per epoch of 12 minibatches."""
     every = PeriodRecipe(minibatches=5)
     return prepared(recipe(max_epochs=max_epochs, checkpoint_every=every), plan=([4], [2, 1]))
@@ -297,9 +299,9 @@ class Noted(Silent):
 
 def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path) -> None:
     progress, given = Noted(), checkpointed()
-    result, _ = train_to_target(
-        given, on_virtual_clock(given), progress, lambda point: None, Keeping(Full(tmp_path, keep=9))
-    )
+    result, _ = TrainingLoop(
+        given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(Full(tmp_path, keep=9))
+    ).run()
     assert result.outcome == MISSED
     assert progress.notes[0].startswith("no checkpoint at minibatch 12: [Errno 28] No space left on device; the one")
     assert Checkpoints(tmp_path).latest()[0] is not None
@@ -332,13 +334,13 @@ def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
     tmp_path: Path, reason: str, outcome: str, steps: list[int]
 ) -> None:
     given = checkpointed()
-    result, _ = train_to_target(
+    result, _ = TrainingLoop(
         given,
         lambda *told: Stopped(on_virtual_clock(given)(*told), 8, reason),
         Silent(),
         lambda point: None,
-        Keeping(Checkpoints(tmp_path)),
-    )
+        CheckpointPolicy(Checkpoints(tmp_path)),
+    ).run()
     assert result.outcome == outcome
     assert Checkpoints(tmp_path).steps() == steps
     assert result.sentence == ("interrupted after 32 samples" if outcome == INTERRUPTED else reason)
@@ -348,13 +350,13 @@ def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
 def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path, step: int) -> None:
     whole, _ = kept(checkpointed(), Checkpoints(tmp_path / "whole"))
     given, checkpoints = checkpointed(), Checkpoints(tmp_path / "stopped")
-    train_to_target(
+    TrainingLoop(
         given,
         lambda *told: Stopped(on_virtual_clock(given)(*told), step, "interrupted"),
         Silent(),
         lambda point: None,
-        Keeping(checkpoints),
-    )
+        CheckpointPolicy(checkpoints),
+    ).run()
     found, _ = checkpoints.latest()
     assert found is not None
     assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
@@ -387,8 +389,8 @@ def test_lost_time_adds_up(tmp_path: Path) -> None:
         given = checkpointed(index + 1)
         found = store.latest()[0]
         assert found is not None
-        keeping = Keeping(store, taken_up(found, given), lost_s=7.0)
-        result, _ = train_to_target(given, on_virtual_clock(given), Silent(), lambda point: None, keeping)
+        keeping = CheckpointPolicy(store, resume_point(found, given), lost_s=7.0)
+        result, _ = TrainingLoop(given, on_virtual_clock(given), Silent(), lambda point: None, keeping).run()
         assert result.metrics["lost_time_s"] == 7.0 * index
     assert result.metrics["total_time_s"] > 14
 
@@ -405,10 +407,10 @@ def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_
         asked.append(1)
         return Checkpoints(tmp_path)
 
-    result, _ = train_to_target(
-        given, on_virtual_clock(given, stop), Stopping(), lambda point: None, Keeping(when_stopped=place)
-    )
+    result, _ = TrainingLoop(
+        given, on_virtual_clock(given, stop), Stopping(), lambda point: None, CheckpointPolicy(when_stopped=place)
+    ).run()
     assert (result.outcome, result.sentence, asked) == (INTERRUPTED, "interrupted after 46 samples", [1])
     found = Checkpoints(tmp_path).latest()[0]
     assert found is not None
-    assert taken_up(found, given).progress.samples == 46
+    assert resume_point(found, given).progress.samples == 46

@@ -8,74 +8,64 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from pipebench.model.device import commit_diff
+from pipebench.planner.plans import Comparison
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.decision import plan_form
+from pipebench.run.request import recipe_yaml
 from pipebench.show import pictures
 from pipebench.show.trace import write_trace
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog
-from pipebench.train.prepare import Prepared
+from pipebench.train.prepare import Job
 
 _LOG = logging.getLogger("pipebench.run")
 
 
-def recipe_yaml(loaded: LoadedRecipe, seed: int) -> str:
-    """Return a recipe of its own with everything filled in, and the run's seed."""
-    config: Any = OmegaConf.to_container(loaded.config, resolve=False)
-    config["train"]["seed"] = seed
-    return OmegaConf.to_yaml(OmegaConf.create(config))
-
-
-def run_tags(prepared: Prepared, facts: Mapping[str, str]) -> dict[str, str]:
+def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
     """Return what people filter runs by."""
-    recipe = prepared.recipe
+    recipe = job.recipe
     return {
         "kind": "run",
         "mode": recipe.parallelism.mode,
-        "plan": str(prepared.setup.plan),
+        "plan": str(job.setup.plan),
         "engine": recipe.engine.kind,
         "seed": str(recipe.train.seed),
-        "timing": prepared.profile.note,
-        **{f"metric.{metric}": note for metric, note in prepared.setup.dataset.notes().items()},
+        "timing": job.profile.note,
+        **{f"metric.{metric}": note for metric, note in job.setup.dataset.notes().items()},
         **facts,
     }
 
 
-def record_inputs(log: RunLog, loaded: LoadedRecipe, prepared: Prepared, facts: Mapping[str, str]) -> None:
+def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
     """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
-    log.text("recipe.yaml", recipe_yaml(loaded, prepared.recipe.train.seed))
-    log.text("profile.json", write_profile(prepared.profile))
-    log.text("plan.json", _plan_json(prepared))
+    log.text("recipe.yaml", recipe_yaml(loaded))
+    log.text("profile.json", write_profile(job.profile))
+    log.text("plan.json", plan_form(job).text())
+    if job.comparison is not None:
+        log.text("modes.json", _modes_json(job.comparison))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
     difference = commit_diff()
     if difference:
         log.text("changes.diff", difference)
 
 
-def _plan_json(prepared: Prepared) -> str:
-    setup = prepared.setup
-    names = [layer.name for layer in setup.graph.layers]
-    stages = [{"layers": names[s.start : s.stop], "replicas": s.replicas} for s in setup.plan.stages]
-    depths = list(setup.pipeline.warmups)
-    told: dict[str, Any] = {"plan": str(setup.plan), "stages": stages, "depths": depths}
-    told["devices"] = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
-    if prepared.comparison is not None:
-        told["modes_compared"] = [
-            {
-                "mode": each.mode,
-                "plan": each.config,
-                "predicted_minibatch_s": each.minibatch_s,
-                "memory_bytes": max(stage.memory_bytes for stage in each.stages),
-            }
-            for each in (prepared.comparison.best, *prepared.comparison.others)
-        ]
-        told["modes_refused"] = prepared.comparison.refused
-    return json.dumps(told, indent=1)
+def _modes_json(comparison: Comparison) -> str:
+    """Return what the planner made of every mode, where the recipe left the choice to it."""
+    compared = [
+        {
+            "mode": each.plan.mode,
+            "plan": str(each.plan),
+            "predicted_minibatch_s": each.minibatch_s,
+            "memory_bytes": each.memory_bytes,
+        }
+        for each in (comparison.best, *comparison.others)
+    ]
+    return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
 def record_timeline(log: RunLog, timeline: Timeline) -> None:

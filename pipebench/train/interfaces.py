@@ -1,0 +1,78 @@
+"""What the training loop needs of others: the engine that trains, and somebody to tell how it gets on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pipebench.checkpoint.state import ModelState
+from pipebench.simulate.meter import Measured
+from pipebench.train.clock import TimeSource
+from pipebench.train.result import Point
+
+OnLoss = Callable[[torch.Tensor, int, float, float], None]
+OnUnit = Callable[[int, float, float], None]
+
+
+class Engine(TimeSource, Protocol):
+    """What trains: all workers in one process, or one of them."""
+
+    @property
+    def busy_fraction(self) -> float:
+        """Share of the time in training that the workers of this process spent computing."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends early, as far as this process knows."""
+
+    @property
+    def position(self) -> int:
+        """This process's place in what `exchange` returns."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process keeps the run's records."""
+
+    def train(self, first_minibatch: int, num_minibatches: int) -> int:
+        """Train, then drain; return how many minibatches were trained on."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return `eval_loss` and every metric of the dataset for the newest weights."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what every process gives, in the order of workers; JSON."""
+
+    def parts(self) -> Sequence[tuple[str, ModelState]]:
+        """Return what this process contributes to a checkpoint, by name."""
+
+    def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
+        """Go on from a checkpoint; `facts` are this process's then, None under another plan."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was counted here: `num_bytes`, and `peak_bytes` and `weight_versions_max` per worker; JSON."""
+
+    def turn_to(self, work: str) -> None:
+        """Name what this process does now, for those who wait for it."""
+
+    def settle(self) -> None:
+        """Let `clock_s` be the time now: what came since the drain belongs to neither training nor evaluation."""
+
+    def measured(self, training_s: float) -> Measured:
+        """Return what all workers measured; all processes call it."""
+
+
+MakeEngine = Callable[[OnLoss, OnUnit], Engine]
+OnPoint = Callable[[Point], None]
+
+
+class Progress(Protocol):
+    """What a run tells while it goes on."""
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Tell of one minibatch; called often."""
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Tell of one evaluation."""
+
+    def note(self, text: str) -> None:
+        """Tell of anything else, in a line that stays."""

@@ -1,0 +1,152 @@
+"""What a run came to, in numbers: metrics under their tracking names, and a row per stage."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipebench.recipe.engines import engine_kind
+from pipebench.simulate.meter import Measured, sum_by
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
+from pipebench.train.clock import RunClock
+from pipebench.train.curves import Curves
+from pipebench.train.prepare import Job
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """Return the part of a result that is known before the run."""
+    recipe, timing = job.recipe, job.profile.note
+    kind = engine_kind(recipe)
+    if kind.measures and job.profile.source != "measured":
+        timing = f"measured while it ran, on {job.setup.device.type}; planned by: {timing}"
+    return {
+        "name": recipe.name,
+        "mode": recipe.parallelism.mode,
+        "plan": str(job.setup.plan),
+        "engine": kind.name,
+        "clock": kind.clock,
+        "timing": timing,
+        "seed": recipe.train.seed,
+    }
+
+
+@dataclass(frozen=True)
+class EarlierWorkers:
+    """What was done before a change of engine or plan, by workers that this run's workers can't add to.
+
+    Attributes:
+        samples: trained on.
+        training_s: seconds in training.
+        num_bytes: sent, by (kind, level).
+    """
+
+    samples: int = 0
+    training_s: float = 0.0
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def run_metrics(
+    job: Job,
+    samples: int,
+    clock: RunClock,
+    curves: Curves,
+    facts: Mapping[str, Any],
+    measured: Measured,
+    earlier: EarlierWorkers,
+) -> dict[str, float]:
+    """Return the metrics of a run that trained.
+
+    Args:
+        job: what was trained.
+        samples: trained on.
+        clock: what the time was spent on.
+        curves: its evaluations.
+        facts: what its workers counted, as `together` returns it.
+        measured: what they measured.
+        earlier: what other workers did before.
+    """
+    setup, training_s = job.setup, clock.training_s
+    metrics: dict[str, float] = {
+        "evaluation_time_s": clock.evaluation_s,
+        "weight_versions_max": max(facts["weight_versions_max"]),
+        "peak_memory_bytes_max": max(facts["peak_bytes"]),
+        "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
+        **byte_metrics(earlier.num_bytes + facts["num_bytes"], samples),
+    }
+    if earlier.samples > 0:
+        metrics["workers_counted_from_samples"] = earlier.samples
+    if clock.lost_s > 0:
+        metrics["lost_time_s"] = clock.lost_s
+    if samples > 0 and training_s > 0:
+        metrics["throughput_samples_per_s"] = samples / training_s
+        metrics["epoch_time_s"] = training_s * setup.sampler.num_samples / samples
+        metrics |= measured.metrics
+    if curves.reached is not None:
+        metrics["time_to_accuracy_s"] = curves.reached.clock_s
+        metrics["time_to_accuracy_without_evaluation_s"] = curves.reached_training_s
+        metrics["epochs_to_target"] = curves.reached.samples / setup.sampler.num_samples
+    return metrics | curves.final_metrics()
+
+
+def together(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put together what the processes counted; lists are by worker."""
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for each in facts:
+        num_bytes.update({(kind, level): count for kind, level, count in each["num_bytes"]})
+    lists = {name: [value for each in facts for value in each[name]] for name in ("peak_bytes", "weight_versions_max")}
+    return {"num_bytes": num_bytes, **lists}
+
+
+def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
+    """Return communication metrics from bytes by (kind, level).
+
+    The total is activations, gradients and all-reduces; buffers and evaluation are given apart.
+    """
+    counts = dict(num_bytes)
+    training = (ACTIVATION, GRADIENT, ALL_REDUCE)
+    kinds = sum_by(counts, 0, (*training, BUFFERS, EVALUATION))
+    levels = sum_by(counts, 1, training)
+    total = sum(kinds.get(kind, 0) for kind in training)
+    metrics: dict[str, float] = {"comm_bytes_total": total}
+    metrics |= {f"comm_bytes_{kind.replace('-', '_')}": value for kind, value in kinds.items()}
+    metrics |= {f"comm_bytes_level_{level}": value for level, value in levels.items()}
+    if samples > 0:
+        metrics["comm_bytes_per_sample"] = total / samples
+        for kind in training:
+            if kind in kinds:
+                metrics[f"comm_bytes_per_sample_{kind.replace('-', '_')}"] = kinds[kind] / samples
+    return metrics
+
+
+def describe_stages(job: Job) -> list[dict[str, Any]]:
+    """Return what is known of every stage before the run."""
+    setup = job.setup
+    travels = max(setup.costs.stages[0].forward_s)
+    names = [layer.name for layer in setup.graph.layers]
+    return [
+        {
+            "index": index,
+            "replicas": stage.replicas,
+            "first_layer": names[stage.start],
+            "last_layer": names[stage.stop - 1],
+            "num_layers": stage.stop - stage.start,
+            "depth": setup.pipeline.warmups[index],
+            "forward_s": costs.forward_s[travels],
+            "backward_s": costs.backward_s[travels],
+            "update_s": costs.update_s,
+            "samples_per_update": setup.pipeline.round_size(index) * setup.sampler.minibatch_size,
+            "parameter_bytes": sum(bucket.num_bytes for bucket in costs.buckets),
+        }
+        for index, (stage, costs) in enumerate(zip(setup.plan.stages, setup.costs.stages, strict=True))
+    ]
+
+
+def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return a row per stage; `facts` as `together` returns them."""
+    rows = describe_stages(job)
+    pipeline = job.setup.pipeline
+    for row in rows:
+        workers = pipeline.workers_of(row["index"])
+        row["weight_versions_max"] = max(facts["weight_versions_max"][worker] for worker in workers)
+        row["peak_memory_bytes"] = max(facts["peak_bytes"][worker] for worker in workers)
+    return tuple(rows)

@@ -1,0 +1,19 @@
+"""The virtual engine, made for the training loop."""
+
+from pipebench.engine.gate import StopRequest
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.network import Network
+from pipebench.train.interfaces import MakeEngine, OnLoss, OnUnit
+from pipebench.train.prepare import Job
+
+
+def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
+    """Return what makes a virtual engine for a job; `stop` may ask it to end early."""
+
+    def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
+        meter = Meter(job.setup.pipeline)
+        network = Network(job.setup.cluster, job.setup.devices, meter.transfer)
+        return VirtualEngine(job.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
+
+    return make
