@@ -24,6 +24,7 @@ DRAWN = [
     ("model", (1, 1, 1, 1), 1, 1),
     ("gpipe", (1, 1, 1, 1), 1, 4),
     ("pipedream-flush", (1, 1, 1, 1), 1, 4),
+    ("interleaved", (1,) * 8, 1, 4),
     ("pipedream", (1, 1, 1, 1), 6, 1),
     ("pipedream", (2, 1), 8, 1),
 ]

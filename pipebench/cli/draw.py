@@ -8,18 +8,23 @@ from pipebench.cli.references import load_one
 
 @click.command(short_help="Draw the pipeline that a recipe makes.")
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@click.option("--versions", is_flag=True, help="Tell which weight version each uses: F3@1.")
 @tracebacks
-def draw(words: tuple[str, ...]) -> None:
+def draw(words: tuple[str, ...], versions: bool) -> None:
     """Draw the start of the pipeline that a recipe makes: workers downwards, time to the right. Trains nothing.
+
+    F3 is the forward of minibatch 3, or of microbatch 3, B3 its backward; where workers have several stages the stage
+    stands first, 2F3. With --versions, F3@1 uses the weights after update 1; updates count from the start.
 
     \b
     Examples:
       pipebench draw quickstart
       pipebench draw quickstart/gpipe parallelism.microbatches=8
+      pipebench draw quickstart/pipedream-2bw --versions
     """
     loaded = load_one(words)
     from pipebench.recipe.preflight import preflight
     from pipebench.run import runner
 
     preflight(loaded, trains=False)
-    click.echo(runner.draw(loaded))
+    click.echo(runner.draw(loaded, versions=versions))

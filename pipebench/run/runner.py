@@ -73,8 +73,13 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     return worst.exit_code
 
 
-def draw(loaded: LoadedRecipe) -> str:
-    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free."""
+def draw(loaded: LoadedRecipe, *, versions: bool = False) -> str:
+    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free.
+
+    Args:
+        loaded: the recipe.
+        versions: tell the weight version of every forward and backward.
+    """
     job = prepare_job(loaded, trains=False)
     setup = job.setup
     travels = max(setup.costs.stages[0].forward_s)
@@ -82,10 +87,12 @@ def draw(loaded: LoadedRecipe) -> str:
     backward = [stage.backward_s[travels] for stage in setup.costs.stages]
     unit_s = min(value for value in (*forward, *backward) if value > 0)
     cells = [[max(1, round(value / unit_s)) for value in row] for row in (forward, backward)]
-    rounds = max(setup.pipeline.round_size(0), setup.pipeline.block * max(setup.pipeline.warmups) * 2)
+    pipeline = setup.pipeline
+    # Two flushes; or, where there is none, the pipeline full for as long again, and a few updates.
+    count = 2 * pipeline.period if pipeline.flushes else max(3 * pipeline.period, 2 * pipeline.block * pipeline.depth)
     title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
     width = console.standard_output().width if console.is_terminal() else None
-    return f"{title}\n{draw_schedule(setup.pipeline, rounds, cells[0], cells[1], width=width)}"
+    return f"{title}\n{draw_schedule(pipeline, count, cells[0], cells[1], width=width, versions=versions)}"
 
 
 def _run_with_seeds(

@@ -94,9 +94,10 @@ class Meter:
 
 def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
     """Return what a timeline shows of an event."""
-    start_s, end_s, worker, (op, _, number, *_), _ = event
+    start_s, end_s, worker, (op, stage, number, *_), _ = event
+    own = stage if pipeline.chunks > 1 else ""  # of the worker's stages
     if op is Op.UPDATE:
-        return Span(worker, UPDATE, f"U{number}", start_s, end_s, -1)
+        return Span(worker, UPDATE, f"{own}U{number}", start_s, end_s, -1)
     if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM):
         return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, -1)
     minibatch = number if evaluating else pipeline.minibatch(number)[0]
@@ -104,9 +105,9 @@ def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
         return Span(worker, WAIT, _WAIT_LABELS[op], start_s, end_s, minibatch)
     label = f"{number}" if evaluating else pipeline.label(number)
     if op in _SENDS:
-        return Span(worker, SEND, f"send {_SENDS[op]}{label}", start_s, end_s, minibatch)
+        return Span(worker, SEND, f"send {own}{_SENDS[op]}{label}", start_s, end_s, minibatch)
     kind, letter = COMPUTE[op]
-    return Span(worker, EVALUATE if evaluating else kind, f"{letter}{label}", start_s, end_s, minibatch)
+    return Span(worker, EVALUATE if evaluating else kind, f"{own}{letter}{label}", start_s, end_s, minibatch)
 
 
 def fractions(busy_s: float, stall_s: float, num_workers: int, elapsed_s: float) -> dict[str, float]:
