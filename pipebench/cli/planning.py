@@ -88,7 +88,10 @@ def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
         )
     if options.cost_model is not None:
         parallelism = replace(parallelism, cost_model=options.cost_model)
-    return replace(loaded, recipe=replace(recipe, cluster=cluster, engine=engine, parallelism=parallelism))
+    changed = replace(recipe, cluster=cluster, engine=engine, parallelism=parallelism)
+    if cluster == recipe.cluster:
+        return replace(loaded, recipe=changed)
+    return replace(loaded, recipe=changed, cluster=load_cluster(cluster.name, cluster.servers, loaded.path.parent))
 
 
 def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
@@ -129,7 +132,7 @@ def _write(option: str, path: Path, write: Callable[[Path], object], options: Pl
 
 def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
     recipe = loaded.recipe
-    own = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
+    own = loaded.cluster
     with faults_of(loaded), preparing(recipe.name, _progress(options)) as on_progress:
         made = profile_model(recipe, own, on_progress, whole_minibatches=True)
     cluster = own if options.links is None else replace(options.links, device=own.device)

@@ -13,7 +13,6 @@ from pipebench import profile as profiles
 from pipebench.errors import UserError
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
-from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.show import console
 from pipebench.show.profile_picture import draw_profile, is_our_picture
@@ -92,9 +91,8 @@ def show_and_write(name: str, profile: Profile, output: ProfileOutput) -> None:
 
 def _profiled(loaded: LoadedRecipe) -> Profile:
     recipe = loaded.recipe
-    cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
     with faults_of(loaded), console.preparing(recipe.name) as on_progress:
-        return profile_model(recipe, cluster, on_progress).profile
+        return profile_model(recipe, loaded.cluster, on_progress).profile
 
 
 def _refuse_to_overwrite(output: ProfileOutput) -> None:

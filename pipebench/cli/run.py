@@ -83,7 +83,7 @@ def _to_run(words: Sequence[str], resume: str | None, verbose: bool) -> tuple[li
         return loaded, Suite(suite_name(loaded), tuple(overrides), verbose)
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
-    from pipebench.run.processes import resumed
+    from pipebench.run.resuming import resumed
     from pipebench.run.suite import Suite
 
     folder, recipe = resumed(resume, overrides)
@@ -106,7 +106,7 @@ def _work(words: Sequence[str], seeds: Sequence[int] | None, resume: str | None,
     # One tries for all; where `pipebench run` is the launcher, it has.
     preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
     from pipebench.recipe.engines import engine_kind
-    from pipebench.run.processes import RunRequest, work
+    from pipebench.run.processes import work
 
     kinds = {engine_kind(each.recipe) for each in loaded}
     if len(loaded) != 1 or not all(kind.in_processes for kind in kinds):
@@ -114,4 +114,4 @@ def _work(words: Sequence[str], seeds: Sequence[int] | None, resume: str | None,
             f"{os.environ['WORLD_SIZE']} processes were started, so the command needs one recipe with "
             f"engine.kind=distributed; it has {len(loaded)}, of kind {', '.join(sorted(kind.name for kind in kinds))}"
         )
-    work(loaded[0], RunRequest(tuple(words), suite.name, verbose, suite.resumed))
+    work(loaded[0], suite)

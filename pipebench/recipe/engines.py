@@ -1,8 +1,10 @@
 """The table of engines: what plays a schedule. How runs of each are made is `pipebench.run.engines`."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pipebench.recipe.schema import Recipe
+if TYPE_CHECKING:
+    from pipebench.recipe.schema import Recipe
 
 VIRTUAL_CLOCK, WALL_CLOCK = "virtual", "wall"
 
@@ -39,6 +41,6 @@ ENGINES: dict[str, EngineKind] = {
 }
 
 
-def engine_kind(recipe: Recipe) -> EngineKind:
+def engine_kind(recipe: "Recipe") -> EngineKind:
     """Return the kind of engine of a validated recipe."""
     return ENGINES[recipe.engine.kind]

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft
@@ -51,6 +52,7 @@ class LoadedRecipe:
         source: the recipe's file as people know it.
         origins: full key to the file that gave its value (`command line` for an override); defaults are absent.
         pending: faults that only matter when the recipe runs here, such as an environment variable that isn't set.
+        cluster: the cluster it names; not to be used as long as faults are pending.
         folders: where the modules of targets are looked for before anywhere else: beside the files that name them, in
             the working directory, beside the recipe.
     """
@@ -62,6 +64,7 @@ class LoadedRecipe:
     source: str
     origins: Mapping[str, str]
     pending: tuple[Fault, ...]
+    cluster: Cluster
     folders: tuple[Path, ...] = ()
 
     @property
@@ -177,6 +180,7 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
         source=display(path),
         origins={dotted(key): leaf.file for key, leaf in leaves.found.items()},
         pending=tuple(pending),
+        cluster=draft.get("@cluster"),
         folders=_folders(leaves.found, path),
     )
 

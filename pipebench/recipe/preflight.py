@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipebench.errors import Fault, RecipeError, UserCodeError
-from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
@@ -29,8 +28,8 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     """
     if loaded.pending:
         raise RecipeError(loaded.pending)
-    engine, cluster = loaded.recipe.engine, loaded.recipe.cluster
-    local = load_cluster(cluster.name, cluster.servers, loaded.path.parent).device == "local"
+    engine = loaded.recipe.engine
+    local = loaded.cluster.device == "local"
     measured = engine.timing == "measured" or (engine.timing == "auto" and local)
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
     _refuse(loaded, _targets(loaded))  # first: everything else may call them
@@ -77,8 +76,7 @@ def _own_dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     from pipebench.recipe.rules_zoo import dataset_problems
 
     recipe = loaded.recipe
-    cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent)
-    yield from dataset_problems(recipe, cluster, make_dataset(recipe.dataset))
+    yield from dataset_problems(recipe, loaded.cluster, make_dataset(recipe.dataset))
 
 
 def _dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:

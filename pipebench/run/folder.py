@@ -4,7 +4,7 @@ pipebench-runs/quickstart-1f0c9a7e/
     run.json        who the run is
     recipe.yaml     the recipe with everything filled in, as `pipebench show` prints it
     checkpoints/
-    result.json     once it has ended
+    record/         what it has logged, its result among it
 """
 
 import re
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pipebench.errors import UserError, nearest
+from pipebench.tracking.record import ENTRIES, mlflow_run_id, read_record
+from pipebench.train.result import RunResult
 from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from pipebench.recipe.load import LoadedRecipe
 
 RUNS = Path("pipebench-runs")
-_RUN, _RECIPE, _RESULT = "run.json", "recipe.yaml", "result.json"
+_RUN, _RECIPE = "run.json", "recipe.yaml"
 _DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # what makes a run's id of its recipe's name
 
 
@@ -40,7 +42,6 @@ class RunFacts:
         seed: the run's, whatever the recipe says.
         words: the command line's recipe and overrides.
         parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
-        mlflow_run_id: its own, once there is one.
         verbose: whether workers log every instruction.
         started_at_s: seconds since the epoch when its first processes were ready; None before.
         code_folders: where the modules of the recipe's targets were found first.
@@ -52,7 +53,6 @@ class RunFacts:
     seed: Annotated[int, Within(0, 2**63 - 1, f"a whole number from 0 to {2**63 - 1}")]
     words: tuple[str, ...]
     parent_mlflow_run_id: str | None
-    mlflow_run_id: str | None
     verbose: bool
     started_at_s: Finite | None
     code_folders: tuple[str, ...] = ()  # a run before recipes could name code by folder has none
@@ -75,9 +75,26 @@ class RunFolder:
         return self.path / _RECIPE
 
     @property
-    def result_path(self) -> Path:
-        """Return where the result is written."""
-        return self.path / _RESULT
+    def record_path(self) -> Path:
+        """Return where everything that the run logs is recorded."""
+        return self.path / "record"
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        """MLflow's id of the run, None if it has none."""
+        return mlflow_run_id(self.record_path)
+
+    def result(self) -> RunResult | None:
+        """Return what the run came to; None if it hasn't ended, or has gone on since.
+
+        Raises:
+            UserError: the record can't be read.
+        """
+        try:
+            record = read_record(self.record_path)
+        except OSError as error:
+            raise UserError(f"{self.record_path / ENTRIES}: {error.strerror}") from error
+        return None if record is None else record.result
 
     def recipe(self, overrides: Sequence[str] = ()) -> "LoadedRecipe":
         """Return the recipe, which finds the code it names where the run did.
@@ -149,10 +166,6 @@ class RunFolder:
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
 
-    def keep_mlflow_run_id(self, run_id: str) -> None:
-        """Note MLflow's id of the run, so that it can go on under it."""
-        self.update(mlflow_run_id=run_id)
-
     def write(self, facts: RunFacts) -> None:
         """Write who the run is; it is there whole, or not at all.
 
@@ -194,7 +207,7 @@ def create(
     """
     run_id = f"{recipe}-{secrets.token_hex(4)}"
     facts = RunFacts(
-        run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, mlflow_run_id=None, verbose=verbose,
+        run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose,
         started_at_s=None, code_folders=tuple(map(str, code_folders)),
     )  # fmt: skip
     folder = RunFolder(RUNS.absolute() / run_id)
@@ -222,7 +235,7 @@ def find(run: str) -> RunFolder:
     known = {path.parent.name: RunFolder(path.parent.absolute()) for path in sorted(RUNS.glob(f"*/{_RUN}"))}
     if run in known:
         return known[run]
-    of_mlflow = [folder for folder in known.values() if run and _mlflow_run_id(folder) == run]
+    of_mlflow = [folder for folder in known.values() if run and folder.mlflow_run_id == run]
     if of_mlflow:
         return of_mlflow[0]
     named = [run_id for run_id in known if run_id.startswith(run) and _DIGITS.fullmatch(run_id[len(run) :])]
@@ -236,13 +249,6 @@ def find(run: str) -> RunFolder:
         raise UserError(f"run: got {run[:80]!r}, but {RUNS}/ in the working directory holds no run")
     allowed = f"allowed are the runs in {RUNS}/ ({_listed(list(known))}) and their MLflow run ids"
     raise UserError(f"run: got {run[:80]!r}, {allowed}{nearest(run[:80], known)}")
-
-
-def _mlflow_run_id(folder: RunFolder) -> str | None:
-    try:
-        return folder.read().mlflow_run_id
-    except UserError:
-        return None
 
 
 def _listed(run_ids: Sequence[str]) -> str:

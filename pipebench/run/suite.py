@@ -29,6 +29,11 @@ class Suite:
     verbose: bool = False
     resumed: RunFolder | None = None
 
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What a run that goes on does otherwise than its recipe says."""
+        return self.overrides if self.resumed is not None else ()
+
 
 def suite_name(loaded: Sequence[LoadedRecipe]) -> str:
     """Return the name that groups runs of these recipes, and of others beside them, whenever they are made.

@@ -1,15 +1,13 @@
-"""What waits in a run's queue until MLflow has taken it, and what is made of a result for it."""
+"""What is made for MLflow of what a run has logged."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 from urllib.parse import quote
 
-from pipebench.tracking.store import MAX_TAG_CHARS, Row
+from pipebench.tracking.record import Entry, Status
+from pipebench.tracking.store import MAX_TAG_CHARS
+from pipebench.tracking.summary import summarise_curves
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 # Columns of RunResult.stages that are metrics of their own, as `<column>/stage_<index>`; the rest, and what concerns
 # single workers, is in the artifact result.json: hundreds of metrics hide the dozen that people compare runs by.
@@ -21,40 +19,28 @@ DESCRIPTION = "mlflow.note.content"  # the tag that MLflow shows as a run's desc
 _CUT = "(The artifacts hold the rest.)"
 
 
-@dataclass(frozen=True)
-class Entries:
-    """Values, params and tags.
+def values_of(entry: Entry, *, virtual: bool) -> tuple[dict[str, float], int]:
+    """Return the values of an entry, and their step.
 
-    Attributes:
-        rows: values of metrics.
-        params: as MLflow takes them.
-        tags: likewise.
-        clocked: the rows' timestamps are on the wall clock of the run: they move with its start if it began in another
-            process.
-        curve: the rows are of a curve: a metric has at most one value at a step.
+    MLflow's timestamps are whole milliseconds, and it ranks runs by them: virtual seconds, of which a run has 0.2 or
+    200,000, would have to be stretched by a factor of their own per run. They are a metric instead, which MLflow takes
+    as an axis, too.
     """
-
-    rows: tuple[Row, ...] = ()
-    params: Mapping[str, str] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
-    clocked: bool = False
-    curve: bool = False
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A file of the run; its name may hold folders."""
-
-    name: str
-    content: bytes
+    point, result = entry.point, entry.result
+    if point is not None:
+        return {**point.metrics, **({"virtual_time_s": point.clock_s} if virtual else {})}, point.samples
+    if result is not None:
+        values = {**summarise_curves(result.points), **logged_metrics(result.metrics), **stage_metrics(result)}
+        return values, result.points[-1].samples if result.points else 0
+    return dict(entry.metrics), entry.step
 
 
-@dataclass(frozen=True)
-class End:
-    """The end of the run."""
-
-    status: Status
-    timestamp_ms: int
+def tags_of(entry: Entry) -> dict[str, str]:
+    """Return the tags of an entry, those of a result among them."""
+    if entry.result is None:
+        return dict(entry.tags)
+    notes = {f"note.{fact.replace(' ', '_')}": note for fact, note in entry.result.notes.items()}
+    return {**entry.tags, "outcome": entry.result.outcome, **notes}
 
 
 def outcome_status(result: RunResult | None) -> Status:

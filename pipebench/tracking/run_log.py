@@ -1,44 +1,28 @@
-"""The record of a run, kept without slowing it down: callers only queue, one thread of ours talks to MLflow.
+"""What a run logs, without being slowed down: it goes to the run's record, and one thread of ours tells MLflow of it.
 
-Nothing leaves the queue before MLflow has taken it. When MLflow fails, all that was queued or logged goes to a folder
-on disk (`rescue.py`), there is one warning, and the run goes on; MLflow is tried again now and then, and at the end.
-A run that another process began is gone on with under its id (`history.py`).
+When MLflow fails there is one warning, and the run goes on: its record keeps what isn't sent. MLflow is tried again now
+and then, at the end, and when the run goes on in another process.
 """
 
 import json
 import logging
-import math
 import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipebench.errors import printable
-from pipebench.tracking.entries import (
-    DESCRIPTION,
-    Artifact,
-    End,
-    Entries,
-    Status,
-    description,
-    logged_metrics,
-    outcome_status,
-    stage_metrics,
-)
-from pipebench.tracking.history import History
-from pipebench.tracking.rescue import Rescue
-from pipebench.tracking.store import MAX_PARAM_CHARS, Row, Store, clean_name, default_uri, shown_uri
-from pipebench.tracking.summary import summarise_curves
-from pipebench.tracking.system import SystemMetrics
+from pipebench.tracking.entries import DESCRIPTION, description, outcome_status
+from pipebench.tracking.record import Entry, RecordFolder, Start, Status
+from pipebench.tracking.sender import Sender
+from pipebench.tracking.store import MAX_PARAM_CHARS, Store, clean_name, default_uri, shown_uri
 from pipebench.tracking.view import run_address
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import write
 
-__all__ = ["RunLog", "Status", "Tracking"]
+__all__ = ["RunLog", "Tracking"]
 
 # One round of sending costs this process 5 to 10 ms (SQLite): every other second is half a per cent of a run at most.
 SEND_EVERY_S = 2.0
@@ -47,20 +31,6 @@ _PATIENCE_LOCAL_S, _PATIENCE_SERVER_S, _PATIENCE_LOST_S = 60.0, 5.0, 0.2
 _RETRY_AFTER_S = 30.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The arguments of `Tracking.start`."""
-
-    name: str
-    params: Mapping[str, str]
-    tags: Mapping[str, str]
-    parent: "RunLog | str | None"
-    virtual: bool
-    run_id: str | None
-    on_run_id: Callable[[str], None]
-    system_metrics: bool
 
 
 class Tracking:
@@ -83,6 +53,13 @@ class Tracking:
         self._connected = threading.Event()
         threading.Thread(target=self._send_forever, name="pipebench-tracking", daemon=True).start()
 
+    @property
+    def patience_s(self) -> float:
+        """How long a store may take nothing before it isn't waited for any longer."""
+        if self.lost:
+            return _PATIENCE_LOST_S
+        return _PATIENCE_LOCAL_S if self.store.local else _PATIENCE_SERVER_S
+
     def start(
         self,
         name: str,
@@ -91,8 +68,7 @@ class Tracking:
         tags: Mapping[str, str],
         parent: "RunLog | str | None" = None,
         virtual: bool = True,
-        run_id: str | None = None,
-        on_run_id: Callable[[str], None] = lambda run_id: None,
+        folder: Path | None = None,
         system_metrics: bool = False,
     ) -> "RunLog":
         """Open the record of one run.
@@ -103,15 +79,36 @@ class Tracking:
             tags: whatever else people filter by.
             parent: the comparison this run belongs to, or MLflow's id of it.
             virtual: whether the run's clock is virtual: it is then a metric, and timestamps are the wall's.
-            run_id: MLflow's id of a run that an earlier process began and that goes on: points that MLflow has are not
-                logged again, its start stays, params and tags that changed become tags `resumed.<name>`.
-            on_run_id: told of MLflow's id as soon as there is a new one, in another thread.
+            folder: where the run is recorded; None for a place that is removed once MLflow has everything. A run that
+                an earlier process recorded there goes on: points that MLflow has are not logged again, its start stays,
+                params and tags that changed become tags `resumed.<name>`.
             system_metrics: whether this host's CPU, memory, disk, network and GPU are sampled.
         """
-        run = RunLog(
-            self,
-            _Start(name, params, tags, parent, virtual, run_id, on_run_id, system_metrics),
-        )
+        record = RecordFolder.of_name(name, self.folder) if folder is None else RecordFolder(folder)
+        start = Start(name, virtual, parent if isinstance(parent, str) else None)
+        run = self._open(record, start, parent, system_metrics=system_metrics)
+        run.begin(Entry(start=start, params=params, tags={"clock": start.clock, "timestamps": "wall", **tags}))
+        return run
+
+    def take_up(self, folder: Path) -> "RunLog | None":
+        """Open what another process has recorded, for what it couldn't send and how it ended; None if there is nothing.
+
+        Args:
+            folder: the record's.
+        """
+        record = RecordFolder(folder)
+        start = next((entry.start for entry in record.earlier if entry.start is not None), None)
+        return None if start is None else self._open(record, start, start.parent_id, system_metrics=False)
+
+    def _open(
+        self, record: RecordFolder, start: Start, parent: "RunLog | str | None", *, system_metrics: bool
+    ) -> "RunLog":
+        def parent_id() -> str | None:
+            return parent.run_id if isinstance(parent, RunLog) else parent
+
+        has_parent = parent is not None
+        sender = Sender(record, start, parent_id if has_parent else None, system_metrics=system_metrics)
+        run = RunLog(self, start.name, sender)
         self._runs.append(run)
         return run
 
@@ -126,6 +123,10 @@ class Tracking:
         """Make the sender look at the queues now."""
         self._awake.set()
 
+    def note_progress(self) -> None:
+        """Note that MLflow has taken something."""
+        self.progress += 1
+
     def warn(self, reason: BaseException | str, folder: Path | None) -> None:
         """Tell the user, once, that MLflow doesn't take what is logged."""
         if not self._warned:
@@ -138,75 +139,60 @@ class Tracking:
     def _send_forever(self) -> None:
         try:
             self.store.connect()
-        except Exception as error:  # each run tries again, and is rescued if need be
+        except Exception as error:  # each run tries again, and says so
             _log.debug("MLflow doesn't connect: %s", error)
         self._connected.set()
         while True:
             for run in list(self._runs):
-                run.send(self.store)
-                if run.settled.is_set():
+                run.send()
+                if run.is_settled:
                     self._runs.remove(run)
             self._awake.wait(SEND_EVERY_S)
             self._awake.clear()
 
 
 class RunLog:
-    """The record of one run. Every method but `finish` returns at once and never raises for MLflow's sake.
+    """What one run logs. Every method but `finish` returns at once and never raises for MLflow's sake.
 
     Attributes:
         name: the run's name.
-        run_id: MLflow's id, None until MLflow has given one (or the caller, of a run that goes on).
-        settled: set when the sender is done with a finished run, well or badly.
     """
 
-    def __init__(self, tracking: Tracking, start: _Start) -> None:
-        """Queue the start."""
-        self.name = start.name
-        self.run_id = start.run_id
-        self.settled = threading.Event()
+    def __init__(self, tracking: Tracking, name: str, sender: Sender) -> None:
+        self.name = name
         self._tracking = tracking
-        self._start = start
-        self._start_ms = _now_ms()
-        self._shift_ms = 0  # to the start of a run that another process began
-        self._tags = {"clock": "virtual" if start.virtual else "wall", "timestamps": "wall", **start.tags}
-        self._points: list[Point] = []
-        self._artifacts: dict[str, bytes] = {}
-        self._result: RunResult | None = None
-        self._queue: deque[Entries | Artifact | End] = deque()
-        self._end_queued = False
-        self._open = False
-        self._history: History | None = None
-        self._system: SystemMetrics | None = None
-        self._non_finite: set[str] = set()
+        self._sender = sender
         self._retry_at_s = 0.0
         self._failed = False
-        self._rescue = Rescue(start.name, {"params": dict(start.params), "tags": self._tags}, tracking.folder)
-        self._rescue.run_id = start.run_id
-        self._queue_params(start.params)
+        self._result: RunResult | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run, None until MLflow has given one."""
+        return self._sender.record.run_id
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the sender is done with a finished run, well or badly."""
+        return self._sender.settled.is_set()
+
+    def begin(self, start: Entry) -> None:
+        """Log what a process begins with."""
+        self._sender.add(start)
+        if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in start.params.items()):
+            self.text("params.json", json.dumps(dict(start.params), indent=1))
 
     def point(self, point: Point) -> None:
-        """Log one moment of the curves: step = samples, timestamp = that moment on the wall clock.
-
-        MLflow's timestamps are whole milliseconds, and it ranks runs by them: virtual seconds, of which a run has
-        0.2 or 200,000, would have to be stretched by a factor of their own per run. They are a metric instead, which
-        MLflow takes as an axis, too.
-        """
-        self._points.append(point)
-        values = dict(point.metrics)
-        if self._start.virtual:
-            values["virtual_time_s"] = point.clock_s
-            self._queue_values(values, _now_ms(), point.samples, curve=True)
-        else:
-            timestamp_ms = self._start_ms + round(point.clock_s * 1000)
-            self._queue_values(values, timestamp_ms, point.samples, clocked=True, curve=True)
+        """Log one moment of the curves: step = samples, timestamp = that moment on the wall clock."""
+        self._sender.add(Entry(point=point))
 
     def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run."""
-        self._queue_values(values, _now_ms(), step)
+        self._sender.add(Entry(metrics=values, step=step))
 
     def tag(self, name: str, value: str) -> None:
         """Set a tag."""
-        self._queue.append(Entries(tags={name: value}))
+        self._sender.add(Entry(tags={name: value}))
 
     def describe(self, markdown: str, pictures: Sequence[str] = ()) -> None:
         """Set the text that MLflow shows first, with pictures that are artifacts; waits for the run's id to name them.
@@ -219,7 +205,7 @@ class RunLog:
 
     def text(self, artifact: str, text: str) -> None:
         """Keep a text as an artifact; the name may hold folders."""
-        self._keep(artifact, text.encode())
+        self._sender.add(Entry(artifact=artifact), text.encode())
 
     def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
         """Keep a copy of a file, as it is now, as an artifact.
@@ -227,33 +213,40 @@ class RunLog:
         Raises:
             OSError: the file can't be read.
         """
-        self._keep(artifact, Path(path).read_bytes())
+        self._sender.add(Entry(artifact=artifact), Path(path).read_bytes())
 
-    def finish(self, result: RunResult | None, *, status: Status | None = None) -> None:
+    def result(self, result: RunResult) -> None:
+        """Log what the run came to."""
+        self._result = result
+        self._sender.add(Entry(result=result))
+        self.text("result.json", write(result))
+
+    def move(self, folder: Path) -> None:
+        """Let the run be recorded in another folder, with all that was logged before."""
+        self._sender.record.move(folder)
+
+    def finish(self, result: RunResult | None = None, *, status: Status | None = None) -> None:
         """Log what the run came to and close it; waits until MLflow has everything, a few seconds at most if it hangs.
 
         Args:
-            result: what the run gave; None for a comparison, or for a run that failed without a result.
+            result: what the run gave; None for a comparison, for a run that failed without a result, or where it is
+                logged already.
             status: by default as the result says: a run that diverged is FAILED, an interrupted one KILLED.
         """
         if result is not None:
-            self._result = result
-            self._queue_result(result)
-        self._queue.append(End(status or outcome_status(result), _now_ms()))
-        self._end_queued = True
+            self.result(result)
+        self._sender.add(Entry(status=status or outcome_status(self._result)))
         try:
             if not self._wait():
                 self._tracking.lost = True
-                self._save("it does not answer")
-        except BaseException:  # a second Ctrl-C; the result is worth the moment
-            self._save("interrupted before everything was sent")
+                self._warn("it does not answer")
+        except BaseException:  # a second Ctrl-C
+            self._warn("interrupted before everything was sent")
             raise
-        if self._failed:
-            self._save("it failed during the run")
 
     def wait_for_id(self) -> str | None:
         """Wait until MLflow has given the run an id, for another process to refer to it; None if it doesn't."""
-        until_s = time.monotonic() + (_PATIENCE_LOCAL_S if self._tracking.store.local else _PATIENCE_SERVER_S)
+        until_s = time.monotonic() + self._tracking.patience_s
         self._tracking.wake()
         while self.run_id is None and not self._failed and time.monotonic() < until_s:
             time.sleep(0.02)
@@ -261,169 +254,41 @@ class RunLog:
 
     def where(self) -> str:
         """Return the line that tells the user where the run is recorded."""
-        if self._queue:
-            kept = self._rescue.path
+        if not self._sender.is_empty:
+            kept = self._sender.record.path
             return f"{_shown(kept)}/ (MLflow did not take it)" if kept else "not recorded: MLflow and the disk failed"
         store = self._tracking.store
         if store.uri.startswith("http"):
             return run_address(shown_uri(store.uri).rstrip("/"), str(store.experiment_id), str(self.run_id))
         return f"pipebench ui   (experiment {store.suite}, run {self.name})"
 
-    def send(self, store: Store) -> None:
-        """Hand the queue to the store; on failure keep it, and put the run on disk. For the sender's thread only."""
-        ending = self._end_queued
-        if not ending:
-            if time.monotonic() < self._retry_at_s:
-                self._save_quietly()
-                return
-            self._sample_system()
+    def send(self) -> None:
+        """Hand what is logged to MLflow; what it doesn't take stays. For the sender's thread only."""
+        ending = self._sender.ended
+        if not ending and time.monotonic() < self._retry_at_s:
+            return
         try:
-            self._send_queue(store)
+            self._sender.send(self._tracking.store, self._tracking.note_progress)
         except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
             self._retry_at_s = time.monotonic() + _RETRY_AFTER_S
-            self._save(error)
+            self._warn(error)
             if ending:
-                self.settled.set()
-
-    def _send_queue(self, store: Store) -> None:
-        store.connect()
-        if not self._open:
-            self._begin(store)
-            self._tracking.progress += 1
-        run_id = str(self.run_id)
-        while self._queue:
-            first = self._queue[0]
-            if isinstance(first, Entries):
-                self._send_entries(store, run_id)
-            elif isinstance(first, Artifact):
-                store.log_artifact(run_id, first.name, first.content)
-                self._queue.popleft()
-            else:
-                store.end_run(run_id, first.status, first.timestamp_ms)
-                self._queue.popleft()
-                self.settled.set()
-            self._tracking.progress += 1
-
-    def _begin(self, store: Store) -> None:
-        """Take up the run that an earlier process began, if MLflow has it, or create it."""
-        found = None if self.run_id is None else store.resume_run(self.run_id)
-        if found is None:
-            self.run_id = self._rescue.run_id = store.create_run(self.name, self._creation_tags(), self._start_ms)
-            self._tell_run_id(self.run_id)
-        else:
-            self._history = History(store, str(self.run_id), found)
-            self._shift_ms = found.start_ms - self._start_ms
-            store.log(str(self.run_id), (), {}, self._history.tags(self._tags))
-        if self._start.system_metrics:
-            self._system = SystemMetrics(0 if self._history is None else self._history.next_system_step())
-        self._open = True
-
-    def _tell_run_id(self, run_id: str) -> None:
-        try:
-            self._start.on_run_id(run_id)
-        except Exception as error:  # the caller's trouble, which must not look like MLflow's
-            _log.warning("the run's MLflow id %s could not be kept: %s", run_id, error)
-
-    def _sample_system(self) -> None:
-        rows = () if self._system is None else self._system.due_rows()
-        if rows:
-            self._queue.appendleft(Entries(rows=rows))  # never behind the end, which another thread may queue now
-
-    def _send_entries(self, store: Store, run_id: str) -> None:
-        leading: list[Entries] = []
-        for item in self._queue.copy():
-            if not isinstance(item, Entries):
-                break
-            leading.append(item)
-        rows = [row for item in leading for row in self._rows(item)]
-        params = {name: value for item in leading for name, value in item.params.items()}
-        tags = {name: value for item in leading for name, value in item.tags.items()}
-        if self._history is not None:
-            params, changed = self._history.params(params)
-            tags |= changed
-        store.log(run_id, rows, params, tags)
-        for _ in leading:
-            self._queue.popleft()
-
-    def _rows(self, item: Entries) -> list[Row]:
-        """Return the rows as MLflow gets them: not twice, and on the clock of the process that began the run."""
-        rows = list(item.rows)
-        if item.curve and self._history is not None:
-            rows = self._history.unseen(rows)
-        if item.clocked and self._shift_ms:
-            rows = [row._replace(timestamp_ms=row.timestamp_ms + self._shift_ms) for row in rows]
-        return rows
-
-    def _creation_tags(self) -> dict[str, str]:
-        parent = self._start.parent
-        if parent is None:
-            return dict(self._tags)
-        parent_id = parent if isinstance(parent, str) else parent.run_id
-        if parent_id is None:
-            raise ConnectionError("MLflow has not taken the parent run")
-        return {**self._tags, "mlflow.parentRunId": parent_id}
-
-    def _queue_params(self, params: Mapping[str, str]) -> None:
-        self._queue.append(Entries(params=params))
-        if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in params.items()):
-            self.text("params.json", json.dumps(dict(params), indent=1))
-
-    def _queue_values(
-        self, values: Mapping[str, float], timestamp_ms: int, step: int, *, clocked: bool = False, curve: bool = False
-    ) -> None:
-        rows, tags = [], {}
-        for metric, value in values.items():
-            if math.isfinite(value):
-                rows.append(Row(metric, float(value), timestamp_ms, step))
-            elif metric not in self._non_finite:  # MLflow would draw it as 0 or 1.8e308
-                self._non_finite.add(metric)
-                tags[f"non_finite.{metric}"] = f"{value:g} at {step} samples"
-        self._queue.append(Entries(tuple(rows), {}, tags, clocked, curve))
-
-    def _queue_result(self, result: RunResult) -> None:
-        points = result.points or tuple(self._points)
-        values = {**summarise_curves(points), **logged_metrics(result.metrics), **stage_metrics(result)}
-        # Like a point: who was killed while closing the record has logged it.
-        self._queue_values(values, _now_ms(), points[-1].samples if points else 0, curve=True)
-        self.tag("outcome", result.outcome)
-        for fact, note in result.notes.items():
-            self.tag(f"note.{fact.replace(' ', '_')}", note)
-        self.text("result.json", write(result))
-
-    def _keep(self, artifact: str, content: bytes) -> None:
-        self._artifacts[artifact] = content
-        self._queue.append(Artifact(artifact, content))
+                self._sender.settled.set()
 
     def _wait(self) -> bool:
-        store = self._tracking.store
-        patience_s = _PATIENCE_LOCAL_S if store.local else _PATIENCE_SERVER_S
-        patience_s = _PATIENCE_LOST_S if self._tracking.lost else patience_s
-        self._tracking.wake()
-        seen, deadline_s = self._tracking.progress, time.monotonic() + patience_s
-        while not self.settled.wait(0.05):
-            if self._tracking.progress != seen:
-                seen, deadline_s = self._tracking.progress, time.monotonic() + patience_s
+        tracking, patience_s = self._tracking, self._tracking.patience_s
+        tracking.wake()
+        seen, deadline_s = tracking.progress, time.monotonic() + patience_s
+        while not self._sender.settled.wait(0.05):
+            if tracking.progress != seen:
+                seen, deadline_s = tracking.progress, time.monotonic() + patience_s
             if time.monotonic() > deadline_s:
                 return False
         return True
 
-    def _save(self, reason: BaseException | str) -> None:
+    def _warn(self, reason: BaseException | str) -> None:
         self._failed = True
-        folder = self._save_quietly()
-        self._tracking.warn(reason, folder)
-
-    def _save_quietly(self) -> Path | None:
-        if not self._failed:
-            return None
-        try:
-            return self._rescue.write(tuple(self._points), dict(self._artifacts), self._result)
-        except OSError as error:
-            _log.debug("the run can't be kept on disk either: %s", error)
-            return None
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+        self._tracking.warn(reason, self._sender.record.path)
 
 
 def _one_line(reason: BaseException | str) -> str:

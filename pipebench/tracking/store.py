@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from pipebench import files
 from pipebench.errors import UserError
-from pipebench.tracking.rescue import RESULTS_FOLDER
+from pipebench.tracking.record import RESULTS_FOLDER
 from pipebench.tracking.view import VIEW_TAG, view_state
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredRun:
     """A run that MLflow has.
 
     Attributes:
@@ -199,7 +199,7 @@ class Store:
             run = client.create_run(str(self.experiment_id), start_time=start_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
 
-    def resume_run(self, run_id: str) -> Found | None:
+    def resume_run(self, run_id: str) -> StoredRun | None:
         """Set a run's status to RUNNING again and return what it has; None if MLflow doesn't know it."""
         from mlflow.exceptions import MlflowException
 
@@ -214,7 +214,7 @@ class Store:
                 client.restore_run(run_id)
             client.update_run(run_id, status="RUNNING")
         data = run.data
-        return Found(int(run.info.start_time), dict(data.params), dict(data.tags), frozenset(data.metrics))
+        return StoredRun(int(run.info.start_time), dict(data.params), dict(data.tags), frozenset(data.metrics))
 
     def last_step(self, run_id: str, metric: str) -> int:
         """Return the largest step at which a metric has a value, -1 where it has none."""

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from pipebench.tracking.history import SYSTEM
-from pipebench.tracking.store import Row
+from pipebench.tracking.record import Entry
 
 SAMPLE_EVERY_S = 10.0  # MLflow's own default
 _MONITORS = ("cpu_monitor.CPUMonitor", "disk_monitor.DiskMonitor", "network_monitor.NetworkMonitor")
@@ -45,17 +45,17 @@ class SystemMetrics:
         self._monitors += [monitor for path in _GPU_MONITORS if (monitor := _start(path)) is not None][:1]
         self._due_s = time.monotonic() + SAMPLE_EVERY_S
 
-    def due_rows(self) -> tuple[Row, ...]:
-        """Return a sample if it is time for one, else nothing."""
+    def due_entry(self) -> Entry | None:
+        """Return a sample if it is time for one."""
         if time.monotonic() < self._due_s:
-            return ()
+            return None
         self._due_s = time.monotonic() + SAMPLE_EVERY_S
         values: dict[str, float] = {}
         for monitor in self._monitors:
             values |= _read(monitor)
-        timestamp_ms, step = time.time_ns() // 1_000_000, self._step
+        step = self._step
         self._step += 1
-        return tuple(Row(f"{SYSTEM}{name}", float(value), timestamp_ms, step) for name, value in values.items())
+        return Entry(metrics={f"{SYSTEM}{name}": float(value) for name, value in values.items()}, step=step)
 
 
 def _start(path: str) -> _Monitor | None:

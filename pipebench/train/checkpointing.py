@@ -1,7 +1,7 @@
 """When a run writes checkpoints, where it begins, and how all its processes write one together."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipebench.train.resume import ResumePoint
 
 _LOG = logging.getLogger(__name__)
 
-ProgressOf = Callable[[Sequence[Facts]], dict[str, Any]]
+ProgressOf = Callable[[list[Facts]], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ what decides its course is exchanged at every drain.
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,17 +154,15 @@ class TrainingLoop:
             with self._clock.checkpoint():
                 write_checkpoint(store, self._done, self._engine, self._progress, self._saved)
 
-    def _saved(self, facts: Sequence[Facts]) -> dict[str, Any]:
+    def _saved(self, facts: list[Facts]) -> dict[str, Any]:
         """Return what a checkpoint keeps of this loop; `facts` are what every process has counted."""
-        earlier, clock = self._earlier, self._clock
+        earlier, clock, points = self._earlier, self._clock, self._curves.points
         return SavedProgress(
             taken_by=taken_by(self._job),
-            facts=list(facts),
+            facts=facts,
             samples=self._samples,
             epoch=self._epochs(self._samples),
-            points=[
-                CurvePoint(samples=p.samples, clock_s=p.clock_s, metrics=dict(p.metrics)) for p in self._curves.points
-            ],
+            points=[CurvePoint(samples=p.samples, clock_s=p.clock_s, metrics=dict(p.metrics)) for p in points],
             training_s_at=self._curves.training_s_at,
             counted_from=(earlier.samples, earlier.training_s),
             loss_sum=self._loss.total,

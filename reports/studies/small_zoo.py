@@ -22,7 +22,6 @@ from typing import Any
 from pipebench import files
 from pipebench.formats import num_bytes, seconds
 from pipebench.model.device import environment, torch_settings
-from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.make import make_dataset
 from pipebench.show.progress import Silent
@@ -184,8 +183,7 @@ def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -
 
 def prepared_of(loaded: LoadedRecipe) -> Job:
     """Return a recipe, ready to run."""
-    recipe = loaded.recipe
-    return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers, loaded.path.parent))
+    return prepare(loaded.recipe, loaded.cluster)
 
 
 def train_missing(jobs: int, tell: Callable[[str], object]) -> None:

@@ -66,7 +66,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def result_of(run: WatchedRun) -> dict[str, Any]:
     assert run.run_folder is not None
-    found: dict[str, Any] = json.loads((run.run_folder / "result.json").read_text())
+    found: dict[str, Any] = json.loads((run.run_folder / "record" / "result.json").read_text())
     return found
 
 

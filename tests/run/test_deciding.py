@@ -14,10 +14,11 @@ from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.run import runner
+from pipebench.run import preparing, processes
 from pipebench.run.deciding import decided_apart
 from pipebench.run.decision import decision_of
-from pipebench.train.prepare import Decision, prepare
+from pipebench.run.request import RunRequest
+from pipebench.train.prepare import Decision, Job, prepare
 
 SMALL = (
     "model.width=0.05", "parallelism.plan=1-1", "train.target=null", "train.max_epochs=1", "train.minibatch_size=250",
@@ -95,12 +96,12 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
         asked.append(recipe.name)
         return decided
 
-    def run_in_processes(loaded: Any, prepared: Any, name: str, *_: object) -> Any:
-        started.append((name, prepared.recipe.train.seed, prepared.profile == decided.profile))
+    def run_in_processes(request: RunRequest, job: Job) -> Any:
+        started.append((request.name, job.recipe.train.seed, job.profile == decided.profile))
         raise WorkersFailedError(3)
 
-    monkeypatch.setattr(runner, "decided_apart", apart)
-    monkeypatch.setattr(runner, "run_in_processes", run_in_processes)
+    monkeypatch.setattr(preparing, "decided_apart", apart)
+    monkeypatch.setattr(processes, "run_in_processes", run_in_processes)
     words = ["quickstart/pipedream", *SMALL, "engine.kind=distributed", "cluster.name=local"]
     CliRunner().invoke(cli, ["run", *words, "--seeds", "1,2"])
     assert asked == ["quickstart-pipedream"]

@@ -7,6 +7,7 @@ import pytest
 
 from pipebench.errors import UserError
 from pipebench.run.folder import RunFolder, create, find
+from pipebench.tracking.record import RecordFolder
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +32,13 @@ def test_a_folder_says_who_the_run_is() -> None:
     assert len(folder.run_id) == len("small-") + 8
     assert json.loads((folder.path / "run.json").read_text()) == {
         "run_id": folder.run_id, "name": "small-seed3", "suite": "study", "seed": 3,
-        "words": ["small.yaml", "train.seed=3"], "parent_mlflow_run_id": "p1", "mlflow_run_id": None, "verbose": True,
+        "words": ["small.yaml", "train.seed=3"], "parent_mlflow_run_id": "p1", "verbose": True,
             "code_folders": [], "started_at_s": None,
     }  # fmt: skip
     assert folder.recipe_path.read_text() == "name: small\n"
     assert folder.read().words == ("small.yaml", "train.seed=3")
     assert folder.checkpoints.latest() == (None, [])
-    assert folder.result_path == folder.path / "result.json"
+    assert (folder.result(), folder.mlflow_run_id) == (None, None)
 
 
 def test_two_runs_have_two_folders() -> None:
@@ -46,7 +47,7 @@ def test_two_runs_have_two_folders() -> None:
 
 def test_facts_change_and_stay() -> None:
     folder = make()
-    assert folder.update(mlflow_run_id="m1").mlflow_run_id == "m1"
+    assert folder.update(started_at_s=7.5).started_at_s == 7.5
     assert find(folder.run_id).read() == folder.read()
     assert folder.read().seed == 3
     assert sorted(path.name for path in folder.path.iterdir()) == ["recipe.yaml", "run.json"]
@@ -55,7 +56,7 @@ def test_facts_change_and_stay() -> None:
 def test_a_run_is_found_by_all_it_is_known_by(tmp_path: Path) -> None:
     first, second = make("small", "aa000000"), make("small", "ab000000")
     other = make("small-gpipe", "cc000000")
-    second.update(mlflow_run_id="0123456789abcdef")
+    RecordFolder(second.record_path).note_sent("0123456789abcdef", 0)
     assert find("small-aa000000") == first
     assert find("small-ab") == second
     assert find("0123456789abcdef") == second
@@ -90,7 +91,7 @@ def test_no_run_at_all() -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": 3}', '{"unknown": 1}', "\xff"])
 def test_a_damaged_description_is_named_and_hides_no_other_run(content: str) -> None:
     damaged, other = make("small", "aa000000"), make("small", "ab000000")
-    other.update(mlflow_run_id="m2")
+    RecordFolder(other.record_path).note_sent("m2", 0)
     (damaged.path / "run.json").write_bytes(content.encode("latin-1"))
     assert find("m2") == other
     with pytest.raises(UserError, match=r"run\.json: isn't the description of a run"):

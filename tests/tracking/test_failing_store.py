@@ -1,6 +1,5 @@
 """MLflow stores that fail, hang or are half made: what a run had to say is kept on disk, and nothing waits."""
 
-import json
 import multiprocessing
 import os
 import socket
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipebench.errors import UserError
-from pipebench.tracking import Tracking, require_writable
+from pipebench.tracking import Tracking, read_record, require_writable
 from pipebench.tracking.store import Row, Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
@@ -40,18 +39,21 @@ def test_a_store_that_fails_in_mid_run_loses_nothing(
         run.text("plan.txt", "straight")
         run.finish(RESULT)
     kept = rescued(folder, "broken")
-    assert read(RunResult, (kept / "result.json").read_text()) == RESULT
-    points = [json.loads(line) for line in (kept / "points.jsonl").read_text().splitlines()]
-    assert [point["samples"] for point in points] == [1000, 2000]
+    assert read(RunResult, (kept / "result.json").read_bytes()) == RESULT
+    record = read_record(kept)
+    assert record is not None
+    assert record.points == RESULT.points[:2]
     assert (kept / "plan.txt").read_text() == "straight"
-    assert json.loads((kept / "run.json").read_text())["params"] == {"a": "1"}
+    assert (record.params, record.result, record.status) == ({"a": "1"}, RESULT, "FINISHED")
     assert run.where() == "pipebench-results/broken-1/ (MLflow did not take it)"
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
     assert "(disk I/O error); everything is kept in pipebench-results/broken-1. The run goes on." in warning
 
 
-def test_a_store_that_recovers_has_everything(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_recovers_has_everything(
+    tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tracking.start("recovers", params={}, tags={})
     failed = iter([True])
     log = Store.log
@@ -64,9 +66,11 @@ def test_a_store_that_recovers_has_everything(tracking: Tracking, monkeypatch: p
     monkeypatch.setattr(Store, "log", fail_once)
     run.point(RESULT.points[0])
     tracking.wake()
-    while run._rescue.path is None:
+    while not run._failed:
         time.sleep(0.01)
+    assert rescued(folder, "recovers").exists()
     run.finish(RESULT)
+    assert not rescued(folder, "recovers").exists()
     assert fetch(run).data.metrics["best_top1"] == 0.96
     assert run.where().startswith("pipebench ui")
 
@@ -94,7 +98,7 @@ def test_a_hung_server_does_not_block_the_end(
     run = tracking.start("child", params={}, tags={}, parent=parent)
     run.finish(RESULT)
     parent.finish(None, status="FINISHED")
-    assert read(RunResult, (rescued(tmp_path, "child") / "result.json").read_text()) == RESULT
+    assert read(RunResult, (rescued(tmp_path, "child") / "result.json").read_bytes()) == RESULT
     assert capsys.readouterr().err.count("does not answer") == 1
 
 
@@ -109,7 +113,7 @@ def test_a_server_that_is_down_is_told_once(
         run = Tracking("suite").start("down", params={}, tags={})
         run.point(RESULT.points[0])
         run.finish(RESULT)
-    assert read(RunResult, (rescued(tmp_path, "down") / "result.json").read_text()) == RESULT
+    assert read(RunResult, (rescued(tmp_path, "down") / "result.json").read_bytes()) == RESULT
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
     assert "Connection refused" in warning
@@ -127,6 +131,24 @@ def test_a_folder_that_cant_be_written_does_not_stop_the_run(
     run.finish(RESULT)
     assert "The run goes on" in capsys.readouterr().err
     assert run.where() == "not recorded: MLflow and the disk failed"
+
+
+def test_a_disk_that_fails_in_mid_run_costs_mlflow_nothing(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tracking.start("full disk", params={}, tags={}, folder=tmp_path)
+    run.point(RESULT.points[0])
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        run.text("plan.txt", "straight")
+    run.finish(RESULT)
+    assert fetch(run).info.status == "FINISHED"
+    assert fetch(run).data.metrics["best_top1"] == 0.96
+    assert run.where().startswith("pipebench ui")
 
 
 @pytest.mark.parametrize("uri", ["sqlite:///{0}/file/mlflow.db", "{0}/file/mlruns", "file://{0}/file/mlruns"])

@@ -41,6 +41,7 @@ def finished(tracking: Tracking) -> RunLog:
         tags={"mode": "pipedream"},
         parent=parent,
     )
+    PARENTS[run.name] = parent
     for point in RESULT.points:
         run.point(point)
     run.point(Point(5000, 6.0, {"train_loss": math.nan, "top1": 0.9}))
@@ -53,10 +54,11 @@ def finished(tracking: Tracking) -> RunLog:
     return run
 
 
+PARENTS: dict[str, RunLog] = {}
+
+
 def comparison_of(run: RunLog) -> RunLog:
-    parent = run._start.parent
-    assert isinstance(parent, RunLog)
-    return parent
+    return PARENTS[run.name]
 
 
 def test_curves_have_samples_as_steps_the_virtual_clock_as_a_metric_and_wall_timestamps(finished: RunLog) -> None:
@@ -265,18 +267,20 @@ def test_mlflow_says_nothing_itself(tracking: Tracking, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
-def test_system_metrics_are_sampled_and_counted_on(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_metrics_are_sampled_and_counted_on(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipebench.tracking.system.SAMPLE_EVERY_S", 0.0)
     names = [f"system/{name}" for name in ("cpu_utilization_percentage", "system_memory_usage_megabytes")]
     names += ["system/disk_usage_percentage"]
-    run_id, seen = None, 0
+    seen = 0
     for _ in range(2):
-        run = tracking.start("system", params={}, tags={}, virtual=False, run_id=run_id, system_metrics=True)
-        while run._system is None or run._system._step < seen + 2:
+        run = tracking.start("system", params={}, tags={}, virtual=False, folder=tmp_path, system_metrics=True)
+        while (system := run._sender._system) is None or system._step < seen + 2:
             tracking.wake()
             time.sleep(0.01)
         run.finish(None, status="FINISHED")
-        run_id, seen = run.run_id, run._system._step
+        seen = system._step
         assert run.where().startswith("pipebench ui")
     for name in names:
         rows = history(run, name)

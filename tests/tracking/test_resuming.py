@@ -1,6 +1,5 @@
 """Runs that a later process goes on with: one record, each value once."""
 
-import json
 import sqlite3
 import time
 from dataclasses import replace
@@ -9,62 +8,70 @@ from typing import Any
 
 import pytest
 
-from pipebench.tracking import RunLog, Tracking, default_uri
+from pipebench.tracking import RunLog, Tracking, default_uri, read_record
+from pipebench.tracking.record import Entry, RecordFolder, Start, mlflow_run_id
 from pipebench.tracking.store import Store
-from pipebench.train.result import REACHED, RunResult
+from pipebench.train.result import REACHED
 from pipebench.typed_json import read
 from tests.tracking.records import RESULT, fetch, history, rescued
 
 
+def sent(run: RunLog, tracking: Tracking) -> None:
+    """Wait until MLflow has what the run has logged so far."""
+    tracking.wake()
+    while not run._sender.is_empty:
+        time.sleep(0.01)
+
+
 @pytest.fixture
-def resumed(tracking: Tracking) -> tuple[RunLog, RunLog, list[str]]:
+def resumed(tracking: Tracking, tmp_path: Path) -> tuple[RunLog, RunLog]:
     """A run that one process began and another finished, having gone back to the second of three points."""
-    ids: list[str] = []
-    start: dict[str, Any] = {"tags": {"mode": "dp", "host": "first"}, "virtual": False, "on_run_id": ids.append}
+    start: dict[str, Any] = {"tags": {"mode": "dp", "host": "first"}, "virtual": False, "folder": tmp_path / "record"}
     first = tracking.start("resumed", params={"lr": "0.1", "seed": "0"}, **start)
     for point in RESULT.points[:3]:
         first.point(point)
-    tracking.wake()
-    while first._queue:
-        time.sleep(0.01)
+    sent(first, tracking)
     time.sleep(0.05)  # a start of its own, by the clock of milliseconds
     again = Tracking("suite")
     start["tags"] = {"mode": "dp", "host": "second", "gpu": "new"}
-    second = again.start("resumed", params={"lr": "0.2", "seed": "0", "extra": "1"}, run_id=first.run_id, **start)
+    second = again.start("resumed", params={"lr": "0.2", "seed": "0", "extra": "1"}, **start)
     for point in RESULT.points:
         second.point(replace(point, clock_s=point.clock_s + 0.25))  # a wall clock never comes out the same
     second.finish(replace(RESULT, clock="wall"))
-    return first, second, ids
+    return first, second
 
 
-def test_a_resumed_run_goes_on_under_its_id_without_duplicates(resumed: tuple[RunLog, RunLog, list[str]]) -> None:
-    first, second, ids = resumed
-    assert second.run_id == first.run_id
-    assert ids == [first.run_id]
+def test_a_resumed_run_goes_on_under_its_id_without_duplicates(resumed: tuple[RunLog, RunLog], tmp_path: Path) -> None:
+    first, second = resumed
+    assert second.run_id == first.run_id == mlflow_run_id(tmp_path / "record")
     for metric in ("top1", "train_loss"):
         rows = history(second, metric)
         assert [row.step for row in rows] == [1000, 2000, 3000, 4000]
         start_ms = fetch(second).info.start_time
         assert [row.timestamp - start_ms for row in rows] == [1500, 3000, 4500, 6250]
-    assert fetch(second).info.start_time == first._start_ms < second._start_ms
+    starts = [entry.at_ms for entry in RecordFolder(tmp_path / "record").earlier if entry.start is not None]
+    assert fetch(second).info.start_time == starts[0] < starts[1]
     assert (fetch(second).info.status, fetch(second).data.tags["outcome"]) == ("FINISHED", REACHED)
 
 
-def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Tracking) -> None:
-    first = tracking.start("closing", params={}, tags={}, virtual=False)
+def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Tracking, tmp_path: Path) -> None:
+    """Whether it had noted what MLflow has or not."""
+    first = tracking.start("closing", params={}, tags={}, virtual=False, folder=tmp_path)
     for point in RESULT.points:
         first.point(point)
     first.finish(RESULT)
-    again = Tracking("suite").start("closing", params={}, tags={}, virtual=False, run_id=first.run_id)
+    RecordFolder(tmp_path).note_sent(str(first.run_id), 2)
+    again = Tracking("suite").start("closing", params={}, tags={}, virtual=False, folder=tmp_path)
     for point in RESULT.points:
         again.point(point)
     again.finish(RESULT)
+    assert again.run_id == first.run_id
     for metric in ("top1", "best_top1", "time_to_accuracy_s", "peak_memory_bytes/stage_0"):
         steps = [row.step for row in history(again, metric)]
         assert len(set(steps)) == len(steps) > 0, metric
 
 
-def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog, list[str]]) -> None:
+def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog]) -> None:
     data = fetch(resumed[1]).data
     assert data.params == {"lr": "0.1", "seed": "0", "extra": "1"}
     assert data.tags["resumed.lr"] == "0.2"
@@ -73,33 +80,33 @@ def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog,
     assert not {"resumed.seed", "resumed.mode", "resumed.clock", "resumed.extra"} & data.tags.keys()
 
 
-def test_a_run_that_mlflow_lost_begins_again(tracking: Tracking) -> None:
-    ids: list[str] = []
-    run = tracking.start("lost", params={}, tags={}, run_id="0" * 32, on_run_id=ids.append)
+def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(tracking: Tracking, tmp_path: Path) -> None:
+    first = tracking.start("lost", params={"lr": "0.1"}, tags={}, folder=tmp_path)
+    first.text("plan.txt", "straight")
+    first.point(RESULT.points[0])
+    first.finish(None, status="KILLED")
+    RecordFolder(tmp_path).note_sent("0" * 32, 4)
+    run = tracking.start("lost", params={"lr": "0.1"}, tags={}, folder=tmp_path)
+    for point in RESULT.points:
+        run.point(point)
     run.finish(RESULT)
-    assert ids == [run.run_id] != ["0" * 32]
+    assert run.run_id == mlflow_run_id(tmp_path)
+    assert run.run_id not in (first.run_id, "0" * 32)
     assert fetch(run).info.status == "FINISHED"
+    assert fetch(run).data.params == {"lr": "0.1"}
+    assert [row.step for row in history(run, "top1")] == [1000, 2000, 3000, 4000]
 
 
-def test_a_deleted_run_that_goes_on_is_restored(tracking: Tracking) -> None:
+def test_a_deleted_run_that_goes_on_is_restored(tracking: Tracking, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    run = tracking.start("deleted", params={}, tags={})
+    run = tracking.start("deleted", params={}, tags={}, folder=tmp_path)
     run.finish(None, status="KILLED")
     MlflowClient(default_uri()).delete_run(str(run.run_id))
-    again = tracking.start("deleted", params={}, tags={}, run_id=run.run_id)
+    again = tracking.start("deleted", params={}, tags={}, folder=tmp_path)
     again.finish(RESULT)
+    assert again.run_id == run.run_id
     assert (fetch(again).info.lifecycle_stage, fetch(again).info.status) == ("active", "FINISHED")
-
-
-def test_trouble_with_the_run_id_is_not_mlflows(tracking: Tracking, folder: Path) -> None:
-    def fail(_: str) -> None:
-        raise OSError("no space left")
-
-    run = tracking.start("unkept", params={}, tags={}, on_run_id=fail)
-    run.finish(RESULT)
-    assert fetch(run).info.status == "FINISHED"
-    assert not rescued(folder, "unkept").exists()
 
 
 def test_a_parent_may_be_given_by_its_id(tracking: Tracking) -> None:
@@ -110,28 +117,75 @@ def test_a_parent_may_be_given_by_its_id(tracking: Tracking) -> None:
     assert fetch(run).data.tags["mlflow.parentRunId"] == parent.run_id
 
 
-def test_a_rescued_run_goes_on_in_its_folder_without_duplicates(
-    tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tracking.start("twice", params={}, tags={})
-    tracking.wake()
-    while first._queue:
-        time.sleep(0.01)
+    folder = tmp_path / "record"
+    first = tracking.start("twice", params={"lr": "0.1"}, tags={}, folder=folder)
 
     def fail(*_: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(Store, "log", fail)
-    monkeypatch.setattr(tracking, "_warned", True)
-    for point in RESULT.points[:2]:
-        first.point(point)
-    first.finish(None, status="KILLED")
-    kept = rescued(folder, "twice") / "points.jsonl"
-    kept.write_text(kept.read_text() + '{"samples": 30')  # the crash came in the middle of a line
-    second = tracking.start("twice", params={}, tags={}, run_id=first.run_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "log", fail)
+        patch.setattr(tracking, "_warned", True)
+        first.text("plan.txt", "straight")
+        for point in RESULT.points[:2]:
+            first.point(point)
+        first.finish(None, status="KILLED")
+    assert first.where() == f"{folder}/ (MLflow did not take it)"
+    entries = folder / "record.jsonl"
+    entries.write_text(entries.read_text() + '{"point": {"samples": 30')  # the crash came in the middle of a line
+    second = Tracking("suite").start("twice", params={"lr": "0.1"}, tags={}, folder=folder)
     for point in RESULT.points[1:]:
         second.point(point)
     second.finish(RESULT)
-    assert [json.loads(line)["samples"] for line in kept.read_text().splitlines()] == [1000, 2000, 3000, 4000]
-    assert read(RunResult, (kept.parent / "result.json").read_text()) == RESULT
-    assert not (kept.parent.parent / "twice-2").exists()
+    record = read_record(folder)
+    assert record is not None
+    assert (record.points, record.result, record.status) == (RESULT.points, RESULT, "FINISHED")
+    assert (record.name, record.params, set(record.artifacts)) == ("twice", {"lr": "0.1"}, {"plan.txt", "result.json"})
+    assert [row.step for row in history(second, "top1")] == [1000, 2000, 3000, 4000]
+    assert fetch(second).info.status == "FINISHED"
+    assert fetch(second).data.params == {"lr": "0.1"}
+
+
+def test_what_a_dead_process_could_not_send_another_one_sends(tracking: Tracking, tmp_path: Path) -> None:
+    """As the launcher does for rank 0: all of it, and how the run ended."""
+    assert tracking.take_up(tmp_path) is None
+    start = Start("orphan", virtual=True)
+    left = RecordFolder(tmp_path)
+    left.append(Entry(start=start, params={"lr": "0.1"}, tags={"mode": "dp"}))
+    left.append(Entry(artifact="a/plan.txt"), b"straight")
+    left.append(Entry(point=RESULT.points[0]))
+    log = Tracking("suite").take_up(tmp_path)
+    assert log is not None
+    log.finish(status="KILLED")
+    run = fetch(log)
+    assert (run.info.run_name, run.info.status, run.data.params) == ("orphan", "KILLED", {"lr": "0.1"})
+    assert [row.step for row in history(log, "top1")] == [1000]
+
+
+def test_a_record_moves_with_all_that_is_in_it(tracking: Tracking, folder: Path, tmp_path: Path) -> None:
+    run = tracking.start("moves", params={}, tags={})
+    run.point(RESULT.points[0])
+    assert rescued(folder, "moves").exists()
+    run.move(tmp_path / "record")
+    run.point(RESULT.points[1])
+    run.finish(None, status="KILLED")
+    record = read_record(tmp_path / "record")
+    assert record is not None
+    assert record.points == RESULT.points[:2]
+    assert not rescued(folder, "moves").exists()
+    assert mlflow_run_id(tmp_path / "record") == run.run_id
+
+
+def test_an_entry_comes_back_as_it_was() -> None:
+    entries = [
+        Entry(start=Start("run", virtual=False, parent_id="p"), params={"a": "1"}, tags={"b": "2"}),
+        Entry(metrics={"loss": 1.5}, step=3),
+        Entry(point=RESULT.points[0]),
+        Entry(artifact="a/b.txt"),
+        Entry(result=RESULT),
+        Entry(status="FAILED"),
+    ]
+    assert [read(Entry, entry.to_json()) for entry in entries] == entries

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -17,6 +16,7 @@ from pipebench.planner.plans import Comparison
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.decision import plan_form
+from pipebench.run.request import recipe_yaml
 from pipebench.show import pictures
 from pipebench.show.trace import write_trace
 from pipebench.simulate.timeline import Timeline
@@ -24,13 +24,6 @@ from pipebench.tracking import RunLog
 from pipebench.train.prepare import Job
 
 _LOG = logging.getLogger("pipebench.run")
-
-
-def recipe_yaml(loaded: LoadedRecipe, seed: int) -> str:
-    """Return a recipe of its own with everything filled in, and the run's seed."""
-    config: Any = OmegaConf.to_container(loaded.config, resolve=False)
-    config["train"]["seed"] = seed
-    return OmegaConf.to_yaml(OmegaConf.create(config))
 
 
 def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
@@ -50,7 +43,7 @@ def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
 
 def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
     """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
-    log.text("recipe.yaml", recipe_yaml(loaded, job.recipe.train.seed))
+    log.text("recipe.yaml", recipe_yaml(loaded))
     log.text("profile.json", write_profile(job.profile))
     log.text("plan.json", plan_form(job).text())
     if job.comparison is not None:

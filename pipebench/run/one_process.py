@@ -1,0 +1,143 @@
+"""Runs whose workers all live in this process: simulated, or trained on a virtual clock."""
+
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from pipebench.checkpoint.store import Checkpoints
+from pipebench.engine.gate import StopRequest
+from pipebench.engine.stopping import stopping_on_signals
+from pipebench.errors import UserError, printable
+from pipebench.model.device import torch_settings
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.artifacts import collected_log
+from pipebench.run.preparing import prepare_job
+from pipebench.run.recorder import RunRecorder
+from pipebench.run.request import RunRequest
+from pipebench.run.suite import Suite
+from pipebench.simulate.timeline import Timeline
+from pipebench.tracking import RunLog, Tracking
+from pipebench.train.checkpointing import CheckpointPolicy
+from pipebench.train.interfaces import OnPoint, Progress
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.prepare import Decision, Job
+from pipebench.train.result import INTERRUPTED, RunResult
+from pipebench.train.resume import newest, nothing_to_go_on_from
+from pipebench.train.simulated import simulate_epoch
+from pipebench.train.virtual import on_virtual_clock
+
+
+class EngineRuns(Protocol):
+    """How runs with one kind of engine are made."""
+
+    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
+        """Refuse, before any recipe runs, what only the traced model shows to be wrong.
+
+        Args:
+            loaded: a recipe.
+            suite: how it runs.
+            alone: no other recipe runs before it: then nothing is lost by finding out later.
+
+        Returns:
+            What is decided for all processes of a run, with every seed; None where one process runs it.
+        """
+
+    def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
+        """Run, record and print; `tracking` is None where another process records.
+
+        Raises:
+            WorkersFailedError: there is no result.
+        """
+
+
+class _OneProcess:
+    """What both kinds have in common."""
+
+    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> None:
+        """See `EngineRuns`."""
+        if not alone:
+            prepare_job(loaded, trains=False)
+
+
+class SimulatedRuns(_OneProcess):
+    """Durations only."""
+
+    def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
+        """See `EngineRuns`."""
+        assert tracking is not None
+        loaded = request.loaded
+        with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
+            job = prepare_job(loaded, tells=True)
+            return RunRecorder(request, job, tracking, log_text).record(lambda *_: simulate_epoch(job))
+
+
+class VirtualRuns(_OneProcess):
+    """Real arithmetic on a virtual clock."""
+
+    def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
+        """See `EngineRuns`."""
+        assert tracking is not None
+        suite = request.suite
+        with collected_log(suite.verbose) as log_text, torch_settings(request.loaded.recipe.engine):
+            job = prepare_job(request.loaded, tells=True)
+            folder, stop = _LateFolder(request), StopRequest()
+            policy = folder.policy(job)
+            recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
+            folder.log = recorder.log
+
+            def train(progress: Progress, on_point: OnPoint) -> tuple[RunResult, Timeline]:
+                with stopping_on_signals(stop):
+                    return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
+
+            result = recorder.record(train)
+        if result.outcome == INTERRUPTED and folder.made is not None:
+            folder.made.say_how_to_go_on(suite.changes)
+        return result
+
+
+class _LateFolder:
+    """The folder of a virtual run: made at the start if the recipe asks for checkpoints, else once it is stopped.
+
+    Attributes:
+        made: the folder, once there is one.
+        log: what the run logs; it moves into the folder when that is made.
+    """
+
+    def __init__(self, request: RunRequest) -> None:
+        self._request = request
+        self.made = request.suite.resumed
+        self.log: RunLog | None = None
+
+    @property
+    def record_path(self) -> Path | None:
+        """Where the run is recorded, if there is a folder yet."""
+        return None if self.made is None else self.made.record_path
+
+    def policy(self, job: Job) -> CheckpointPolicy:
+        """Return where the run's checkpoints go, and where it goes on.
+
+        Raises:
+            UserError: it is to go on, and has no checkpoint that can be used.
+        """
+        if self.made is not None:
+            found, skipped = newest(self.made.checkpoints, job)
+            if found is None:
+                raise nothing_to_go_on_from(self.made.run_id, skipped)
+            for sentence in skipped:
+                print(f"pipebench: {printable(sentence)}", file=sys.stderr)
+            return CheckpointPolicy(self.made.checkpoints, found)
+        if job.recipe.train.checkpoint_every is None:
+            return CheckpointPolicy(when_stopped=self._make_late)
+        self.made = self._request.make_folder()
+        return CheckpointPolicy(self.made.checkpoints)
+
+    def _make_late(self) -> Checkpoints | None:
+        """Make the folder of a run that is being stopped; what was trained is worth more than that."""
+        try:
+            self.made = self._request.make_folder()
+        except UserError as error:
+            print(f"pipebench: no checkpoint is kept: {printable(str(error))}", file=sys.stderr)
+            return None
+        if self.log is not None:
+            self.log.move(self.made.record_path)
+        return self.made.checkpoints

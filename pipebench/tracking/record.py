@@ -1,0 +1,292 @@
+"""The record of a run: a folder, to which everything that is logged is appended before anything else is done with it.
+
+    record.jsonl    an entry a line, in the order they were logged
+    mlflow.json     MLflow's id of the run, and how many of the entries it has
+    ...             the artifacts, under their names
+
+Whoever wants to know what a run logged reads it back from here, whether MLflow has it or not.
+"""
+
+import errno
+import json
+import logging
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from pipebench.train.result import Point, RunResult
+from pipebench.typed_json import JsonError, Number, read
+
+RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
+ENTRIES, _SENT = "record.jsonl", "mlflow.json"
+
+_log = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process that begins a run, or goes on with it.
+
+    Attributes:
+        name: the run's name.
+        virtual: whether the run's clock is virtual.
+        parent_id: MLflow's id of the run it belongs to, as far as it is known.
+    """
+
+    name: str
+    virtual: bool
+    parent_id: str | None = None
+
+    @property
+    def clock(self) -> str:
+        """The run's clock, as its tag says."""
+        return "virtual" if self.virtual else "wall"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was logged at one moment; what wasn't is empty or None.
+
+    Attributes:
+        at_ms: the moment, milliseconds since the epoch.
+        start: begins the record of a process.
+        params: of the recipe.
+        tags: what people filter by.
+        metrics: single values.
+        step: of these values.
+        point: of the curves.
+        artifact: name of a file that is whole in the record's folder; it may hold folders.
+        result: what the run came to.
+        status: how it ended: the last entry of a process that came to its end.
+    """
+
+    at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    start: Start | None = None
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, Number] = field(default_factory=dict)
+    step: int = 0
+    point: Point | None = None
+    artifact: str | None = None
+    result: RunResult | None = None
+    status: Status | None = None
+
+    def to_json(self) -> str:
+        """Return it on one line, without what is empty; `typed_json.read` reads it back."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value not in (None, {})})
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run has logged, put together: later values stand for earlier ones, a point is there once.
+
+    Attributes:
+        name: the run's name.
+        params: of the recipe.
+        tags: what people filter by.
+        metrics: single values; those of the result are in the result.
+        points: the curves, in time order.
+        artifacts: their names.
+        result: what the run came to; None as long as the last process that began or went on with it has none.
+        status: how it ended; None likewise.
+    """
+
+    name: str
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    metrics: Mapping[str, float]
+    points: tuple[Point, ...]
+    artifacts: tuple[str, ...]
+    result: RunResult | None
+    status: Status | None
+
+    @staticmethod
+    def of(entries: Sequence[Entry]) -> "RunRecord":
+        """Put entries together; the first one is a start."""
+        first = entries[0].start
+        assert first is not None
+        params: dict[str, str] = {}
+        tags: dict[str, str] = {}
+        metrics: dict[str, float] = {}
+        points: dict[int, Point] = {}
+        artifacts: dict[str, None] = {}
+        result, status = None, None
+        for entry in entries:
+            params |= entry.params
+            tags |= entry.tags
+            metrics |= entry.metrics
+            if entry.point is not None:
+                points.setdefault(entry.point.samples, entry.point)
+            if entry.artifact is not None:
+                artifacts[entry.artifact] = None
+            result = entry.result if entry.start is not None else entry.result or result
+            status = entry.status if entry.start is not None else entry.status or status
+        curves = tuple(points[samples] for samples in sorted(points))
+        return RunRecord(first.name, params, tags, metrics, curves, tuple(artifacts), result, status)
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """Return what is recorded in a folder; None if nothing is.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    entries = _entries_in(_read(folder / ENTRIES))
+    return RunRecord.of(entries) if entries else None
+
+
+def mlflow_run_id(folder: Path) -> str | None:
+    """Return MLflow's id of the run that is recorded in a folder; None if it has none yet."""
+    return _read_sent(folder)[0]
+
+
+class RecordFolder:
+    """Writes a record. Safe to use from several threads.
+
+    Attributes:
+        earlier: the entries of earlier processes.
+        num_sent: how many of all entries MLflow has.
+        run_id: MLflow's id of the run, None as long as it has none.
+        path: the folder; None where the disk doesn't take it: then nothing is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Open a folder, made if need be, and go on after the last whole entry.
+
+        Args:
+            path: the folder; None for one that couldn't be made.
+        """
+        self.path = path
+        self.earlier: list[Entry] = []
+        self.num_sent = 0
+        self.run_id: str | None = None
+        self._lock = threading.Lock()
+        with self._writing():
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+                self.earlier = self._mended()
+                self.run_id, self.num_sent = _read_sent(path)
+
+    @staticmethod
+    def of_name(name: str, parent: Path) -> "RecordFolder":
+        """Make the record of a run that has no folder of its own: `<parent>/pipebench-results/<name>-<n>/`."""
+        stem = re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "run"
+        number = 1
+        while True:
+            path = parent / RESULTS_FOLDER / f"{stem}-{number}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                if not path.is_dir():  # something else is in the way
+                    return RecordFolder(None)
+                number += 1
+            except FileNotFoundError:  # another run has just removed what it made
+                continue
+            except OSError:
+                return RecordFolder(None)
+            else:
+                return RecordFolder(path)
+
+    def append(self, entry: Entry, content: bytes | None = None) -> None:
+        """Write an entry, and the content of its artifact before it. Never raises: MLflow may take it all the same."""
+        with self._writing():
+            if self.path is None:
+                return
+            if entry.artifact is not None and content is not None:
+                path = self._inside(entry.artifact)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            with (self.path / ENTRIES).open("a", encoding="utf-8") as file:
+                file.write(entry.to_json() + "\n")
+
+    def content(self, artifact: str) -> bytes | None:
+        """Return an artifact's content; None if it is gone."""
+        with suppress(OSError):
+            if self.path is not None:
+                return self._inside(artifact).read_bytes()
+        return None
+
+    def note_sent(self, run_id: str, num_sent: int) -> None:
+        """Note what MLflow has."""
+        self.run_id, self.num_sent = run_id, num_sent
+        with self._writing():
+            if self.path is not None:
+                beside = self.path / f".{_SENT}"
+                beside.write_text(json.dumps({"run_id": run_id, "num_sent": num_sent}), encoding="utf-8")
+                beside.replace(self.path / _SENT)
+
+    def move(self, path: Path) -> None:
+        """Let the record be in another folder, of the same disk, from now on."""
+        with self._writing():
+            if self.path is not None:
+                self.path.rename(path)
+                _remove_if_empty(self.path.parent)
+                self.path = path
+
+    def remove(self) -> None:
+        """Remove a record that MLflow has, if it isn't in a run's folder."""
+        with self._lock:
+            if self.path is not None and self.path.parent.name == RESULTS_FOLDER:
+                shutil.rmtree(self.path, ignore_errors=True)
+                _remove_if_empty(self.path.parent)
+
+    def _mended(self) -> list[Entry]:
+        """Return the entries of earlier processes; a last line that a crash tore is cut off."""
+        assert self.path is not None
+        content = _read(self.path / ENTRIES)
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            (self.path / ENTRIES).write_bytes(whole)
+        return _entries_in(whole)
+
+    def _inside(self, name: str) -> Path:
+        assert self.path is not None
+        return self.path.joinpath(*(part for part in PurePosixPath(name).parts if part not in ("/", "..")))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Write to the folder, if there is one; where the disk doesn't take it, there is none from now on."""
+        with self._lock:
+            try:
+                yield
+            except OSError as error:
+                _log.debug("the run can't be kept on disk: %s", error)
+                self.path = None
+
+
+def _read(path: Path) -> bytes:
+    """Return a file's content, nothing if it isn't there; a pipe would be waited for for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "isn't a file", str(path))
+    return path.read_bytes() if path.exists() else b""
+
+
+def _entries_in(content: bytes) -> list[Entry]:
+    """Return the entries that are whole: a crash or a full disk may have torn one, or somebody changed it."""
+    entries = []
+    for line in content.splitlines():
+        with suppress(JsonError):
+            entries.append(read(Entry, line))
+    return entries
+
+
+def _read_sent(folder: Path) -> tuple[str | None, int]:
+    """Return MLflow's id of the run and how many entries it has."""
+    try:
+        data = json.loads((folder / _SENT).read_text(encoding="utf-8"))
+        return str(data["run_id"]), int(data["num_sent"])
+    except (OSError, ValueError, LookupError, TypeError):  # not there, or spoilt: what is sent twice is logged once
+        return None, 0
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

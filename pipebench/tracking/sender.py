@@ -1,0 +1,169 @@
+"""Hands what one run has logged to MLflow, in order. Nothing leaves the queue before MLflow has taken it.
+
+A run that another process began is gone on with under its id: what that one couldn't send is sent first.
+"""
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pipebench.tracking.entries import tags_of, values_of
+from pipebench.tracking.history import History
+from pipebench.tracking.record import Entry, RecordFolder, Start
+from pipebench.tracking.store import Row, Store, StoredRun
+from pipebench.tracking.system import SystemMetrics
+
+
+class Sender:
+    """The queue of one run. `add` is for every thread, everything else for the one that talks to MLflow.
+
+    Attributes:
+        record: where everything is written first.
+        ended: the run's end is in the queue.
+        settled: set when MLflow has the run's end, or isn't to be waited for any longer.
+    """
+
+    def __init__(
+        self, record: RecordFolder, start: Start, parent_id: Callable[[], str | None] | None, *, system_metrics: bool
+    ) -> None:
+        """Queue what an earlier process couldn't send.
+
+        Args:
+            record: the run's.
+            start: says what the run is called.
+            parent_id: returns MLflow's id of the run it belongs to, None as long as there is none.
+            system_metrics: whether this host is sampled.
+        """
+        self.record = record
+        self.ended = False
+        self.settled = threading.Event()
+        self._start, self._parent_id = start, parent_id
+        self._samples_system = system_metrics
+        self._lock = threading.Lock()
+        unsent = record.earlier[record.num_sent :]
+        self._queue: deque[tuple[Entry, bytes | None]] = deque((entry, None) for entry in unsent)
+        self._virtual = start.virtual
+        self._history: History | None = None
+        self._system: SystemMetrics | None = None
+        self._non_finite: set[str] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether MLflow has everything."""
+        return not self._queue
+
+    def add(self, entry: Entry, content: bytes | None = None) -> None:
+        """Write an entry to the record, and queue it; after the run's end nothing is taken."""
+        with self._lock:
+            if self.ended:
+                return
+            self.record.append(entry, content)
+            self._queue.append((entry, content if self.record.path is None else None))
+            self.ended = entry.status is not None
+
+    def send(self, store: Store, on_progress: Callable[[], None]) -> None:
+        """Hand the queue to MLflow; may raise whatever MLflow raises.
+
+        Args:
+            store: where to.
+            on_progress: called whenever MLflow has taken something.
+        """
+        store.connect()
+        if self._history is None:
+            self._history = self._begin(store)
+            on_progress()
+        self._sample_system()
+        while self._queue:
+            sent = self._send_some(store, str(self.record.run_id), self._history)
+            self.record.note_sent(str(self.record.run_id), self.record.num_sent + sent)
+            for _ in range(sent):
+                self._queue.popleft()
+            on_progress()
+        if self.ended:
+            self.record.remove()
+            self.settled.set()
+
+    def _begin(self, store: Store) -> History:
+        """Take up the run that an earlier process began, if MLflow has it, or create it."""
+        run_id = self.record.run_id
+        found = None if run_id is None else store.resume_run(run_id)
+        if run_id is None or found is None:
+            self._queue.extendleft((entry, None) for entry in reversed(self.record.earlier[: self.record.num_sent]))
+            begins_ms = self._queue[0][0].at_ms
+            run_id = store.create_run(self._start.name, self._parent_tags(), begins_ms)
+            found = StoredRun(begins_ms, {}, {}, frozenset())
+            self.record.note_sent(run_id, 0)
+        history = History(store, run_id, found)
+        if self._samples_system:
+            self._system = SystemMetrics(history.next_system_step())
+        return history
+
+    def _parent_tags(self) -> dict[str, str]:
+        if self._parent_id is None:
+            return {}
+        parent_id = self._parent_id()
+        if parent_id is None:
+            raise ConnectionError("MLflow has not taken the parent run")
+        return {"mlflow.parentRunId": parent_id}
+
+    def _sample_system(self) -> None:
+        entry = self._system.due_entry() if self._system is not None and not self.ended else None
+        if entry is not None and entry.metrics:
+            self.add(entry)
+
+    def _send_some(self, store: Store, run_id: str, history: History) -> int:
+        """Send as much of the queue as one request takes; return how many entries."""
+        entry, content = self._queue[0]
+        if entry.status is not None:
+            if len(self._queue) == 1:  # else it is the end of an earlier process, and the run goes on
+                store.end_run(run_id, entry.status, entry.at_ms)
+            return 1
+        if entry.artifact is not None:
+            content = self.record.content(entry.artifact) if content is None else content
+            if content is not None:
+                store.log_artifact(run_id, entry.artifact, content)
+            return 1
+        leading = [entry]
+        for following, _ in itertools.islice(self._queue.copy(), 1, None):
+            if following.status is not None or following.artifact is not None or following.start is not None:
+                break
+            leading.append(following)
+        self._log(store, run_id, history, leading)
+        return len(leading)
+
+    def _log(self, store: Store, run_id: str, history: History, entries: Sequence[Entry]) -> None:
+        """Send values, params and tags of entries among which only the first may be a start."""
+        rows: list[Row] = []
+        curves: list[Row] = []
+        tags: dict[str, str] = {}
+        if entries[0].start is not None:
+            self._virtual = entries[0].start.virtual
+        for entry in entries:
+            values, non_finite = self._rows(entry, history)
+            # The end's values too: who was killed while closing the record has logged them.
+            curve = entry.point is not None or entry.result is not None
+            values = [row for row in values if not (curve and history.has(row))]
+            rows += values
+            curves += values if curve else []
+            tags |= (history.start_tags(entry.tags) if entry.start is not None else tags_of(entry)) | non_finite
+        given = {name: value for entry in entries for name, value in entry.params.items()}
+        params, changed = history.params(given)
+        store.log(run_id, rows, params, tags | changed)
+        history.note(curves, params, tags)
+
+    def _rows(self, entry: Entry, history: History) -> tuple[list[Row], dict[str, str]]:
+        """Return the values of an entry, and as tags those that MLflow would draw as 0 or 1.8e308."""
+        values, step = values_of(entry, virtual=self._virtual)
+        timestamp_ms = entry.at_ms
+        if entry.point is not None and not self._virtual:
+            timestamp_ms = history.began_ms + round(entry.point.clock_s * 1000)
+        rows, tags = [], {}
+        for metric, value in values.items():
+            if math.isfinite(value):
+                rows.append(Row(metric, float(value), timestamp_ms, step))
+            elif metric not in self._non_finite:
+                self._non_finite.add(metric)
+                tags[f"non_finite.{metric}"] = f"{value:g} at {step} samples"
+        return rows, tags
