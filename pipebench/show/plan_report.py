@@ -170,10 +170,6 @@ def plan_json(answer: Answer) -> str:
         "dp_fits_in_memory": "dp" not in comparison.refused,
         "others": [_summary(answer, found) for found in comparison.others],
         "refused": comparison.refused,
-        "shapes": [
-            {"shape": found.found_by, "config": str(found.plan), "bottleneck_s": found.bottleneck_s}
-            for found in comparison.shapes
-        ],
         "cost_model": request.model.name,
         "cluster": _cluster_json(request.cluster),
         "num_workers": request.cluster.num_workers,
@@ -341,9 +337,6 @@ def _mode_table(answer: Answer) -> Table:
 def _rest(answer: Answer) -> Iterator[tuple[str, str]]:
     comparison = answer.comparison
     yield from comparison.refused.items()
-    for found in comparison.shapes:
-        text = f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}"
-        yield found.found_by, f"{text}, bottleneck {seconds(found.bottleneck_s)}, memory not weighed"
     rest_s = max(0.0, answer.total_s - sum(comparison.took_s.values()))
     parts = {**comparison.took_s, "model, profile and the rest": rest_s}
     text = ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
