@@ -262,6 +262,7 @@ def drop_sizes(data: dict[str, Any]) -> None:
         data[key] = {"7": next(iter(data[key].values()))}
 
 
+RECORD = "record/record.jsonl"
 DECISIONS: Mapping[str, tuple[Way, str]] = {
     "plan torn": (lambda left: os.truncate(left.folder / "plan.json", 40), "plan.json: isn't JSON"),
     "plan a list": (lambda left: (left.folder / "plan.json").write_text("[]"), "plan.json: got a list, allowed is"),
@@ -269,7 +270,8 @@ DECISIONS: Mapping[str, tuple[Way, str]] = {
     "plan a folder": (lambda left: instead(Path.mkdir)(left.folder / "plan.json"), "plan.json: isn't a file"),
     "plan a pipe": (lambda left: instead(os.mkfifo)(left.folder / "plan.json"), "plan.json: isn't a file"),
     "plan of another version": (plan("pipebench_plan", 2), "pipebench_plan: got 2, allowed is 1"),
-    "result a folder": (lambda left: instead(Path.mkdir)(left.folder / "result.json"), "result.json: isn't a file"),
+    "record a folder": (lambda left: instead(Path.mkdir)(left.folder / RECORD), "record.jsonl: isn't a file"),
+    "record a pipe": (lambda left: instead(os.mkfifo)(left.folder / RECORD), "record.jsonl: isn't a file"),
     "mode": (plan("mode", "gpipe"), "plan.json: mode: got 'gpipe', allowed is pipedream"),
     "mode unknown": (plan("mode", "magic"), "mode: got 'magic', allowed is pipedream"),
     "chunks": (plan("chunks", 2), "chunks: got 2, in mode pipedream allowed is 1, the stages per worker"),
