@@ -320,10 +320,10 @@ def _mode_table(answer: Answer) -> Table:
         column.no_wrap = column.header not in ("plan", "found by")
     table.columns[2].justify = "left"
     for found in (best, *answer.comparison.others):
-        flush = f", flush per {found.accumulate}" if found.accumulate > 1 else ""
+        update = f", update per {found.accumulate}" if found.accumulate > 1 else ""
         table.add_row(
             found.plan.mode,
-            f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{flush}",
+            f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
             found.found_by,
             number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
             _share(best.minibatch_s, found.minibatch_s),
