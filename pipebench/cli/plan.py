@@ -56,7 +56,6 @@ from pipebench.units import parse_bytes, parse_duration
     help="The mode to plan, from `pipebench ls modes`; auto: the fastest.",
 )
 @click.option("--minibatch-size", type=count(2**31), metavar="N", help="Samples per minibatch of a profile file.")
-@click.option("--shapes", is_flag=True, help="Also plan equal stages (2BW) and 2 chunks per worker (interleaved).")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

@@ -52,7 +52,6 @@ class PlanOptions:
         cost_model: its name.
         mode: whose plan is wanted, or `auto`.
         minibatch_size: samples per minibatch of a profile file.
-        shapes: also plan shapes of stages that no mode here has.
         out: where the plan goes, as a file that a recipe can name.
         picture: where the picture goes.
         as_json: print JSON and nothing else.
@@ -65,7 +64,6 @@ class PlanOptions:
     cost_model: str | None = None
     mode: str | None = None
     minibatch_size: int | None = None
-    shapes: bool = False
     out: Path | None = None
     picture: Path | None = None
     as_json: bool = False
@@ -197,7 +195,7 @@ def _of_file(options: PlanOptions) -> Answer:
 def _answer(name: str, request: Request, mode: str, source: str, options: PlanOptions, *, says_samples: bool) -> Answer:
     try:
         with searching(name, _progress(options)) as tell:
-            comparison = compare(request, None if mode == AUTO else mode, shapes=options.shapes, tell=tell)
+            comparison = compare(request, None if mode == AUTO else mode, tell=tell)
         best = comparison.best
         spare_s = None
         row = request.row or MODES[best.plan.mode]

@@ -18,15 +18,12 @@ def _silent(_done: int, _total: int, _search: str) -> None:
     """Tell nobody."""
 
 
-def compare(
-    request: Request, mode: str | None = "pipedream", *, shapes: bool = False, tell: Tell = _silent
-) -> Comparison:
+def compare(request: Request, mode: str | None = "pipedream", *, tell: Tell = _silent) -> Comparison:
     """Plan every mode.
 
     Args:
         request: what to plan.
         mode: whose plan is asked for; None for that of the mode predicted to be fastest.
-        shapes: whether plans of given shapes are asked for, too.
         tell: is told of every search that begins: modes done, modes in all, what is searched.
 
     Raises:
@@ -59,15 +56,10 @@ def compare(
     bounding_s = time.perf_counter()
     at_most = planners[best.plan.mode].at_most()
     took_s["search"] += time.perf_counter() - bounding_s
-    shaping_s = time.perf_counter()
-    of_shapes = _shapes(request) if shapes else ()
-    if shapes:
-        took_s["shapes"] = time.perf_counter() - shaping_s
     return Comparison(
         best=best,
         others=tuple(each for each in fastest if each is not best),
         dp=dp,
-        shapes=of_shapes,
         refused=refused,
         took_s=took_s,
         num_states=len(planners[best.plan.mode].work.states),
@@ -77,18 +69,3 @@ def compare(
 
 def _tell(tell: Tell, done: int, mode: str, search: str) -> None:
     tell(done, len(MODES), f"{mode}, {search}")
-
-
-def _shapes(request: Request) -> tuple[PlanEstimate, ...]:
-    """Return the plans with the smallest bottlenecks of two shapes that no mode has, memory not weighed."""
-    rows = {
-        "equal stages of one width (2BW)": MODES["pipedream-2bw"],
-        "2 chunks per worker (interleaved)": MODES["interleaved"],
-    }
-    found = []
-    for name, row in rows.items():
-        candidates = Planner(replace(request, row=row, depth=None), name).candidates_without_limit()
-        if candidates:
-            best = min(candidates, key=lambda each: each.bottleneck_s)
-            found.append(replace(best, found_by=name))
-    return tuple(found)

@@ -39,6 +39,7 @@ from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import noam
+from pipebench.schedule.weights import WEIGHT_POLICIES
 
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
 MOST_COMPONENTS = 128
@@ -429,7 +430,7 @@ class Planner:
         recomputes = [self.mode.recompute] * len(stages) if recomputes is None else recomputes
         work = self._work_of(stages, recomputes)
         units = self.request.microbatches if self.mode.microbatches else 1
-        depth = self.mode.depth or depth or self.request.depth or noam(widths)
+        depth = self.mode.depth or depth or self.request.depth or self._usual_depth(widths)
         in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
@@ -511,7 +512,19 @@ class Planner:
         """Return the minibatches of each replica per update."""
         if self.mode.flush:
             return self._units_per_flush // units
-        return self.request.accumulate or self.mode.accumulate or depth
+        if not WEIGHT_POLICIES[self.mode.weights].accumulates:
+            return 1
+        return self._asked_to_accumulate or self.mode.accumulate or depth
+
+    @property
+    def _asked_to_accumulate(self) -> int | None:
+        """Minibatches per update of this mode, if the request says; what it says is else about another mode."""
+        return self.request.accumulate if self.request.row is not None else None
+
+    def _usual_depth(self, widths: Sequence[int]) -> int:
+        """Return NOAM, or less where an update has to cover all minibatches in flight and is asked to cover fewer."""
+        limited = WEIGHT_POLICIES[self.mode.weights].accumulates and self._asked_to_accumulate
+        return min(noam(widths), limited) if limited else noam(widths)
 
     def _parts_s(
         self, work: Work, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int

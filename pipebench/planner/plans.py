@@ -106,11 +106,9 @@ class Comparison:
         best: the one asked for: the mode's, or the fastest mode's.
         others: the best of every other mode, fastest first.
         dp: pure data parallelism on all workers, even if it doesn't fit in memory or its replicas don't divide streams.
-        shapes: the best bottlenecks of plans of a given shape, for schedules that aren't modes here: equal stages of
-            one width (PipeDream-2BW), and several chunks per worker (interleaved); only where asked for.
         refused: modes without a plan, and why.
         took_s: seconds by what they went to: `search` and `simulation` of the plan asked for (of all modes where the
-            fastest is asked for), `other modes`, `shapes`.
+            fastest is asked for), `other modes`.
         num_states: places to cut, both ends of the model included.
         at_most: how many times the smallest bottleneck that of a search for `best` can be; 1 if all were exact.
     """
@@ -118,7 +116,6 @@ class Comparison:
     best: PlanEstimate
     others: tuple[PlanEstimate, ...]
     dp: PlanEstimate
-    shapes: tuple[PlanEstimate, ...]
     refused: dict[str, str]
     took_s: dict[str, float]
     num_states: int

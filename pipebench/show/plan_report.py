@@ -170,10 +170,6 @@ def plan_json(answer: Answer) -> str:
         "dp_fits_in_memory": "dp" not in comparison.refused,
         "others": [_summary(answer, found) for found in comparison.others],
         "refused": comparison.refused,
-        "shapes": [
-            {"shape": found.found_by, "config": str(found.plan), "bottleneck_s": found.bottleneck_s}
-            for found in comparison.shapes
-        ],
         "cost_model": request.model.name,
         "cluster": _cluster_json(request.cluster),
         "num_workers": request.cluster.num_workers,
@@ -324,10 +320,10 @@ def _mode_table(answer: Answer) -> Table:
         column.no_wrap = column.header not in ("plan", "found by")
     table.columns[2].justify = "left"
     for found in (best, *answer.comparison.others):
-        flush = f", flush per {found.accumulate}" if found.accumulate > 1 else ""
+        update = f", update per {found.accumulate}" if found.accumulate > 1 else ""
         table.add_row(
             found.plan.mode,
-            f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{flush}",
+            f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{update}",
             found.found_by,
             number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
             _share(best.minibatch_s, found.minibatch_s),
@@ -341,9 +337,6 @@ def _mode_table(answer: Answer) -> Table:
 def _rest(answer: Answer) -> Iterator[tuple[str, str]]:
     comparison = answer.comparison
     yield from comparison.refused.items()
-    for found in comparison.shapes:
-        text = f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}"
-        yield found.found_by, f"{text}, bottleneck {seconds(found.bottleneck_s)}, memory not weighed"
     rest_s = max(0.0, answer.total_s - sum(comparison.took_s.values()))
     parts = {**comparison.took_s, "model, profile and the rest": rest_s}
     text = ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())

@@ -31,7 +31,7 @@ GRAPH = "".join(
     )
 )
 KEYS = {
-    *("config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused", "shapes"),
+    *("config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused"),
     *("cost_model", "cluster", "minibatch_size", "minibatch_s", "samples_per_s", "dp_minibatch_s", "dp_samples_per_s"),
     *("took_s", "num_states", "bottleneck_at_most"),
     *("speedup_over_dp", "bytes_per_sample", "dp_bytes_per_sample", "port_s", "memory_limit_bytes", "found_by", "plan"),
@@ -114,7 +114,7 @@ def test_json_has_every_documented_key(graph: str) -> None:
     assert found["samples_per_s"] == pytest.approx(8 * found["minibatches_per_s"])
     assert found["memory_limit_bytes"] == 16_000_000_000
     assert {found["mode"], *(plan["mode"] for plan in found["others"]), *found["refused"]} == {
-        *("single", "dp", "model", "gpipe", "pipedream-flush", "pipedream")
+        *("single", "dp", "model", "gpipe", "pipedream-flush", "interleaved", "pipedream", "pipedream-2bw")
     }
 
 
@@ -287,16 +287,6 @@ def test_levels_of_any_text_are_levels_or_one_sentence() -> None:
 def test_cost_models_are_listed() -> None:
     result = CliRunner().invoke(cli, ["ls", "cost-models"])
     assert [line.split()[0] for line in result.output.splitlines()] == [*COST_MODELS]
-
-
-def test_shapes_that_are_no_modes_are_planned_only_when_asked_for(graph: str) -> None:
-    asked = ("--profile", graph, "--levels", "4@1e9")
-    assert answer(*asked)["shapes"] == []
-    assert "2BW" not in invoke(*asked).output
-    found = answer(*asked, "--shapes")
-    assert found["shapes"][0]["shape"] == "equal stages of one width (2BW)"
-    assert "shapes" in found["took_s"]
-    assert "equal stages of one width (2BW)" in invoke(*asked, "--shapes").output
 
 
 def test_the_time_it_took_is_all_of_it_and_what_it_went_to(graph: str) -> None:

@@ -58,6 +58,14 @@ def test_2bw_takes_equally_wide_stages_and_the_best_of_them(num_workers: int) ->
     assert best.is_simulated
 
 
+def test_2bw_has_no_more_in_flight_than_an_update_covers() -> None:
+    asked = replace(request([0.1] * 12), accumulate=2)
+    other = planner("pipedream-2bw", asked).best()  # what is asked is about another mode
+    assert other.accumulate == other.plan.depth == other.plan.noam
+    found = planner("pipedream-2bw", replace(asked, row=MODES["pipedream-2bw"])).candidates_without_limit()
+    assert all((each.accumulate, each.plan.depth) == (2, min(2, each.plan.noam)) for each in found)
+
+
 def test_2bw_keeps_two_versions_however_many_are_in_flight() -> None:
     made = planner("pipedream-2bw", request([0.1] * 4))
     straight = next(each for each in made.candidates_without_limit() if str(each.plan) == "straight")
