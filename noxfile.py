@@ -89,17 +89,17 @@ def reports(session: nox.Session) -> None:
     """
     python = python_with_pipebench(session)
     for name in ("analytic_profile", "planner_vs_simulator", "table1_plans"):
-        page = session.run(python, "-m", f"reports.{name}", external=True, silent=True)
+        page = session.run(python, "-m", f"reports.studies.{name}", external=True, silent=True)
         Path("reports", f"{name}.md").write_text(str(page).rstrip() + "\n")
 
 
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
-    """Train what `reports/small_zoo_runs/` lacks of the small recipes in every mode, and write their report."""
+    """Train what `reports/studies/small_zoo_runs/` lacks of the small recipes in every mode, and write their report."""
     page = session.run(
         python_with_pipebench(session),
         "-m",
-        "reports.small_zoo",
+        "reports.studies.small_zoo",
         *session.posargs,
         external=True,
         silent=True,
@@ -115,7 +115,7 @@ def faults(session: nox.Session) -> None:
     With arguments, which go to the campaign, its page is printed instead: the report is of all cases.
     """
     python = python_with_pipebench(session)
-    command = [python, "-m", "reports.fault_campaign", *session.posargs]
+    command = [python, "-m", "reports.studies.fault_campaign", *session.posargs]
     page = str(session.run(*command, external=True, silent=True, stderr=None, success_codes=[0, 1]))
     if session.posargs:
         print(page)

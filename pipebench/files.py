@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import os
+import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,34 +54,56 @@ class HashingWriter:
         return self._hash.hexdigest()
 
 
-def write_aside(path: Path, fill: Callable[[HashingWriter], object]) -> tuple[str, int]:
-    """Write a file beside its place and leave it there, as `aside(path)`, for the caller to rename.
+@dataclass(frozen=True)
+class Aside:
+    """A whole file that isn't in its place yet.
 
-    Returns:
-        SHA-256 and number of bytes.
+    Attributes:
+        path: where it is, beside its place.
+        sha256: of its content, in hexadecimal.
+        num_bytes: its size.
+    """
+
+    path: Path
+    sha256: str
+    num_bytes: int
+
+
+def write_aside(path: Path, fill: Callable[[HashingWriter], object]) -> Aside:
+    """Write a file beside its place and leave it there, for the caller to rename.
+
+    Its name is its own: processes that write the same file at once don't write into each other's.
 
     Raises:
         OSError: it can't be written, the disk being full for one; nothing is left behind.
     """
-    beside = aside(path)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{ASIDE}")
     try:
         with open(beside, "wb") as file:
             writer = HashingWriter(file)
             fill(writer)
-            return writer.finish(), writer.num_bytes
+            return Aside(beside, writer.finish(), writer.num_bytes)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes | Callable[[HashingWriter], object]) -> None:
     """Give a file new content; whoever reads it meanwhile, or after a crash, finds the old or the new one.
+
+    Args:
+        path: the file; need not exist, its folder must.
+        content: bytes, or what writes them.
 
     Raises:
         OSError: it can't be written; the old content stays.
     """
-    write_aside(path, lambda writer: writer.write(content))
-    rename(aside(path), path)
+    written = write_aside(path, content if callable(content) else lambda writer: writer.write(content))
+    try:
+        rename(written.path, path)
+    except BaseException:
+        written.path.unlink(missing_ok=True)
+        raise
 
 
 def rename(source: Path, target: Path) -> None:
@@ -98,11 +122,6 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def aside(path: Path) -> Path:
-    """Return where a file stands until it is whole."""
-    return path.with_name(f".{path.name}{ASIDE}")
 
 
 def sha256_of(path: Path) -> str:

@@ -69,3 +69,29 @@ def test_no_imports_go_round_in_a_circle() -> None:
         arrows = {name: outs & read for name, outs in arrows.items() if name in read and outs}
         arrows = {name: outs & {*arrows} for name, outs in arrows.items()}
     assert not arrows, f"these import each other in circles: {', '.join(sorted(arrows))}"
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield every module that a file imports from, wherever in it, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+SHIPPED = sorted(path for folder in ("pipebench", "zoo") for path in (ROOT.parent / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT.parent)))
+def test_what_is_shipped_imports_nothing_that_is_not(path: Path) -> None:
+    """Of this repository a wheel holds pipebench and zoo: no tests, no studies."""
+    elsewhere = {each.name for each in ROOT.parent.iterdir() if each.is_dir()} - {"pipebench", "zoo"}
+    assert {"tests", "reports"} <= elsewhere
+    foreign = [f"line {line}: {name}" for name, line in imported(path) if name.split(".")[0] in elsewhere]
+    assert not foreign, f"{path.name} imports what no wheel has: {', '.join(foreign)}"
+
+
+def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:
+    used = {name for path in SHIPPED for name, _ in imported(path) if path.parts[-2] == "zoo"}
+    assert {name for name in used if name.startswith("pipebench")} == {"pipebench.files"}

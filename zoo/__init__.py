@@ -1,4 +1,4 @@
-"""Models, datasets and metrics: plain torch, usable without pipebench."""
+"""Models, datasets and metrics: plain torch, usable without the engine."""
 
 from zoo import (  # noqa: F401  (importing registers)
     alexnet,

@@ -1,23 +1,16 @@
-"""Gettext catalogues: where those of two packages lie, and readers of both formats.
+"""Gettext catalogues: where those of two packages lie, and their messages, which polib reads in both formats."""
 
-Python's own gettext translates single messages of a .mo file; it has no way to list them and doesn't read .po.
-"""
-
+import gettext
 import importlib.metadata
-import re
 import struct
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Package, version fetched, and its German catalogue. pretalx's second one, de_Formal, says the same to a stranger.
 CATALOGUES: tuple[tuple[str, str, str], ...] = (
     ("mercurial", "7.2.4", "mercurial/locale/de/LC_MESSAGES/hg.mo"),
     ("pretalx", "2025.2.2", "pretalx/locale/de_DE/LC_MESSAGES/django.po"),
 )
-_MO_MAGIC = 0x950412DE
-_PO_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"\s*$')
-_PO_KEYWORD = re.compile(r"(msgctxt|msgid_plural|msgid|msgstr(?:\[(\d+)\])?)\s+(?=\")")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\"}
 
 Pair = tuple[str, str]
 
@@ -56,13 +49,23 @@ def read(path: Path) -> list[Pair]:
     Of a message with a plural form, the singular is returned.
 
     Raises:
-        OSError: the file can't be read.
+        ImportError: polib isn't installed.
+        OSError: the file isn't there.
         ValueError: it isn't a catalogue.
     """
-    try:
-        return list(_read_mo(path.read_bytes()) if path.suffix == ".mo" else _read_po(path.read_text(encoding="utf-8")))
-    except (struct.error, UnicodeDecodeError, IndexError, KeyError, ValueError) as error:
-        raise ValueError(f"gettext_pairs: {path} is no gettext catalogue: {error}") from error
+    polib = _polib()
+    with path.open("rb") as file:  # polib takes the name of a file that isn't there for a catalogue's content
+        try:
+            if path.suffix == ".mo":
+                gettext.GNUTranslations(file)  # polib reads one that is cut off as far as it goes
+                entries = polib.mofile(str(path), encoding="utf-8")
+            else:
+                entries = polib.pofile(str(path), encoding="utf-8")
+        except (OSError, struct.error, ValueError) as error:
+            raise ValueError(f"gettext_pairs: {path} is no gettext catalogue: {error}") from error
+    return [
+        (entry.msgid, entry.msgstr or entry.msgstr_plural[0]) for entry in entries.translated_entries() if _said(entry)
+    ]
 
 
 def _installed(package: str, name: str) -> list[Path]:
@@ -72,48 +75,14 @@ def _installed(package: str, name: str) -> list[Path]:
         return []
 
 
-def _read_mo(content: bytes) -> Iterator[Pair]:
-    """Yield the messages of a binary catalogue (GNU gettext manual, section "The Format of GNU MO Files")."""
-    order = next((each for each in "<>" if struct.unpack(f"{each}I", content[:4])[0] == _MO_MAGIC), None)
-    if order is None:
-        raise ValueError("it doesn't start as one")
-    number, messages, translations = struct.unpack(f"{order}3I", content[8:20])
-    for row in range(number):
-        message, translation = (
-            _mo_string(content, struct.unpack(f"{order}2I", content[table + 8 * row : table + 8 * row + 8]))
-            for table in (messages, translations)
-        )
-        text = message.split("\0")[0].split("\4")[-1]  # the singular, without context
-        if text and translation:
-            yield text, translation.split("\0")[0]
+def _said(entry: Any) -> bool:
+    """Return whether an entry has a translation; polib takes all of a .mo file for translated."""
+    return bool(entry.msgstr or entry.msgstr_plural.get(0))
 
 
-def _mo_string(content: bytes, place: tuple[int, ...]) -> str:
-    length, start = place
-    if start + length > len(content):
-        raise ValueError("it is cut off")
-    return content[start : start + length].decode()
-
-
-def _read_po(content: str) -> Iterator[Pair]:
-    """Yield the messages of a text catalogue (GNU gettext manual, section "The Format of PO Files")."""
-    for entry in re.split(r"\n\s*\n", content):
-        lines = [line.strip() for line in entry.splitlines()]
-        if any(line.startswith("#,") and "fuzzy" in line for line in lines):
-            continue
-        fields: dict[str, str] = {}
-        field = ""
-        for line in lines:
-            if not line or line.startswith("#"):
-                continue
-            keyword = _PO_KEYWORD.match(line)
-            if keyword:
-                field = keyword[1]
-                fields[field] = ""
-            string = _PO_STRING.search(line, keyword.end() if keyword else 0)
-            if string is None or not field:
-                raise ValueError(f"{line[:40]!r} is no line of one")
-            fields[field] += re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[0]), string[1])
-        translation = fields.get("msgstr", fields.get("msgstr[0]", ""))
-        if fields.get("msgid") and translation:
-            yield fields["msgid"], translation
+def _polib() -> Any:
+    try:
+        import polib  # late: an optional dependency
+    except ImportError as error:
+        raise ImportError('gettext_pairs needs the package polib: pip install "pipebench[data]"') from error
+    return polib

@@ -1,7 +1,7 @@
 """Numbers in English and German words, a translation task without a download: `twenty-one` is `einundzwanzig`.
 
-Real grammar in a small room: German swaps tens and units and writes every number below a million as one word, so that
-a model has to learn an order and to work on pieces of words. The words come from the package num2words.
+The grammar is real, the vocabulary small: German swaps tens and units and writes every number below a million as one
+word, so that a model has to learn an order and to work on pieces of words. The words come from the package num2words.
 """
 
 from collections.abc import Sequence

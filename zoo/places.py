@@ -1,8 +1,9 @@
 """Where files lie: a data set's folder, the user's cache, and how to write a file so that it's whole or not there."""
 
 import os
-import tempfile
 from pathlib import Path
+
+from pipebench import files
 
 DATA_VARIABLE = "PIPEBENCH_DATA"
 
@@ -42,11 +43,4 @@ def write_whole(path: Path, content: bytes) -> None:
         OSError: the folder can't be made or written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
+    files.replace(path, content)

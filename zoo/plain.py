@@ -40,7 +40,7 @@ class Metric:
     best: str
 
 
-class Plain(Dataset):
+class DatasetPair(Dataset):
     """Two torch data sets, a loss and metrics.
 
     Fields are `input` and `target`, or `input.0`, `input.1`, ... and `input.NAME` where a sample holds several in a
@@ -197,7 +197,7 @@ class Plain(Dataset):
                 )
 
     def _check_each(self, split: str, indices: Sequence[int]) -> None:
-        """Of several samples that don't go into one minibatch, name the one that isn't as the first sample is."""
+        """Raise a DataError that names the sample whose shape or type isn't that of the first."""
         for index in indices if len(indices) > 1 else ():
             self._check_alike(split, [index], _flat(self._collated(split, [index], 0)))
 
@@ -221,7 +221,7 @@ def top(k: int) -> Measure:
 
 @dataclass(frozen=True)
 class _Top:
-    """A class of its own, so that it can be sent to other processes."""
+    """Whether a sample's class is among its k largest outputs; a class, since a closure can't be sent to processes."""
 
     k: int
 

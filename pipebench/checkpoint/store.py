@@ -140,10 +140,10 @@ class Checkpoints:
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
             files.sync_folder(self.folder)
-        sha256, num_bytes = files.write_aside(target, lambda writer: torch.save(plain, writer))  # type: ignore[arg-type] # it only writes
-        named = target.with_name(f"{part}.{sha256[:12]}.pt")
-        files.rename(files.aside(target), named)
-        return Part(named.name, num_bytes, sha256)
+        written = files.write_aside(target, lambda writer: torch.save(plain, writer))  # type: ignore[arg-type] # it only writes
+        named = target.with_name(f"{part}.{written.sha256[:12]}.pt")
+        files.rename(written.path, named)
+        return Part(named.name, written.num_bytes, written.sha256)
 
     def commit(self, step: int, parts: Sequence[Part], progress: Mapping[str, Any]) -> None:
         """Make a checkpoint of parts that are on the disk; then remove all but the newest `keep`, and leftovers.

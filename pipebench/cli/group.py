@@ -23,7 +23,7 @@ class _ReaderGoneError(Exception):
 
 
 class Commands(click.Group):
-    """Commands whose errors end in one sentence and an exit code, never in a traceback for a user's mistake."""
+    """A group whose commands end with an exit code, and with a sentence, not a traceback, for a mistake of the user."""
 
     _meta: Mapping[str, Any] = MappingProxyType({})
 

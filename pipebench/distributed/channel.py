@@ -4,10 +4,10 @@ A message goes into a buffer that the receiver posted before it was sent, so it 
 large the posted buffers are follows from the messages before, by one rule that both ends apply: neither has to ask.
 
 Two workers that exchange activations and gradients have a channel for each, with a tag of its own: what one direction
-waits for never stands behind the other (P6, P10). A send returns at once and its buffer is its own until the message
-has left (P14). Gloo doesn't say when that is, unless one waits: every message tells how many the other way were taken,
-and so buffers are used again (P15). Every message is waited for before the process group ends (P4). Received tensors
-are copies: a buffer is never an autograd leaf (P17).
+waits for never stands behind the other. A send returns at once and its buffer is its own until the message
+has left. Gloo doesn't say when that is, unless one waits: every message tells how many the other way were taken,
+and so buffers are used again. Every message is waited for before the process group ends. Received tensors
+are copies: a buffer is never an autograd leaf.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ from pipebench.distributed.message import (
     write_header,
 )
 
-AHEAD = 2  # receives posted before they are waited for; more would only hold memory (P18)
+AHEAD = 2  # receives posted before they are waited for; more would only hold memory
 # Gloo's connection of two ranks is locked while bytes come in: posting the receive after next would wait for them, a
 # millisecond per megabyte. With as many connections, in turn, the one that is posted to is idle.
 LANES = AHEAD
@@ -305,7 +305,7 @@ class Receiver:
         return buffer
 
     def _directly(self, layout: Layout) -> list[torch.Tensor]:
-        """Receive the tensors by NCCL; the wait is the device's, not the host's (P16).
+        """Receive the tensors by NCCL; the wait is the device's, not the host's.
 
         NCCL begins to receive when the stream that is current has done what it was given before. Here that is one which
         never has anything to do, so bytes come in while the GPU computes. What it computes from now on waits for them;

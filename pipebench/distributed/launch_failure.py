@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipebench import files
 from pipebench.distributed.launch_join import lost
 from pipebench.errors import UserError, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
@@ -73,10 +74,8 @@ def record(failure: Failure) -> None:
     recorded_s = int(time.time()) + (2 if failure.kind == "lost" else 0)
     extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(recorded_s)}
     data = {"message": {"message": failure.message, "extraInfo": extra}, "pipebench": asdict(failure)}
-    # Aside, because the launcher may end this process at any moment and then reads the file.
-    aside = Path(f"{name}.{os.getpid()}")
-    aside.write_text(json.dumps(data))
-    aside.replace(name)
+    # Whole, because the launcher may end this process at any moment and then reads the file.
+    files.replace(Path(name), json.dumps(data).encode())
 
 
 def read(rank: int, exit_code: int, recorded: Mapping[str, Any]) -> Failure:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 # keeps another from starting.
 _BLOCKS_OF_PAIRS = 48
 _MOST_BLOCKS = 8  # of a pair: what computes at the same time wants the others
-_SHARED_SINCE = (2, 30)  # NCCL's release that lets ranks share a GPU, if it is told to (P19)
+_SHARED_SINCE = (2, 30)  # NCCL's release that lets ranks share a GPU, if it is told to
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 # What NCCL and CUDA find in the environment where the user has set nothing.
 _CUDA_SETTINGS = {
@@ -72,7 +72,7 @@ def set_environment(environ: MutableMapping[str, str]) -> None:
 def pair_options(limit: timedelta, num_pairs: int) -> Any:
     """Return the options of the NCCL communicator of two workers: a few thread blocks, before any other work.
 
-    Several communicators at once are beyond what NCCL promises (P11). What can go wrong is that a kernel that waits for
+    Several communicators at once are beyond what NCCL promises. What can go wrong is that a kernel that waits for
     its peer keeps the one that the peer waits for from starting; small kernels of high priority always find a place.
 
     Args:

@@ -38,7 +38,7 @@ class Reducer:
         like: the stage's parameters.
         group: the replicas' process group.
         host_copy: whether tensors travel through the host's memory: several ranks on one GPU (Gloo's own handling of
-            CUDA tensors has corrupted results: P2).
+            CUDA tensors has corrupted results).
         clock: the run's clock, seconds.
     """
 

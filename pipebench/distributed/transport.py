@@ -147,7 +147,7 @@ def _expected_bytes(setup: Setup, kind: str, sender: int, receiver: int) -> int:
 
 
 def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
-    """Return an NCCL group of two of its own, used once already: the first use waits for both (P5)."""
+    """Return an NCCL group of two of its own, used once already: the first use waits for both."""
     group = world.new_group("nccl", ranks, num_pairs=num_pairs)
     if world.rank in ranks:
         word = torch.zeros(1, device=world.device)

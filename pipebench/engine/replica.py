@@ -344,7 +344,7 @@ class Replica:
             parameter.grad = None
 
     def _without_statistics(self, item: _InFlight) -> None:
-        """Recompute a forward without touching running statistics a second time (P42), BatchNorm's or a model's own."""
+        """Recompute a forward without touching running statistics a second time, BatchNorm's or a model's own."""
         kept = [(norm, norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in self._norms]
         own = [(buffer, buffer.clone()) for buffer in self._own_buffers]
         for norm in self._norms:

@@ -205,7 +205,7 @@ def _inputs_read(graph: LayerGraph, layers: Sequence[Layer], is_last: bool) -> t
 def _switch_inplace_off_at_heads(module: fx.GraphModule) -> None:
     """Let layers that would overwrite a stage's input compute out of place.
 
-    Autograd refuses to overwrite a leaf (P28), and the sender, a recomputation or the dataset may still need it.
+    Autograd refuses to overwrite a leaf, and the sender, a recomputation or the dataset may still need it.
     """
     for node in list(module.graph.nodes):
         if is_inplace(module, node) and node.args and _is_stage_input(node.args[0]):

@@ -8,10 +8,10 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pipebench import files
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import VERSION, read_profile, write_profile
 
@@ -59,15 +59,8 @@ def _read(path: Path) -> Profile | None:
 
 
 def _write(path: Path, profile: Profile) -> None:
-    """Write aside and rename: a reader, or a crash, never sees half a file."""
-    aside = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            aside = Path(file.name)
-            file.write(write_profile(profile))
-        aside.replace(path)
+        files.replace(path, write_profile(profile).encode())
     except OSError as error:
         log.warning("profile cache: %s can't be written (%s), so the next run profiles again", path, error)
-        if aside is not None:
-            aside.unlink(missing_ok=True)

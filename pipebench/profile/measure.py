@@ -168,7 +168,7 @@ def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:
 
 
 def _autograd_entry_s(device: torch.device, clock: Clock) -> float:
-    """Return the seconds of entering and leaving autograd, which training pays once and a pass once per layer."""
+    """Return the seconds of entering and leaving autograd: once per step in training, once per layer in a pass."""
     readings = [idle_backward_s(device, clock) for _ in range(_WARM_UPS + 50)]
     return statistics.median(reading() for reading in readings[_WARM_UPS:])
 

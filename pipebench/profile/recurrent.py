@@ -1,10 +1,10 @@
 """Recurrent layers and dropout as a GPU runs them, where the meta device would take them apart.
 
 On the meta device an LSTM falls into a dozen small operations per step, slow to walk through and nothing like what
-cuDNN runs. `AsOnGpu` turns these calls into the operations CUDA tensors get; `forward` and `backward` say what kernels
-cuDNN's standard algorithm launches for them: Appleyard, Kocisky and Blunsom, "Optimizing performance of recurrent
-neural networks on GPUs" (2016), without the overlap of neighbouring layers. Persistent kernels are left out: cuDNN has
-them for small batches and weights that fit the registers only.
+cuDNN runs. `GpuKernels` turns these calls into the operations CUDA tensors get; `forward` and `backward` say what
+kernels cuDNN's standard algorithm launches for them: Appleyard, Kocisky and Blunsom, "Optimizing performance of
+recurrent neural networks on GPUs" (2016), without the overlap of neighbouring layers. Persistent kernels are left out:
+cuDNN has them for small batches and weights that fit the registers only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ class _Shape:
             yield from [self.input_size if layer == 0 else self.output_size * self.directions] * self.directions
 
 
-class AsOnGpu(TorchFunctionMode):
+class GpuKernels(TorchFunctionMode):
     """Calls cuDNN's recurrent layers and the fused dropout where torch would decompose them on the meta device."""
 
     def __torch_function__(

@@ -186,7 +186,7 @@ def priced(
     device: DeviceSpec, work: Callable[[], Any], efficiencies: Efficiencies = SHIPPED
 ) -> tuple[Any, Callable[[], float]]:
     """Do some work on meta tensors; return its result and its seconds on the device: a clock for `walk`."""
-    with recurrent.AsOnGpu(), Roofline(device, efficiencies) as roofline:
+    with recurrent.GpuKernels(), Roofline(device, efficiencies) as roofline:
         value = work()
     return value, lambda: roofline.seconds
 

@@ -67,7 +67,7 @@ class _Step:
 
 @dataclass
 class _Output:
-    """A tensor that has a gradient: where backwards enter, its shape as a meta tensor, and gradients that arrived."""
+    """An output that has a gradient: its autograd edge, its shape as a meta tensor, and the gradients that arrived."""
 
     edge: GradientEdge
     like: torch.Tensor
@@ -79,7 +79,7 @@ class _Output:
 
 
 class _Cut(torch.autograd.Function):
-    """A value without its past: where gradients are wanted, and unlike a leaf it doesn't keep the value alive."""
+    """Cuts a value off from the operations that computed it; unlike a leaf tensor it doesn't keep the value alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Backwards end before this."""
+        """Refuse: a backward ends at the layer that it is of."""
         raise AssertionError("a backward went past the layer it is of")
 
 

@@ -203,7 +203,7 @@ def _is_text_expression(value: object) -> bool:
 
 
 def _as_text(written: str, value: Any, key: Key) -> Any:
-    """On a command line quotes are lost: what is declared as text stays text, `name=2019` for one."""
+    """Return a value of the command line as text where its key is declared as text: `name=2019` has lost its quotes."""
     try:
         expected = expected_type(key)
     except KeyError:

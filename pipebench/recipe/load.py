@@ -86,7 +86,7 @@ def fault_of(loaded: LoadedRecipe, error: UserCodeError) -> Fault:
 
 @contextmanager
 def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
-    """Tell what only the built and traced model shows to be wrong as faults of the recipe.
+    """Raise errors about the built model, its graph, profile or plan as faults of the recipe.
 
     Raises:
         RecipeError: in place of errors about the model, its graph, its profile or the plan.
@@ -296,7 +296,7 @@ def _copy(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> DictConfig:
-    """Return the resolved recipe, in which whatever the environment may have a part in stays an expression.
+    """Return the resolved recipe; values that may come from the environment stay expressions.
 
     An expression that so much as mentions a part of such a key stays one too: better one too many than a secret.
     """

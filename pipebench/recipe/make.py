@@ -1,4 +1,4 @@
-"""The model and the data set of a recipe, made: by the zoo, or by what a `target` names."""
+"""Makes a recipe's model and data set: those of the zoo, or what a `target` names."""
 
 import json
 from collections.abc import Mapping

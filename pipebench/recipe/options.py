@@ -15,7 +15,7 @@ RESERVED = ("name", "target", "leaves")
 # Keys of a named optimizer or schedule that a target takes too, where they are given.
 _OF_OPTIMIZERS = ("momentum", "weight_decay", "betas", "eps")
 _OF_SCHEDULES = ("every_epochs", "factor", "power")
-# Of a data set that a target makes: ours, not the target's.
+# Keys of `dataset` that are no arguments of its target.
 OF_PAIRS = ("loss", "metrics", "loader_processes")
 
 

@@ -8,7 +8,7 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.options import OF_PAIRS, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
-from zoo.plain import LOSSES, METRICS, Measure, Metric, Plain, seeded
+from zoo.plain import LOSSES, METRICS, DatasetPair, Measure, Metric, seeded
 from zoo.registry import Dataset
 
 # Data that a function makes up must be the same in every process and every run, whatever the run's seed.
@@ -40,7 +40,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         )
     with users_code(f"{target} makes data that can't be used", "dataset.target"):
         metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
-        return Plain(made[0], made[1], _loss(dataset["loss"]), metrics, processes)
+        return DatasetPair(made[0], made[1], _loss(dataset["loss"]), metrics, processes)
 
 
 def directions(metrics: Any) -> dict[str, str]:

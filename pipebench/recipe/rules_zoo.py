@@ -113,7 +113,7 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
 
 @rule("@draft", "model")
 def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
-    """Build a model of the zoo without memory (on the meta device): its own checks know its options' ranges."""
+    """Build a model of the zoo on the meta device: it checks the ranges of its options itself."""
     from pipebench.recipe.weightless import weightless
 
     if model.get("name") is None or not _is_small(model):
@@ -199,7 +199,7 @@ def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str,
 
 
 def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems:
-    """Yield what a data set that had to be made first turns out not to allow: key and problem."""
+    """Yield key and problem where a recipe doesn't go with its data set, which had to be made to know."""
     train, parallelism = recipe.train, recipe.parallelism
     target, evaluate, checkpoint = (
         None if each is None else asdict(each) for each in (train.target, train.evaluate_every, train.checkpoint_every)

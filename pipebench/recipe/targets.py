@@ -1,4 +1,4 @@
-"""Targets: functions and classes that a recipe names as `package.module:function`, found where its user keeps them."""
+"""Targets: functions and classes that a recipe names as `package.module:function`."""
 
 import contextlib
 import importlib

@@ -53,7 +53,7 @@ def problem_with(value: object, expected: Any) -> str | None:
 
 
 def checkable(expected: Any) -> Any:
-    """Return a type if it only speaks of a recipe's plain values, so that they can be checked against it; else Any.
+    """Return a type if plain values can be checked against it (numbers, texts, lists of them); else Any.
 
     >>> checkable(list[float]), checkable(list[object])
     (list[float], typing.Any)

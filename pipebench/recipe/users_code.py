@@ -1,4 +1,4 @@
-"""Errors out of the user's own code: whose an exception is, where it was raised, and the sentence about it.
+"""Exceptions of the user's own code: told from ours, and put into one sentence that says where they were raised.
 
 A recipe's `target`s are programs that we haven't written. What they raise is theirs to mend: it is told in one sentence
 with file and line, like any other mistake in what was given. Standard library only.
@@ -27,7 +27,7 @@ _LONGEST = 300  # characters of an exception's own words
 
 @contextlib.contextmanager
 def users_code(what: str, key: str = "") -> Iterator[None]:
-    """Tell whatever is raised in here as the user's, in one sentence.
+    """Turn any exception raised inside into a `UserCodeError`.
 
     Args:
         what: begins the sentence, such as `my_model:Net can't make the model`.

@@ -1,7 +1,7 @@
 """Makes models that have shapes and no weights: on the meta device, which takes neither memory nor time.
 
-torch fills a meta tensor with normal noise by way of its compiler, whose import alone takes longer than anything else
-here. There is nothing to fill: so it isn't.
+torch would import its compiler to fill a meta tensor with normal noise, which takes longer than everything else here.
+A meta tensor holds no values, so filling it is left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
-class _Unfilled(TorchFunctionMode):
-    """Leaves meta tensors as they are where they would be filled with normal noise."""
+class _NoFilling(TorchFunctionMode):
+    """Skips calls that fill a meta tensor with normal noise."""
 
     def __torch_function__(
         self,
@@ -30,12 +30,12 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _can_be_filled(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: object = None) -> bool:
-    """Say whether it is a meta tensor that torch would fill; of arguments that it doesn't take it is to complain."""
+    """Return whether these arguments fill a meta tensor; wrong ones go to torch, which says what is wrong."""
     return tensor.is_meta and std >= 0
 
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Put every tensor that is made inside, unless its device is named, on the meta device, and spare filling it."""
-    with torch.device("meta"), _Unfilled():
+    """Make tensors on the meta device, unless their device is named, and don't fill them with noise."""
+    with torch.device("meta"), _NoFilling():
         yield

@@ -67,8 +67,7 @@ def export(run: str, output: str | None, step: int | None) -> Export:
     checkpoint, skipped = _checkpoint(folder, step, graph)
     model = _filled(graph.traced.model, checkpoint.load())
     try:
-        files.write_aside(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
-        files.rename(files.aside(path), path)
+        files.replace(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path}: can't be written: {error.strerror}") from error
     return Export(path, folder.run_id, checkpoint.step, checkpoint.progress, tuple(skipped))

@@ -1,7 +1,7 @@
 """Progress of a run: a live line on a terminal; elsewhere plain lines, at the start, at evaluations, and now and then.
 
-A log that nobody watches should stay short, and one that somebody watches shouldn't be silent for long: lines between
-evaluations come ever more rarely.
+Plain lines between evaluations come ever more rarely: the log of a long run stays short, and that of a short one tells
+soon that something happens.
 """
 
 import contextlib
@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from pipebench.errors import printable
-from pipebench.formats import measure, percent, seconds
+from pipebench.formats import measure, number, percent, seconds
 from pipebench.train.result import Point
 
 _REDRAW_EVERY_S = 0.1
@@ -73,7 +74,9 @@ class RunProgress:
         self._samples_per_epoch = float(samples_per_epoch or 0)
         self._clock = clock
         self._console = console or Console(highlight=False)
-        self._live = None if quiet else Live(console=self._console, auto_refresh=False, transient=True)
+        self._bars = _bars(name, total_samples)
+        live = Live(Group(*self._bars), console=self._console, auto_refresh=False, transient=True)
+        self._live = None if quiet else live
         self._scores = ""
         self._started_s = time.monotonic()
         self._next_redraw_s = self._next_plain_s() if quiet else 0.0
@@ -109,7 +112,16 @@ class RunProgress:
             return
         if self._live is not None:
             self._next_redraw_s = now_s + _REDRAW_EVERY_S
-            self._live.update(self._line(samples, clock_s, loss, occupancy), refresh=True)
+            facts: dict[str, Any] = {
+                "position": self._position(samples),
+                "loss": measure("loss", loss),
+                "scores": self._scores,
+                "clock": f"{self._clock} time {seconds(clock_s)}",
+                "busy": percent(occupancy),
+            }
+            for bar in self._bars:
+                bar.update(bar.task_ids[0], completed=samples, **facts)
+            self._live.refresh()
         else:
             self._next_redraw_s = self._next_plain_s()
             position, clock = self._position(samples), self._clocks(clock_s)
@@ -138,17 +150,6 @@ class RunProgress:
         """Print a line; a process among others goes on where nobody reads it, which rich answers by SystemExit."""
         with contextlib.suppress(OSError, SystemExit) if self._clock == "wall" else contextlib.nullcontext():
             self._console.print(Text(printable(text)), soft_wrap=True)
-
-    def _line(self, samples: int, clock_s: float, loss: float, occupancy: float) -> Text:
-        share = min(1.0, samples / self._total_samples) if self._total_samples > 0 else 0.0
-        text = Text.assemble((self._name, "bold"), "  ", _bar(share), f"  {self._position(samples)}")
-        text.append(f"  loss {measure('loss', loss)}")
-        if self._scores:
-            text.append(f"  {self._scores}", style="cyan")
-        text.append(
-            f"\n  {self._clock} time {seconds(clock_s)}  pipeline {percent(occupancy)} busy  wall {self._wall()}"
-        )
-        return text
 
     def _next_plain_s(self) -> float:
         now_s = time.monotonic()
@@ -205,25 +206,60 @@ def searching(name: str, console: Console | None = None) -> Iterator[Callable[[i
     if not console.is_terminal:
         yield lambda _done, _total, _search: None
         return
-    status = console.status(Text(f"{name}: planning"))
-    timer = Timer(_SHORT_S, status.start)
+    bar = Progress(
+        TextColumn("{task.description}", style="bold", markup=False),
+        BarColumn(_BAR_CELLS),
+        TextColumn("{task.fields[part]}", markup=False),
+        console=console,
+        transient=True,
+    )
+    task = bar.add_task(name, total=None, part="planning")
+    timer = Timer(_SHORT_S, bar.start)
     timer.start()
 
     def tell(done: int, total: int, search: str) -> None:
-        line = Text.assemble((name, "bold"), "  ", _bar(done / total), f"  mode {done + 1} of {total}: {search}")
-        status.update(line)
+        bar.update(task, completed=done, total=total, part=f"mode {done + 1} of {total}: {search}")
 
     try:
         yield tell
     finally:
         timer.cancel()
         timer.join()
-        status.stop()
+        bar.stop()
 
 
-def _bar(share: float) -> Text:
-    done = round(share * _BAR_CELLS)
-    return Text.assemble(("━" * done, "green"), ("━" * (_BAR_CELLS - done), "dim"))
+class _Speed(TextColumn):
+    """Samples per second, on the wall clock, once they can be told."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{number(task.speed)} samples/s")
+
+
+def _bars(name: str, total_samples: int) -> tuple[Progress, Progress]:
+    """Return the live display of a run: a line on what it has learnt, and one on how fast it goes."""
+    learnt = Progress(
+        TextColumn("{task.description}", style="bold", markup=False),
+        BarColumn(_BAR_CELLS),
+        TextColumn("{task.fields[position]}"),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[scores]}", style="cyan", markup=False),
+    )
+    speed = Progress(
+        TextColumn(" {task.fields[clock]}"),
+        TextColumn("{task.fields[busy]} busy"),
+        _Speed(),
+        TextColumn("wall"),
+        TimeElapsedColumn(),
+        TextColumn("+ at most"),
+        TimeRemainingColumn(),
+    )
+    nothing: dict[str, Any] = {"position": "", "loss": "", "scores": "", "clock": "", "busy": ""}
+    for bar in (learnt, speed):
+        bar.add_task(name, total=total_samples or None, **nothing)
+    return learnt, speed
 
 
 def _plain_preparing(name: str, console: Console) -> Callable[[int, int], None]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from filelock import FileLock
 
+from pipebench import files
 from pipebench.errors import UserError
 from pipebench.tracking.record import RESULTS_FOLDER
 from pipebench.tracking.view import VIEW_TAG, view_state
@@ -264,7 +265,7 @@ class Store:
         # A name of its own: MLflow keeps connections to every file that this process has named to it.
         aside = self._path.with_name(f".{self._path.name}.new-{secrets.token_hex(4)}")
         MlflowClient(tracking_uri=f"{_SQLITE}{aside}").search_experiments(max_results=1)
-        os.replace(aside, self._path)
+        files.rename(aside, self._path)
 
     @contextmanager
     def _turn(self) -> "Iterator[MlflowClient]":

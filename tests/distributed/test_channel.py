@@ -245,7 +245,7 @@ def test_values_may_change_once_they_are_sent_and_received(wire: Wire) -> None:
 
 
 def test_a_received_value_is_a_fresh_leaf_each_time(wire: Wire) -> None:
-    """P17: a buffer that is the leaf itself gathers hooks and gradients."""
+    """A buffer that is the leaf itself gathers hooks and gradients."""
     ends = Ends(wire, 64)
     ends.receiver.expect(2)
     found = []

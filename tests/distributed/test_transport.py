@@ -32,7 +32,7 @@ def test_shapes_that_repeat_travel_in_one_message_each(two: Processes) -> None:
 
 
 def test_values_above_64_megabytes_travel_both_ways(two: Processes) -> None:
-    """P8: beyond that size sends have been seen to wait for their receiver; and here no buffer is ready for them."""
+    """Beyond that size sends have been seen to wait for their receiver; and here no buffer is ready for them."""
     found = two.run("tests.distributed.scenarios:rows", huge=True)
     compare([outcome for outcome, *_ in found], on_virtual_engine(huge_setup(), (3,)), 0.0)
     for _, _, _, sizes in found:
@@ -80,7 +80,7 @@ def test_an_evaluation_does_not_run_away_from_a_slow_stage(three: Processes) -> 
 
 
 def test_a_segment_holds_no_more_buffers_than_messages_on_their_way(two: Processes) -> None:
-    """Gloo never says by itself that a send is done: 200 minibatches would keep 200 buffers (P15)."""
+    """Gloo never says by itself that a send is done: 200 minibatches would keep 200 buffers."""
     case = Case("mlp", (4,), (1, 1))
     found = two.run("tests.distributed.scenarios:buffers_of_a_segment", case, 200)
     assert max(found) <= 8

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from pipebench.cli.main import cli
 from pipebench.run.export import export
-from reports.watched_run import WatchedRun, recorded
+from reports.studies.watched_run import WatchedRun, recorded
 from tests.patience import PATIENCE_S
 
 SMALL = (

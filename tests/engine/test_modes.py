@@ -177,7 +177,7 @@ def test_no_cut_and_no_mode_changes_what_random_layers_draw() -> None:
 
 @pytest.mark.parametrize("weights", ["one", "stash"])
 def test_recomputation_changes_nothing(weights: str) -> None:
-    """Dropout masks and BatchNorm statistics included (P41, P42)."""
+    """Dropout masks and BatchNorm statistics included."""
     results = []
     for recompute in (False, True):
         setup = make_setup(

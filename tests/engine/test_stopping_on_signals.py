@@ -7,7 +7,7 @@ import pytest
 
 from pipebench.engine.gate import StopRequest
 from pipebench.engine.stopping import STOPPING, stopping_on_signals
-from reports.watched_run import WatchedRun, recorded
+from reports.studies.watched_run import WatchedRun, recorded
 from tests.checkpoint.spoiling import RECIPE
 
 LIMIT_S = 300.0

@@ -14,7 +14,7 @@ from pipebench.profile import analytic_profile, find_device
 from pipebench.profile.devices import DEVICES, DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.model import Profile
-from pipebench.profile.recurrent import AsOnGpu
+from pipebench.profile.recurrent import GpuKernels
 from pipebench.profile.roofline import Roofline
 from pipebench.recipe.schema import OptimizerRecipe
 from tests.support import Blobs
@@ -125,13 +125,13 @@ def test_what_is_expanded_is_read_once() -> None:
 
 def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
     x = torch.empty(10, 8, device="meta", requires_grad=True)
-    with Roofline(V100) as roofline, AsOnGpu():
+    with Roofline(V100) as roofline, GpuKernels():
         y = nn.Dropout(0.5)(x)
     assert (roofline.launches, roofline.moved_bytes) == (1, 80 * (4 + 4 + 1))
     with Roofline(V100) as roofline:
         torch.autograd.grad([y], [x], [torch.empty_like(y)])
     assert (roofline.launches, roofline.moved_bytes) == (1, 80 * (4 + 4 + 1))
-    with Roofline(V100) as roofline, AsOnGpu():
+    with Roofline(V100) as roofline, GpuKernels():
         assert nn.Dropout(0.5).eval()(x) is x
     assert roofline.launches == 0
 

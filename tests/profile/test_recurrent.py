@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipebench.model.graph import trace
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.efficiencies import SHIPPED
-from pipebench.profile.recurrent import AsOnGpu
+from pipebench.profile.recurrent import GpuKernels
 from pipebench.profile.roofline import Roofline, priced
 from pipebench.profile.walk import walk
 from tests.profile.judging import Sentences
@@ -24,7 +24,7 @@ NUM_STATES = 2  # hidden state and cell, filled with zeros before
 
 
 def run(module: nn.Module, x: Any) -> tuple[Any, Roofline, Roofline]:
-    with Roofline(V100) as forward, AsOnGpu():
+    with Roofline(V100) as forward, GpuKernels():
         y, _ = module(x)
     tensor, leaf = (y.data, x.data) if isinstance(x, PackedSequence) else (y, x)
     with Roofline(V100) as backward:
@@ -59,7 +59,7 @@ def test_flops_and_shapes_equal_those_of_torchs_decomposition(options: dict[str,
     lstm, x = nn.LSTM(INPUT, HIDDEN, device="meta", **options), inputs()
     with FlopCounterMode(display=False) as counter:
         expected, (h, c) = lstm(x)
-    with Roofline(V100) as roofline, AsOnGpu():
+    with Roofline(V100) as roofline, GpuKernels():
         y, hidden = lstm(x)
     assert roofline.flops == counter.get_total_flops()
     assert (y.shape, hidden[0].shape, hidden[1].shape) == (expected.shape, h.shape, c.shape)
@@ -86,7 +86,7 @@ def test_a_step_takes_as_long_as_its_tiles_but_at_least_as_reading_the_weights()
         each_s = (long.seconds - short.seconds - inputs_s) / 4096
         assert each_s == pytest.approx(tiles_s + SHIPPED.library_launch_s, rel=0.05)
     slow_memory = replace(V100, memory_bytes_per_s=V100.memory_bytes_per_s / 10)
-    with Roofline(slow_memory) as roofline, AsOnGpu():
+    with Roofline(slow_memory) as roofline, GpuKernels():
         nn.LSTM(1024, 1024, device="meta")(inputs(100, 1, 1024))
     assert roofline.seconds >= 100 * 10 * weights_s
 
@@ -108,14 +108,14 @@ def test_the_gates_and_the_cell_are_kept_for_the_backward() -> None:
         sizes.append(tensor.untyped_storage().nbytes())
         return tensor
 
-    with Roofline(V100), AsOnGpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with Roofline(V100), GpuKernels(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         nn.LSTM(INPUT, HIDDEN, device="meta")(inputs())
     assert STEPS * SAMPLES * 5 * HIDDEN * 4 in sizes
 
 
 def test_frozen_weights_cost_no_gradient() -> None:
     lstm, x = nn.LSTM(INPUT, HIDDEN, device="meta").requires_grad_(False), inputs()
-    with Roofline(V100), AsOnGpu():
+    with Roofline(V100), GpuKernels():
         y, _ = lstm(x)
     with Roofline(V100) as backward:
         torch.autograd.grad([y], [x], [torch.empty_like(y)])

@@ -202,9 +202,11 @@ def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> 
         progress.evaluation(Point(500, 0.6, {"train_loss": 0.25, "top1": 0.9}), 1.0)
         progress.update(750, 0.9, 0.125, 0.75)
     text = written(to)
-    assert "epoch 0.5 of at most 2  loss 2.00" in text
-    assert "epoch 1.5 of at most 2  loss 0.125  top1 90.0%" in text
-    assert "virtual time 900 ms  pipeline 75.0% busy  wall" in text
+    assert "epoch 0.5 of at most 2 loss 2.00" in text
+    assert "epoch 1.5 of at most 2 loss 0.125 top1 90.0%" in text
+    assert "virtual time 900 ms 75.0% busy" in text
+    assert "samples/s wall 0:00:" in text
+    assert "+ at most 0:00:" in text
     assert "epoch 1  train_loss 0.250" in text
 
 

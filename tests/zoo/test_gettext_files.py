@@ -3,6 +3,7 @@
 import gettext
 import importlib.metadata
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,17 @@ def test_nowhere_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(FileNotFoundError, match=wanted):
         gettext_files.find(None)
+
+
+def test_without_polib_one_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polib", None)
+    with pytest.raises(
+        ImportError, match=r"^gettext_pairs needs the package polib: pip install \"pipebench\[data\]\"$"
+    ):
+        gettext_files.read(write(tmp_path)[0])
+
+
+def test_what_is_not_there_is_no_damage(tmp_path: Path) -> None:
+    for name in ("hg.mo", "django.po"):
+        with pytest.raises(FileNotFoundError):
+            gettext_files.read(tmp_path / name)

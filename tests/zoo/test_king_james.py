@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import zoo
+from reports.studies.ngram import Trigram
 from zoo import king_james as module
 from zoo.king_james import EVAL_TOKENS, TEST_TOKENS, TRAIN_TOKENS, king_james, normalise
-from zoo.ngram import Trigram
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

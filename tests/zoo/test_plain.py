@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from zoo.plain import LOSSES, METRICS, Metric, Plain
+from zoo.plain import LOSSES, METRICS, DatasetPair, Metric
 from zoo.registry import DataError
 
 POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
@@ -39,12 +39,14 @@ class Endless(IterableDataset[Any]):
 
 def plain(
     make: Callable[[int], Any], loss: str = "cross_entropy", metrics: Mapping[str, Metric] = MappingProxyType({})
-) -> Plain:
-    return Plain(Made(make), Made(make, 4), LOSSES[loss], metrics)
+) -> DatasetPair:
+    return DatasetPair(Made(make), Made(make, 4), LOSSES[loss], metrics)
 
 
 def test_fields_are_fetched_by_index() -> None:
-    data = Plain(TensorDataset(POINTS, LABELS), TensorDataset(POINTS[:4], LABELS[:4]), LOSSES["cross_entropy"], METRICS)
+    data = DatasetPair(
+        TensorDataset(POINTS, LABELS), TensorDataset(POINTS[:4], LABELS[:4]), LOSSES["cross_entropy"], METRICS
+    )
     assert (data.num_train, data.num_eval, data.inputs, data.targets) == (8, 4, ("input",), ("target",))
     fetched = data.fetch("train", [5, 0], ["input", "target"])
     assert torch.equal(fetched["input"], POINTS[[5, 0]])
@@ -113,7 +115,7 @@ def test_losses_are_those_of_torch(name: str) -> None:
     output = torch.randn(8, 3, requires_grad=True)
     targets = data.fetch("train", range(8), ["target"])
     torch.testing.assert_close(data.loss(output, targets) / 8, function(output, target))
-    other = Plain(Made(lambda i: (POINTS[i], target[i])), Made(lambda i: (POINTS[i], target[i])), function, {})
+    other = DatasetPair(Made(lambda i: (POINTS[i], target[i])), Made(lambda i: (POINTS[i], target[i])), function, {})
     torch.testing.assert_close(other.loss(output, targets), data.loss(output, targets))
 
 
@@ -157,9 +159,9 @@ def test_samples_that_make_no_minibatch_are_named(make: Callable[[int], Any], me
 def test_what_is_no_data_set_is_refused() -> None:
     good = TensorDataset(POINTS, LABELS)
     with pytest.raises(DataError, match="the data set of train is a Endless, needed is one with a length"):
-        Plain(Endless(), good, LOSSES["mse"], {})
+        DatasetPair(Endless(), good, LOSSES["mse"], {})
     with pytest.raises(DataError, match="the data set of eval has no sample"):
-        Plain(good, Made(lambda i: None, 0), LOSSES["mse"], {})
+        DatasetPair(good, Made(lambda i: None, 0), LOSSES["mse"], {})
 
 
 def test_losses_that_do_not_suit_are_refused() -> None:

@@ -12,8 +12,8 @@ from pipebench.recipe.catalog import recipe_names
 from pipebench.recipe.load import load
 from pipebench.recipe.make import make_model
 from pipebench.train.result import COMPLETED, REACHED, Point, RunResult
-from reports import small_zoo
-from reports.small_zoo import MODELS, MODES, Run, keep, outcome_of, study
+from reports.studies import small_zoo
+from reports.studies.small_zoo import MODELS, MODES, Run, keep, outcome_of, study
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ class TestWhatIsKept:
         assert {path.name for path in small_zoo.RESULTS.iterdir()} == {run.path.name for run in study()}
 
     def test_the_report_and_readme_say_what_they_say(self) -> None:
-        root = Path(__file__).parents[1]
+        root = Path(__file__).parents[2]
         small_zoo._epoch.cache_clear()
         assert (root / "reports/small_zoo.md").read_text() == small_zoo.page().rstrip() + "\n"
         assert small_zoo.summary() in (root / "README.md").read_text()

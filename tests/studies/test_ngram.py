@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zoo.ngram import Trigram
+from reports.studies.ngram import Trigram
 
 TEXT = torch.randint(0, 6, (300,), generator=torch.Generator().manual_seed(0)) ** 2 % 7  # ids 0 to 4, unevenly
 

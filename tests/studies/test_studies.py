@@ -12,14 +12,14 @@ from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile import DEVICES, load_profile
-from reports import gpu_profiles, planner_vs_simulator, table1_plans
-from reports.planned_models import PUBLISHED, Published, analytic, cluster, published_rows, recipe
+from reports.studies import gpu_profiles, planner_vs_simulator, table1_plans
+from reports.studies.planned_models import PUBLISHED, TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
 from zoo.ptb import ptb
 from zoo.wmt16 import wmt16
 
-LONELY = Published("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
+LONELY = TableRow("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 
 
 def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_a_straight_plan_that_leaves_workers_idle_is_not_the_papers() -> None:
 
 
 def test_table_1s_page_is_of_this_script() -> None:
-    page = Path(table1_plans.__file__).with_suffix(".md").read_text()
+    page = (Path(table1_plans.__file__).parents[1] / "table1_plans.md").read_text()
     for text in (table1_plans.HEAD, table1_plans.DIFFERENCES, table1_plans.NOTES):
         assert text.strip() in page
 
@@ -95,7 +95,7 @@ def test_an_analytic_profile_is_that_of_the_recipe_unless_another_size_is_asked_
 
 def test_made_up_samples_have_the_shapes_of_the_data_and_depend_on_the_index_alone() -> None:
     like = wmt16(typical_length=7, vocabulary=16)
-    samples = gpu_profiles.MadeUp(like, 2)
+    samples = gpu_profiles.Noise(like, 2)
     fields = [*like.inputs, *like.targets]
     both, one = samples.fetch("train", [5, 9], fields), samples.fetch("train", [9], fields)
     for name, example in like.example(2).items():
@@ -111,9 +111,9 @@ def test_made_up_samples_have_the_shapes_of_the_data_and_depend_on_the_index_alo
 
 def test_made_up_samples_have_the_loss_of_the_data() -> None:
     like = ptb(bptt=3, vocabulary=10)
-    targets = gpu_profiles.MadeUp(like, 10).fetch("train", [0, 1], like.targets)
+    targets = gpu_profiles.Noise(like, 10).fetch("train", [0, 1], like.targets)
     logits = torch.zeros(2, 3, 10)
-    assert gpu_profiles.MadeUp(like, 10).loss(logits, targets) == like.loss(logits, targets) > 0
+    assert gpu_profiles.Noise(like, 10).loss(logits, targets) == like.loss(logits, targets) > 0
 
 
 def test_gpu_profiles_measures_narrow_models_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_gpu_profiles_measures_narrow_models_on_a_cpu(tmp_path: Path, capsys: py
         page = (tmp_path / "gpu" / f"{name}-small.md").read_text()
         assert (profile.source, {*profile.layers}, profile.load_s) == ("measured", {2}, {2: 0.0})
         assert all(row.forward_s > 0 for row in profile.layers[2])
-        assert f"python -m reports.gpu_profiles {name} --device cpu --small" in page
+        assert f"python -m reports.studies.gpu_profiles {name} --device cpu --small" in page
         assert layer in page
         assert str(tmp_path) not in page
         assert all(f" {row.name[:20]}" in page for row in profile.layers[2])
@@ -154,8 +154,8 @@ def test_gpu_profiles_refuses_unknown_models(capsys: pytest.CaptureFixture[str])
 
 
 def test_gpu_profiles_needs_no_tracker() -> None:
-    code = "import sys; sys.modules['mlflow'] = None; import reports.gpu_profiles, zoo"
-    root = Path(gpu_profiles.__file__).parents[1]
+    code = "import sys; sys.modules['mlflow'] = None; import reports.studies.gpu_profiles, zoo"
+    root = Path(gpu_profiles.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=PATIENCE_S)
 
 

@@ -1,4 +1,4 @@
-"""Print how the analytic profile stands against what was measured: `python -m reports.analytic_profile`.
+"""Print how the analytic profile stands against what was measured: `python -m reports.studies.analytic_profile`.
 
 It needs the PipeDream artifact's two V100 profiles in `../shared/profiles`; what it prints is `analytic_profile.md`.
 """
@@ -29,7 +29,8 @@ from tests.profile.judging import (
 
 HEAD = """# The analytic profile against measured ones
 
-`python -m reports.analytic_profile` makes this page. Times are milliseconds of forward plus backward, ratios are
+`python -m reports.studies.analytic_profile` makes this page.
+Times are milliseconds of forward plus backward, ratios are
 computed over measured. Measured: the two V100 profiles of the PipeDream artifact (fp32): VGG-16 with 128 images, GNMT
 with 8 LSTM layers and 32 sentences. Left out: VGG-16's `Input` row, 18 ms of loading; rows that the artifact doesn't
 time (functions such as add and concatenation, the loss), on both sides.

@@ -25,8 +25,8 @@ import torch
 
 from pipebench import __version__
 from pipebench.run.export import export
-from reports.planned_models import table
-from reports.watched_run import WatchedRun, recorded, tear
+from reports.studies.planned_models import table
+from reports.studies.watched_run import WatchedRun, recorded, tear
 
 _LIMIT_S = 240.0
 # Tries of a disturbed run until one of its kills comes after a checkpoint.
@@ -106,8 +106,8 @@ class Fault:
 
 
 @dataclass
-class Done:
-    """What came of a fault.
+class Injection:
+    """A fault that a run was given, and what came of it.
 
     Attributes:
         fault: what it was.
@@ -125,8 +125,8 @@ class Done:
 
 
 @dataclass
-class Undisturbed:
-    """A run that nobody disturbed.
+class Baseline:
+    """A run without faults: what others are compared with.
 
     Attributes:
         weights: what `pipebench export` gives.
@@ -158,7 +158,7 @@ class Outcome:
     """
 
     case: Case
-    done: list[Done]
+    done: list[Injection]
     num_chosen: int = 0
     exit_code: int = -1
     weights_equal: bool = False
@@ -176,7 +176,7 @@ class Outcome:
         return any(what.newest >= 0 for what in self.done)
 
 
-def undisturbed(case: Case, folder: Path) -> Undisturbed:
+def undisturbed(case: Case, folder: Path) -> Baseline:
     """Run a case in peace.
 
     Raises:
@@ -189,15 +189,15 @@ def undisturbed(case: Case, folder: Path) -> Undisturbed:
             raise RuntimeError(f"{case.name} {case.plan} fails undisturbed:\n{run.output}")
         assert run.run_folder is not None
         started_s = _started_at_s(run.run_folder)
-        return Undisturbed(
+        return Baseline(
             _weights(run), _curves(recorded(folder)["metrics"]), started_s - began_s, time.time() - began_s,
             max(run.steps()),
         )  # fmt: skip
 
 
-def disturbed(case: Case, faults: Sequence[Fault], peace: Undisturbed, folder: Path) -> Outcome:
+def disturbed(case: Case, faults: Sequence[Fault], peace: Baseline, folder: Path) -> Outcome:
     """Run a case, do the faults to it one after the other, and compare it with the undisturbed run."""
-    done: list[Done] = []
+    done: list[Injection] = []
     sections: list[str] = []
     words, remaining = case.words, list(faults)
     while True:
@@ -215,9 +215,9 @@ def disturbed(case: Case, faults: Sequence[Fault], peace: Undisturbed, folder: P
             words = ["--resume", run.run_folder.name]
 
 
-def _do_all(run: WatchedRun, faults: Sequence[Fault]) -> list[Done]:
+def _do_all(run: WatchedRun, faults: Sequence[Fault]) -> list[Injection]:
     """Do faults to a command, one per attempt, until it ends or the parent is killed."""
-    done: list[Done] = []
+    done: list[Injection] = []
     for attempt, fault in enumerate(faults):
         what = _do(run, attempt, fault)
         if what is None:
@@ -234,7 +234,7 @@ def _attempts(run: WatchedRun) -> list[str]:
     return re.split(r"; restart \d+ of \d+", run.output)
 
 
-def _note_restarts(done: Sequence[Done], sections: Sequence[str]) -> None:
+def _note_restarts(done: Sequence[Injection], sections: Sequence[str]) -> None:
     """Note where the run went on after every fault, which ends one section and begins the next."""
     for index, what in enumerate(done):
         if index + 1 >= len(sections):
@@ -245,7 +245,7 @@ def _note_restarts(done: Sequence[Done], sections: Sequence[str]) -> None:
             what.from_step = "killed again before that"
 
 
-def _do(run: WatchedRun, attempt: int, fault: Fault) -> Done | None:
+def _do(run: WatchedRun, attempt: int, fault: Fault) -> Injection | None:
     """Wait for a fault's moment and do it; None if the run ended before."""
     workers: dict[int, int] = {}
 
@@ -267,7 +267,7 @@ def _do(run: WatchedRun, attempt: int, fault: Fault) -> Done | None:
     until_s = time.monotonic() + fault.delay_s
     if fault.delay_s and not run.wait_until(lambda: time.monotonic() > until_s, _LIMIT_S, "a moment"):
         return None
-    what = Done(fault, time.monotonic() - began_s, "", max(run.steps(), default=-1))
+    what = Injection(fault, time.monotonic() - began_s, "", max(run.steps(), default=-1))
     victims = [workers[rank] for rank in fault.victims] or [run.process.pid]
     half = run.steps(whole=False)
     if not set(victims) & {*run.left_over(), run.process.pid}:
@@ -305,7 +305,7 @@ def _doing(run: WatchedRun, half: Sequence[int]) -> str:
     return f"{said}; checkpoint {half[-1]} half written" if half else said
 
 
-def _compared(outcome: Outcome, run: WatchedRun, peace: Undisturbed) -> Outcome:
+def _compared(outcome: Outcome, run: WatchedRun, peace: Baseline) -> Outcome:
     """Compare what a disturbed run left with the undisturbed one."""
     if outcome.exit_code:
         outcome.problems.append(f"exit code {outcome.exit_code}: {run.output.strip()[-300:]}")
@@ -364,7 +364,7 @@ def _who(fault: Fault) -> str:
     return f"rank{'s' if len(fault.victims) > 1 else ''} {', '.join(map(str, fault.victims))}"
 
 
-def chosen_faults(number: int, case: Case, peace: Undisturbed, chance: random.Random) -> list[Fault]:
+def chosen_faults(number: int, case: Case, peace: Baseline, chance: random.Random) -> list[Fault]:
     """Return the faults of a run: in start-up, while a checkpoint is written, in training, and a special one.
 
     Moments in training follow checkpoints, not the clock, so that they come on a machine of any load.
@@ -449,7 +449,7 @@ def _runs(number: int, case: Case, seed: int, runs: int) -> Iterator[Outcome]:
             yield _run(number + index, case, peace, chance, Path(place) / str(index))
 
 
-def _run(number: int, case: Case, peace: Undisturbed, chance: random.Random, folder: Path) -> Outcome:
+def _run(number: int, case: Case, peace: Baseline, chance: random.Random, folder: Path) -> Outcome:
     """Run a case disturbed, again if no kill came after a checkpoint, until something is lost or `_TRIES` are."""
     for index in range(_TRIES):
         faults = chosen_faults(number, case, peace, chance)

@@ -1,4 +1,4 @@
-"""Print what PipeDream's Table 1 chose beside what this planner chooses: `python -m reports.table1_plans`.
+"""Print what PipeDream's Table 1 chose beside what this planner chooses: `python -m reports.studies.table1_plans`.
 
 It needs the published values in `../shared/published`; what it prints is `table1_plans.md`. Nothing is tuned: where the
 choices differ, one thing at a time is varied until the planner chooses what the paper did, or nothing is left to vary.
@@ -15,14 +15,24 @@ from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Planned, Request
-from reports.planned_models import Published, Subject, analytic, cluster, measured, missing, published_rows, table
+from reports.studies.planned_models import (
+    Subject,
+    TableRow,
+    analytic,
+    cluster,
+    measured,
+    missing,
+    published_rows,
+    table,
+)
 
 # Levels are varied alone and together, in this order: nearest to what is assumed first.
 FACTORS = (0.75, 1.33, 0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 0.03, 32.0)
 
 HEAD = """# Table 1 of PipeDream (SOSP'19): its plans and ours
 
-`python -m reports.table1_plans` makes this page. Clusters are those of `recipes/clusters`; rates inside a server are
+`python -m reports.studies.table1_plans` makes this page.
+Clusters are those of `recipes/clusters`; rates inside a server are
 assumed there, those between servers are published, and payload gets 94 % of them under `overlap`. The published
 speed-up is over epoch times, measured; ours is predicted: data parallelism's seconds per minibatch over the plan's,
 both simulated under the same cost model. Ours is without a limit on memory; where the devices' own changes the choice,
@@ -113,7 +123,7 @@ class Case:
         choice: what the planner makes of it.
     """
 
-    row: Published
+    row: TableRow
     subject: Subject
     where: Cluster
     model: CostModel
@@ -125,13 +135,13 @@ class Case:
         return self.row.name.removeprefix("t1-")
 
 
-def subjects(row: Published) -> list[Subject]:
+def subjects(row: TableRow) -> list[Subject]:
     """Return the profiles of a row's model: measured, and analytic at the recipe's size."""
     found = (measured(row.model), analytic(row.model))
     return [subject for subject in found if subject is not None]
 
 
-def choose(subject: Subject, where: Cluster, model: CostModel, row: Published) -> Choice:
+def choose(subject: Subject, where: Cluster, model: CostModel, row: TableRow) -> Choice:
     """Plan one row; `where` has its limit on memory."""
     free = replace(where, memory_bytes=None)
     request = Request(subject.profile, free, model, subject.size)
@@ -157,11 +167,11 @@ def _speedup(plan: Planned | None, dp: Planned) -> str:
     return "-" if plan is None else f"{dp.minibatch_s / plan.minibatch_s:.2f}"
 
 
-def _is(plan: Planned, row: Published) -> bool:
+def _is(plan: Planned, row: TableRow) -> bool:
     return plan.replicas == row.replicas
 
 
-def _config(plan: Planned, row: Published) -> str:
+def _config(plan: Planned, row: TableRow) -> str:
     """Return a plan's config; a straight plan that leaves workers idle says how many stages it has."""
     is_shorter = plan.config == "straight" and len(plan.stages) < row.workers
     return f"straight of {len(plan.stages)}" if is_shorter else plan.config
@@ -261,7 +271,7 @@ def _differences(cases: Sequence[Case]) -> str:
     )
 
 
-def main(rows: Sequence[Published] | None = None, models: Sequence[CostModel] = tuple(COST_MODELS.values())) -> None:
+def main(rows: Sequence[TableRow] | None = None, models: Sequence[CostModel] = tuple(COST_MODELS.values())) -> None:
     """Print the page; all rows under all cost models unless given."""
     rows = published_rows() if rows is None else rows
     print(HEAD)

@@ -1,4 +1,4 @@
-"""Print how the planner's bottleneck stands against the simulator: `python -m reports.planner_vs_simulator`.
+"""Print how the planner's bottleneck stands against the simulator: `python -m reports.studies.planner_vs_simulator`.
 
 What it prints is `planner_vs_simulator.md`. Every plan is simulated five times: as it is, and with one thing at a time
 taken away that a bottleneck can't know. What takes the difference away is its cause.
@@ -22,7 +22,7 @@ from pipebench.schedule.modes import MODES
 from pipebench.schedule.pipeline import programs
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
-from reports.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
+from reports.studies.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
 
 NUM_WORKERS = 16
 SHAPES = ((1,) * 2, (1,) * 4, (1,) * 8, (1,) * 16, (15, 1), (12, 4), (8, 8), (4, 12), (4,) * 4, (2, 1, 1))
@@ -31,7 +31,8 @@ _SMALL = 0.05  # relative: smaller differences get no cause
 
 HEAD = """# The planner's bottleneck against the simulator's steady state
 
-`python -m reports.planner_vs_simulator` makes this page. Models: VGG-16 with 128 images and GNMT-8 with 32 sentences as
+`python -m reports.studies.planner_vs_simulator` makes this page.
+Models: VGG-16 with 128 images and GNMT-8 with 32 sentences as
 the PipeDream artifact measured them on a V100; ResNet-50 with 128 images, AlexNet with 256, GNMT-16 with 64 pairs of
 sentences and AWD LM with 80 chunks of text, from the full-size recipes, computed for a V100. Clusters of 16 V100s:
 one level of 10 Gbit/s, cluster-a (4 servers of 4), cluster-b (2 servers of 8). Memory isn't weighed.

@@ -1,4 +1,4 @@
-"""Measure full-size models layer by layer on a GPU: `python -m reports.gpu_profiles`.
+"""Measure full-size models layer by layer on a GPU: `python -m reports.studies.gpu_profiles`.
 
 Every model gets a page and its profile as JSON, which `engine.timing` of a recipe and `pipebench plan --profile` take.
 The models are those of the full-size recipes with their initial weights; samples are made up, so no data is needed.
@@ -65,7 +65,7 @@ PAGE = """# {name}, measured layer by layer
 """
 
 
-class MadeUp(Dataset):
+class Noise(Dataset):
     """Another data set's fields, filled with noise: what a measurement needs of samples, without the data.
 
     Every sample is a pure function of (split, index). Numbers are standard normal; ids are uniform, without 0, which is
@@ -113,7 +113,7 @@ class MadeUp(Dataset):
         return ", ".join(f"{name} {list(value.shape[1:])}" for name, value in self.example(1).items())
 
 
-def measure(loaded: LoadedRecipe, device: torch.device, text: str, repeats: int) -> tuple[Profile, str, MadeUp]:
+def measure(loaded: LoadedRecipe, device: torch.device, text: str, repeats: int) -> tuple[Profile, str, Noise]:
     """Measure a recipe's model on made-up samples at its minibatch size.
 
     Args:
@@ -132,7 +132,7 @@ def measure(loaded: LoadedRecipe, device: torch.device, text: str, repeats: int)
     recipe = loaded.recipe
     size, optimizer = recipe.train.minibatch_size, recipe.train.optimizer
     real: Dataset = make_dataset(recipe.dataset)
-    dataset = MadeUp(real, _num_outputs(loaded, real))
+    dataset = Noise(real, _num_outputs(loaded, real))
     graph = trace(initial_model(recipe), list(recipe.model.get("leaves") or ()))
     profile = measured_profile(graph, dataset, [size], optimizer, device, text, repeats, engine=recipe.engine)
     return _without_loading(profile), _computed(loaded, graph, dataset, profile), dataset
@@ -187,7 +187,7 @@ def _write(name: str, small: bool, device: torch.device, folder: Path) -> None:
     page = PAGE.format(
         name=file,
         command=shlex.join(
-            ["python", "-m", "reports.gpu_profiles", name, "--device", device.type, *["--small"] * small]
+            ["python", "-m", "reports.studies.gpu_profiles", name, "--device", device.type, *["--small"] * small]
         ),
         profile=f"{file}.profile.json",
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",

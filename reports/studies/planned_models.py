@@ -21,7 +21,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.train.prepare import profile_model
 from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
-PUBLISHED = Path(__file__).parents[2] / "shared" / "published" / "pipedream_sosp19.yaml"
+PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "pipedream_sosp19.yaml"
 _CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b", "Cluster-C": "cluster-c"}
 # File and samples per minibatch of the models that the artifact measured.
 _MEASURED = {"vgg-16": (VGG_FILE, 128), "gnmt-8": (GNMT_FILE, SENTENCES)}
@@ -50,7 +50,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Published:
+class TableRow:
     """A row of Table 1.
 
     Attributes:
@@ -73,7 +73,7 @@ class Published:
     speedup: float
 
 
-def published_rows() -> list[Published]:
+def published_rows() -> list[TableRow]:
     """Return the rows of Table 1, or none if the published values aren't there."""
     if not PUBLISHED.is_file():
         return []
@@ -81,7 +81,7 @@ def published_rows() -> list[Published]:
     rows = []
     for name, values in ((entry["id"], entry["values"]) for entry in entries):
         rows.append(
-            Published(
+            TableRow(
                 *(name, values["model"].lower(), _CLUSTERS[values["cluster"]], values["servers"]),
                 *(values["gpus_total"], tuple(values["stage_replicas"]), values["config"]),
                 values["epoch_time_speedup"],

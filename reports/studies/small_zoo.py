@@ -1,7 +1,7 @@
-"""Train the small recipes in every mode and print what came of it: `nox -s zoo`, or `python -m reports.small_zoo`.
+"""Train the small recipes in every mode and print what came of it: `nox -s zoo`, or this module as a program.
 
-Every run leaves a file in `reports/small_zoo_runs/`; a run whose file is there, made by the same recipe, is not made
-again, so that a session that was cut short goes on where it ended. What is printed is `small_zoo.md`.
+Every run leaves a file in `small_zoo_runs/` beside this one; a run whose file is there, made by the same recipe, is
+not made again, so that a session that was cut short goes on where it ended. What is printed is `small_zoo.md`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipebench import files
 from pipebench.formats import num_bytes, seconds
 from pipebench.model.device import environment, torch_settings
 from pipebench.recipe.load import LoadedRecipe, load
@@ -30,10 +31,10 @@ from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import read
-from reports.planned_models import table
+from reports.studies.ngram import Trigram
+from reports.studies.planned_models import table
 from zoo.captions import Captions
 from zoo.language import Text
-from zoo.ngram import Trigram
 from zoo.translation import Translation, copy_baseline
 
 RESULTS = Path(__file__).parent / "small_zoo_runs"
@@ -48,7 +49,8 @@ WITH_BATCH_NORM = ("vgg16", "resnet50", "alexnet")
 
 HEAD = """# The small zoo: every model and mode, trained here
 
-`nox -s zoo` makes this page: it trains what isn't in `reports/small_zoo_runs/` yet, a run per core, one thread each.
+`nox -s zoo` makes this page: it trains what isn't in `reports/studies/small_zoo_runs/` yet,
+a run per core, one thread each.
 The recipes are those of `recipes/small/`; clock and bytes are those of four V100s of Cluster-A, computed, while
 accuracy is of real training with exact weight versions. All modes of a model share its optimizer, learning rate,
 schedule and minibatch per worker: data parallelism takes fewer, larger updates at the same rate here, as does a stage
@@ -176,9 +178,7 @@ def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -
     """Write a run's file, aside first: it is there whole or not at all."""
     kept = {"key": run.key, "wall_s": wall_s, "environment": facts, "result": asdict(result)}
     RESULTS.mkdir(exist_ok=True)
-    aside = run.path.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(kept) + "\n")
-    aside.replace(run.path)
+    files.replace(run.path, f"{json.dumps(kept)}\n".encode())
 
 
 def prepared_of(loaded: LoadedRecipe) -> Job:
@@ -193,7 +193,7 @@ def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
 
     def make(run: Run) -> None:
         started = time.perf_counter()
-        command = [sys.executable, "-m", "reports.small_zoo", "--one", run.model, run.mode, str(run.seed)]
+        command = [sys.executable, "-m", "reports.studies.small_zoo", "--one", run.model, run.mode, str(run.seed)]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         wall_s = time.perf_counter() - started
         if done.returncode:
