@@ -4,8 +4,7 @@ Paper: PipeDream (SOSP'19) section 3.1, figure 7: level k joins components of le
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -42,39 +41,28 @@ class Cluster:
         device: name of the device every worker runs on (`V100`, ..., or `local` for the machine we are on).
         memory_bytes: memory of one device; None where the cluster is the machine we are on.
         levels: innermost first.
-        devices: which device each worker runs on, numbered along the levels; empty for worker i on device i.
     """
 
     name: str
     device: str
     memory_bytes: int | None
     levels: tuple[Level, ...]
-    devices: tuple[int, ...] = ()
 
     @property
     def num_workers(self) -> int:
-        """Number of devices."""
+        """Number of devices, each of which takes one worker."""
         return math.prod(level.count for level in self.levels)
 
-    def placed(self, devices: Sequence[int]) -> "Cluster":
-        """Return the cluster with worker i on `devices[i]`."""
-        return replace(self, devices=() if list(devices) == list(range(len(devices))) else tuple(devices))
+    def component(self, device: int, level_index: int) -> int:
+        """Return which component of the level below `level_index` a device is in, counted over the cluster.
 
-    def device_of(self, worker: int) -> int:
-        """Return the device a worker runs on."""
-        return self.devices[worker] if self.devices else worker
-
-    def ring(self, workers: Iterable[int]) -> list[int]:
-        """Return workers in the order of their devices: as a ring, they leave and enter every component once."""
-        return sorted(workers, key=self.device_of)
-
-    def component(self, worker: int, level_index: int) -> int:
-        """Return which component of the level below `level_index` the worker is in, counted over the cluster."""
-        return self.device_of(worker) // math.prod(level.count for level in self.levels[:level_index])
+        Devices are numbered along the levels: those of one component follow each other.
+        """
+        return device // math.prod(level.count for level in self.levels[:level_index])
 
     def level_between(self, sender: int, receiver: int) -> int:
-        """Return the index of the innermost level that joins two different workers."""
+        """Return the index of the innermost level that joins two different devices."""
         for index in range(len(self.levels)):
             if self.component(sender, index + 1) == self.component(receiver, index + 1):
                 return index
-        raise ValueError(f"workers {sender} and {receiver} are not both in {self.name} ({self.num_workers} workers)")
+        raise ValueError(f"devices {sender} and {receiver} are not both in {self.name} ({self.num_workers} devices)")

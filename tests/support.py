@@ -20,7 +20,8 @@ from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan, make_plan
 from pipebench.model.sampling import InOrder, Sampler
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from pipebench.schedule.modes import KEEP, RECOMPUTE
+from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.network import Network
@@ -139,7 +140,9 @@ def make_setup(
     depth: int | None = None,
     microbatches: int = 1,
     accumulate: int = 1,
+    chunks: int = 1,
     recompute: bool = False,
+    devices: Sequence[int] | None = None,
     minibatch_size: int = 4,
     dataset: Any = None,
     make_optimizer: MakeOptimizer = lambda p: torch.optim.SGD(p, 0.1),
@@ -156,21 +159,22 @@ def make_setup(
     graph = graph or trace(model)
     dataset = dataset or Blobs()
     if not isinstance(plan, Plan):
-        plan = make_plan(graph, *plan)
+        memory = RECOMPUTE if recompute else KEEP
+        plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory)
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
     loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
     flushes = weights == "one"
     pipeline = Pipeline(
-        plan.replicas, edges, order, flushes, depth or noam(plan.replicas), microbatches, accumulate, loads,
-        shares_norm=clip_norm is not None and flushes and len(plan.stages) > 1,
+        plan.replicas, edges, order, flushes, depth or plan.depth, microbatches, accumulate, loads,
+        shares_norm=clip_norm is not None and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
     )  # fmt: skip
     return Setup(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
-        costs=stage_costs(profile, plan, recompute=recompute),
+        costs=stage_costs(profile, plan),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,
@@ -178,8 +182,6 @@ def make_setup(
         held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
         make_optimizer=make_optimizer,
         lr=lr,
-        weights=weights,
-        recompute=recompute,
         clip_norm=clip_norm,
         seed=seed,
         device=torch.device("cpu"),
@@ -188,7 +190,7 @@ def make_setup(
 
 def make_engine(setup: Setup, observe: Callable[[Any], None] = lambda event: None) -> VirtualEngine:
     """Return a virtual engine on a network of the setup's cluster."""
-    return VirtualEngine(setup, Network(setup.cluster), observe)
+    return VirtualEngine(setup, Network(setup.cluster, setup.devices), observe)
 
 
 def parameters_of(engine: VirtualEngine) -> dict[str, torch.Tensor]:

@@ -106,7 +106,8 @@ def test_a_fixed_plan_of_a_tied_model_is_cut_where_the_planner_cuts_it(
     stages = given.setup.plan.stages
     assert len(stages) == num_stages
     planner = Planner(plan_request(recipe, given.cluster, given.profile, given.setup.dataset), "pipedream")
-    assert tuple(stage.start for stage in stages[1:]) == planner.given(given.setup.plan.replicas).starts
+    expected = planner.for_replicas(given.setup.plan.replicas).plan.stages
+    assert [stage.start for stage in stages] == [stage.start for stage in expected]
 
 
 def test_a_profile_without_any_time_was_taken_and_could_not_be_drawn() -> None:
@@ -176,13 +177,14 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     monkeypatch.setattr(LossOnAGpu, "times_read", 0)
     engine: Any = DistributedEngine.__new__(DistributedEngine)
     loss = UnitLoss(cast("torch.Tensor", LossOnAGpu()), 3, 2.0)
-    engine.worker = SimpleNamespace(forward=lambda unit: loss)
+    engine.worker = SimpleNamespace(execute=lambda *given: loss)
+    engine._transport, engine._collectives = SimpleNamespace(latest_loss=math.nan), SimpleNamespace()
     engine._pace = SimpleNamespace(step=lambda: None)
     engine._on_loss = lambda *told: None
-    engine._origin_s, engine._latest_loss, engine._num_losses = 0.0, math.nan, 0
+    engine._origin_s, engine._num_losses = 0.0, 0
     for unit in range(replica, 3 * 120, 3):
-        engine._forward(unit, Instruction(Op.FORWARD, unit))
-        assert engine._latest_loss == 3.0
+        engine._executed(Instruction(Op.FORWARD, 1, unit))
+        assert engine._transport.latest_loss == 3.0
     assert LossOnAGpu.times_read == 3  # of 120
 
 

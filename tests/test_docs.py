@@ -34,8 +34,11 @@ def test_pictures_of_the_modes(mode: str, replicas: tuple[int, ...], num_minibat
     section = (ROOT / "docs/modes.md").read_text().split(f"\n## {mode}\n")[1].split("\n## ")[0]
     pictures = re.findall(r"```\n(.*?)\n```", section, re.DOTALL)
     row, n = MODES[mode], len(replicas)
-    depth = row.depth or noam(replicas)
-    pipeline = Pipeline(replicas, chain(n), row.order, row.flushes, depth, microbatches)
+    depth = row.depth or noam(replicas[: n // row.chunks])
+    pipeline = Pipeline(
+        replicas, chain(n), row.order, row.flush, depth, microbatches, row.accumulate or depth, weights=row.weights,
+        chunks=row.chunks,
+    )  # fmt: skip
     assert draw(pipeline, num_minibatches, [1] * n, [2] * n) in pictures
 
 

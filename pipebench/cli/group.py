@@ -28,7 +28,7 @@ class Commands(click.Group):
     _meta: Mapping[str, Any] = MappingProxyType({})
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for, whose output somebody still reads."""
+        """Run a command; tell a reader of its output that has gone from a pipe that broke inside."""
         self._meta = ctx.meta
         try:
             result = super().invoke(ctx)

@@ -57,6 +57,12 @@ from pipebench.units import parse_bytes, parse_duration
 )
 @click.option("--minibatch-size", type=count(2**31), metavar="N", help="Samples per minibatch of a profile file.")
 @click.option("--shapes", is_flag=True, help="Also plan equal stages (2BW) and 2 chunks per worker (interleaved).")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="OUT.json",
+    help="Write the plan here, to be edited and run with parallelism.plan=OUT.json.",
+)
 @click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Write a picture of the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
 @tracebacks
@@ -73,6 +79,7 @@ def plan(words: tuple[str, ...], **given: Any) -> None:
       pipebench plan quickstart
       pipebench plan quickstart --cluster cluster-a --servers 4 --mode auto
       pipebench plan quickstart train.minibatch_size=64 --picture plan.png
+      pipebench plan quickstart --out plan.json && pipebench run quickstart parallelism.plan=plan.json
       pipebench plan --profile vgg16.graph.txt --levels 16@1.25e9
       pipebench plan --profile vgg16.graph.txt --levels 4@1e10,4@10Gbit/s --minibatch-size 128
       pipebench plan --profile v100.json --levels 16@1.25e9 --memory 16GB --latency 10us
@@ -113,6 +120,8 @@ def _check_combination(given: Mapping[str, Any], *, with_recipe: bool) -> None:
             raise UserError(f"--{name} goes with --levels; a cluster's file says its own")
     if with_recipe and "minibatch_size" in has:
         raise UserError("--minibatch-size goes with a profile file; a recipe says train.minibatch_size=N")
+    if not with_recipe and "out" in has:
+        raise UserError("--out goes with a recipe: cuts anywhere, as a profile file alone allows them, needn't run")
     if not with_recipe and "profile" not in has:
         raise UserError(
             "nothing to plan: name a recipe, as in `pipebench plan quickstart`, or a profile file, as in "

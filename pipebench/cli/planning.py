@@ -5,6 +5,7 @@ Without a recipe a plan may cut between any layers, as the papers' planners do; 
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,16 +15,19 @@ from pipebench import profile as profiles
 from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.files import replace as replace_file
 from pipebench.model.graph import LayerGraph
-from pipebench.model.plan import explicit_plan
+from pipebench.model.plan import starts_of_cuts
+from pipebench.model.plan_layers import form_of
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Planned, Request
+from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.parallelism import resolve
+from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
@@ -31,7 +35,7 @@ from pipebench.show.console import preparing, print_written, standard_error, sta
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.progress import searching
-from pipebench.train.prepare import plan_request, profile_model
+from pipebench.train.prepare import plan_of_file, plan_request, profile_model
 
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
 
@@ -49,6 +53,7 @@ class PlanOptions:
         mode: whose plan is wanted, or `auto`.
         minibatch_size: samples per minibatch of a profile file.
         shapes: also plan shapes of stages that no mode here has.
+        out: where the plan goes, as a file that a recipe can name.
         picture: where the picture goes.
         as_json: print JSON and nothing else.
     """
@@ -61,6 +66,7 @@ class PlanOptions:
     mode: str | None = None
     minibatch_size: int | None = None
     shapes: bool = False
+    out: Path | None = None
     picture: Path | None = None
     as_json: bool = False
 
@@ -98,8 +104,10 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     Raises:
         UserError: the profile or cluster can't be had, or nothing fits in memory.
     """
+    if options.out is not None:
+        _refuse_to_overwrite("--out", options.out, is_our_plan, "a plan's file")
     if options.picture is not None:
-        _refuse_to_overwrite(options.picture)
+        _refuse_to_overwrite("--picture", options.picture, is_our_picture, "a picture of a plan")
     began_s = time.perf_counter()
     answer = _of_recipe(loaded, options) if loaded is not None else _of_file(options)
     answer = replace(answer, total_s=time.perf_counter() - began_s)
@@ -107,12 +115,19 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         standard_output().file.write(plan_json(answer) + "\n")
     else:
         print_plan(answer)
+    if options.out is not None:
+        text = form_of(answer.comparison.best.plan, answer.layer_names).text()
+        _write("--out", options.out, lambda path: replace_file(path, text.encode()), options)
     if options.picture is not None:
-        try:
-            draw_plan(answer, options.picture)
-        except OSError as error:
-            raise UserError(f"--picture: {options.picture} can't be written: {error.strerror or error}") from error
-        print_written(str(options.picture), _progress(options))
+        _write("--picture", options.picture, lambda path: draw_plan(answer, path), options)
+
+
+def _write(option: str, path: Path, write: Callable[[Path], object], options: PlanOptions) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise UserError(f"{option}: {path} can't be written: {error.strerror or error}") from error
+    print_written(str(path), _progress(options))
 
 
 def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
@@ -126,7 +141,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
     mode = options.mode or parallelism.mode
     own_mode = None if parallelism.mode == AUTO else parallelism.mode
     row = resolve(parallelism) if own_mode == mode else None
-    flushes = own_mode is None or resolve(parallelism).flushes
+    flushes = own_mode is None or resolve(parallelism).flush
     request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
     answer = _answer(loaded.recipe.name, request, mode, loaded.source, options, says_samples=True)
     try:
@@ -135,9 +150,11 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 
-def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> Planned | None:
+def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> PlanEstimate | None:
     """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
     planner = Planner(request, mode)
+    if is_plan_file(parallelism.plan):
+        return planner.estimate_of(plan_of_file(parallelism, request.cluster.num_workers, graph, request.streams))
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
         return None
     try:
@@ -146,8 +163,8 @@ def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, 
         return None
     starts = None
     if parallelism.cuts is not None:
-        starts = [stage.start for stage in explicit_plan(graph, parallelism.cuts, replicas).stages[1:]]
-    return planner.given(replicas, starts)
+        starts = starts_of_cuts(graph, parallelism.cuts)
+    return planner.for_replicas(replicas, starts)
 
 
 def _progress(options: PlanOptions) -> Console | None:
@@ -183,11 +200,13 @@ def _answer(name: str, request: Request, mode: str, source: str, options: PlanOp
             comparison = compare(request, None if mode == AUTO else mode, shapes=options.shapes, tell=tell)
         best = comparison.best
         spare_s = None
-        row = request.row or MODES[best.mode]
+        row = request.row or MODES[best.plan.mode]
         waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
-        if waits and not row.flushes and len(best.stages) > 1:
-            planner = Planner(request if best.mode == mode else replace(request, row=None), best.mode)
-            spare_s = planner.predicted(replace(best, depth=best.depth + 1)).minibatch_s
+        if waits and not row.flush and len(best.stages) > 1:
+            planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
+            spare_s = planner.with_prediction(
+                replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
+            ).minibatch_s
     except (GraphError, PlanError, ProfileError) as error:
         if source:
             raise RecipeError([Fault(source, "", str(error))]) from error
@@ -195,8 +214,8 @@ def _answer(name: str, request: Request, mode: str, source: str, options: PlanOp
     return Answer(name, request, row, comparison, says_samples, spare_s)
 
 
-def _refuse_to_overwrite(path: Path) -> None:
+def _refuse_to_overwrite(option: str, path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
     if not path.parent.is_dir():
-        raise UserError(f"--picture: got {path}, but there is no folder {path.parent}")
-    if path.exists() and not (path.is_file() and is_our_picture(path)):
-        raise UserError(f"--picture: {path} is there and isn't a picture of a plan, so it is left alone; name another")
+        raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
+    if path.exists() and not (path.is_file() and is_ours(path)):
+        raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another")

@@ -10,9 +10,20 @@ from pipebench.cli.references import load_one, split
 
 @click.command(name="profile", short_help="Show what every layer of a model costs.")
 @click.argument("words", metavar="RECIPE|FILE [KEY=VALUE...]", nargs=-1, required=True)
-@click.option("--json", "json_file", metavar="OUT.json", help="Write the profile here; pipebench reads it back.")
-@click.option("--graph-txt", metavar="OUT.txt", help="Write it in the PipeDream artifact's format.")
-@click.option("--picture", metavar="OUT.png", help="Write the picture here.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    metavar="OUT.json",
+    help="Write the profile here; pipebench reads it back.",
+)
+@click.option(
+    "--graph-txt",
+    type=click.Path(path_type=Path),
+    metavar="OUT.txt",
+    help="Write it in the PipeDream artifact's format.",
+)
+@click.option("--picture", type=click.Path(path_type=Path), metavar="OUT.png", help="Write the picture here.")
 @click.option(
     "--samples", type=click.IntRange(1), help="Which size to show, by default the largest; of a graph.txt, its."
 )
@@ -20,9 +31,9 @@ from pipebench.cli.references import load_one, split
 @tracebacks
 def profile_(
     words: tuple[str, ...],
-    json_file: str | None,
-    graph_txt: str | None,
-    picture: str | None,
+    json_file: Path | None,
+    graph_txt: Path | None,
+    picture: Path | None,
     samples: int | None,
     show_all: bool,
 ) -> None:
@@ -53,11 +64,10 @@ def profile_(
         preflight(loaded, trains=False)
 
     name = profiling.plain_name(file) if file is not None else loaded.recipe.name if loaded is not None else ""
-    json_path = json_file or (None if file is not None else f"{name}.profile.json")
     output = profiling.ProfileOutput(
-        json_path=Path(json_path) if json_path else None,
-        graph_path=Path(graph_txt) if graph_txt else None,
-        picture_path=Path(picture or f"{name}.profile.png"),
+        json_path=json_file or (Path(f"{name}.profile.json") if file is None else None),
+        graph_path=graph_txt,
+        picture_path=picture or Path(f"{name}.profile.png"),
         num_samples=samples,
         show_all=show_all,
     )

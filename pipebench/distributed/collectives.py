@@ -1,7 +1,7 @@
 """What a worker does together with others: all-reduces among its stage's replicas, and a norm that all stages share."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.reducer import Reducer
 from pipebench.distributed.world import World
+from pipebench.engine.replica import OnGradient
 from pipebench.engine.ring import of_one_type, ring_all_reduce
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
@@ -18,7 +19,7 @@ from pipebench.simulate.network import ring_bytes
 from pipebench.simulate.timeline import ALL_REDUCE, BUFFERS, CONTROL, Transfer
 
 
-class Together:
+class ProcessCollectives:
     """The process groups of one worker, and what it does in them. All workers make one, at the same time.
 
     Args:
@@ -28,6 +29,9 @@ class Together:
         clock: the run's clock, seconds.
         meter: told of every all-reduce.
         num_bytes: what this worker has sent, by kind and level; added to.
+
+    Attributes:
+        stall_s: seconds waited; who reads it sets it back.
     """
 
     def __init__(
@@ -46,113 +50,108 @@ class Together:
         self._meter = meter
         self._num_bytes = num_bytes
         self._ranks = ranks_of(setup)
-        self._ring = [worker.index]
-        self._group: Any = None
-        self._reducer: Reducer | None = None
+        self.stall_s = 0.0
+        self._rings: dict[int, list[int]] = {}  # by stage, of those that have replicas; likewise the next two
+        self._stage_groups: dict[int, Any] = {}
+        self._reducers: dict[int, Reducer] = {}
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self._groups: list[Any] = [] if self._norm_group is None else [self._norm_group]
         for stage, replicas in enumerate(setup.pipeline.replicas):
             if replicas > 1:
-                self._make_group(stage, replicas)
+                self._make_group(stage)
         self._connect()
 
-    def backward(self, unit: int) -> None:
-        """Run the backward that completes a round's gradients; they are reduced while it runs."""
-        if self._reducer is None:
-            self._worker.backward(unit)
-        else:
-            self._worker.backward(unit, self._reducer.add)
-            self._reducer.finish(self._worker.replica.gradients)
+    def on_gradient(self, stage: int) -> OnGradient:
+        """Return what takes every gradient of a round's last backward: they are reduced while it runs."""
+        return self._reducers[stage].add
 
-    def wait(self, round_index: int, *, has_begun: bool) -> None:
+    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give the gradients of a round that the backward has not reached; of an idle replica, all, as zeros."""
+        self._reducers[stage].finish(gradients)
+
+    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
         """Wait for a round's gradients.
-
-        Args:
-            round_index: the round.
-            has_begun: False if no backward of it ran here: then this worker brings zeros, now.
 
         Raises:
             PeerLostError: another replica is gone.
         """
-        assert self._reducer is not None
-        if not has_begun:
-            self._reducer.finish(self._worker.replica.gradients)
+        start_s = self._clock()
 
         def arrived(num_bytes: int, set_out_s: float) -> None:
-            self._count(ALL_REDUCE, f"R{round_index}", num_bytes, set_out_s)
+            self._count(stage, ALL_REDUCE, f"R{round_index}", num_bytes, set_out_s)
 
-        self._worker.replica.gradients = self._reducer.wait(arrived)
+        gradients = self._reducers[stage].wait(arrived)
+        self.stall_s += self._clock() - start_s
+        return gradients
 
-    def norm(self) -> torch.Tensor:
+    def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of all stages' gradients: squares are gathered and added as the virtual engine adds them.
 
         Raises:
             PeerLostError: a worker is gone.
         """
-        setup = self._setup
-        own = self._worker.squared_norm() if self._worker.replica_index == 0 else torch.zeros(1)
+        setup, start_s = self._setup, self._clock()
+        own = self._worker.squared_norm()
         found = [torch.zeros(1) for _ in range(self._world.size)]
         with peers():
             dist.all_gather(found, own.cpu(), group=self._norm_group)
-        ring = setup.cluster.ring(range(setup.pipeline.num_workers))
+        ring = setup.ring(range(setup.pipeline.num_workers))
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
             if ring[sender] == self._worker.index:
-                level = setup.cluster.levels[setup.cluster.level_between(ring[sender], ring[receiver])]
-                self._num_bytes[CONTROL, level.name] += num_bytes
+                self._num_bytes[CONTROL, setup.level_between(ring[sender], ring[receiver]).name] += num_bytes
 
         squares = [found[self._ranks[worker]] for worker in ring]
-        return ring_all_reduce(squares, count).sqrt().to(setup.device)
+        norm = ring_all_reduce(squares, count).sqrt().to(setup.device)
+        self.stall_s += self._clock() - start_s
+        return norm
 
     def average_buffers(self) -> None:
-        """Average running statistics over the stage's replicas, as part of the drain (DESIGN: BatchNorm).
+        """Average running statistics over every stage's replicas, as part of the drain (DESIGN: BatchNorm).
 
         Raises:
             PeerLostError: another replica is gone.
         """
-        buffers = self._worker.buffers()
-        if len(self._ring) == 1 or not buffers:
-            return
-        start_s = self._clock()
-        for indices in of_one_type(range(len(buffers)), buffers):
-            own = [buffers[index] for index in indices]
-            flat = torch.cat([buffer.reshape(-1) for buffer in own])
-            means = torch.split(self._sum(flat) / len(self._ring), [buffer.numel() for buffer in own])
-            for buffer, mean in zip(own, means, strict=True):
-                buffer.copy_(mean.view(buffer.shape))
-            self._count(BUFFERS, "buffers", flat.nbytes, start_s)
+        for stage, ring in self._rings.items():
+            start_s, buffers = self._clock(), self._worker.buffers(stage)
+            for indices in of_one_type(range(len(buffers)), buffers):
+                own = [buffers[index] for index in indices]
+                flat = torch.cat([buffer.reshape(-1) for buffer in own])
+                means = torch.split(self._sum(stage, flat) / len(ring), [buffer.numel() for buffer in own])
+                for buffer, mean in zip(own, means, strict=True):
+                    buffer.copy_(mean.view(buffer.shape))
+                self._count(stage, BUFFERS, "buffers", flat.nbytes, start_s)
 
     def close(self) -> None:
         """Give up the groups."""
         leave(self._groups)
 
     def _connect(self) -> None:
-        """Use the stage's group in every way once, before anybody has anything else to wait for."""
-        if self._reducer is not None:
-            self._reducer.connect()
-            buffers = self._worker.buffers()
+        """Use every stage's group in every way once, before anybody has anything else to wait for."""
+        for stage, reducer in self._reducers.items():
+            reducer.connect()
+            buffers = self._worker.buffers(stage)
             for indices in of_one_type(range(len(buffers)), buffers):
-                self._sum(torch.cat([torch.zeros_like(buffers[index]).reshape(-1) for index in indices]))
+                self._sum(stage, torch.cat([torch.zeros_like(buffers[index]).reshape(-1) for index in indices]))
 
-    def _sum(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what every replica of the stage gives, on the device."""
+    def _sum(self, stage: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what every replica of a stage gives, on the device."""
         travels = flat if self._world.direct else flat.cpu()
         with peers():
-            dist.all_reduce(travels, group=self._group)
+            dist.all_reduce(travels, group=self._stage_groups[stage])
         return travels.to(flat.device)
 
-    def _make_group(self, stage: int, replicas: int) -> None:
+    def _make_group(self, stage: int) -> None:
         """Make the group of a stage's replicas; workers of other stages help to make it."""
         setup, world = self._setup, self._world
-        first = setup.pipeline.worker(stage, 0)
-        ring = setup.cluster.ring(range(first, first + replicas))
+        ring = setup.ring(setup.pipeline.workers_of(stage))
         ranks = [self._ranks[worker] for worker in ring]
         group = world.new_group("nccl" if world.direct else "gloo", ranks)
         self._groups.append(group)
-        if stage != self._worker.stage_index:
+        if stage not in self._worker.replicas:
             return
-        self._ring, self._group = ring, group
-        weights = self._worker.replica.weights
+        self._rings[stage], self._stage_groups[stage] = ring, group
+        weights = self._worker.replicas[stage].weights
         like = weights.newest.parameters
         buckets = [
             indices
@@ -160,14 +159,13 @@ class Together:
             for indices in of_one_type([weights.names.index(name) for name in bucket.parameters], like)
         ]
         host_copy = setup.device.type == "cuda" and not world.direct
-        self._reducer = Reducer(buckets, like, group, host_copy=host_copy, clock=self._clock)
+        self._reducers[stage] = Reducer(buckets, like, group, host_copy=host_copy, clock=self._clock)
 
-    def _count(self, kind: str, label: str, num_bytes: int, start_s: float) -> None:
+    def _count(self, stage: int, kind: str, label: str, num_bytes: int, start_s: float) -> None:
         """Count what this worker sends in a ring all-reduce, and note the whole for the timeline."""
-        ring, cluster = self._ring, self._setup.cluster
+        ring = self._rings[stage]
         sent = ring_bytes(num_bytes, len(ring))
-        paths = list(zip(ring, ring[1:] + ring[:1], strict=True))
-        levels = [cluster.levels[cluster.level_between(*path)] for path in paths]
+        levels = [self._setup.level_between(*path) for path in zip(ring, ring[1:] + ring[:1], strict=True)]
         position = ring.index(self._worker.index)
         self._num_bytes[kind, levels[position].name] += sent[position]
         slowest = min(levels, key=lambda level: level.goodput_bytes_per_s).name

@@ -20,8 +20,8 @@ from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
-from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, Doing, describe, stall_report
-from pipebench.engine.gate import Gate, Position, grain
+from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, Activity, describe, stall_report
+from pipebench.engine.gate import Gate, Position
 from pipebench.errors import printable_lines
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
@@ -75,7 +75,7 @@ class Control:
         self._worker, self._pipeline = worker, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
         self._on_stall, self._on_orphan = on_stall or _print_and_exit, on_orphan or _exit
-        self._gate = Gate(math.lcm(grain(pipeline), multiple_of))
+        self._gate = Gate(math.lcm(pipeline.period, multiple_of))
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # a worker's last heartbeat, and when it was new here
         self._started_s = self._listened_s = time.monotonic()
@@ -176,7 +176,7 @@ class Control:
 
     def _tell(self) -> None:
         self._heartbeats += 1
-        beat = {"count": self._heartbeats, **asdict(self._doing())}
+        beat = {"count": self._heartbeats, **asdict(self._activity())}
         self._store.set(self._heartbeat_keys[self._worker], json.dumps(beat))
 
     def _listen(self) -> None:
@@ -235,7 +235,7 @@ class Control:
         recent = [json.loads(beat) for beat, heard_s in self._heard.values() if now_s - heard_s < _SILENT_S]
         return any(beat["text"] and not beat["waits"] for beat in recent)
 
-    def _doing(self) -> Doing:
+    def _activity(self) -> Activity:
         instruction, work, since_s = self._place
         gate, elapsed_s = self._gate, time.monotonic() - since_s
         return describe(self._pipeline, self._worker, instruction, work, gate.num_minibatches, elapsed_s)
@@ -244,7 +244,7 @@ class Control:
         """Return who holds the job up. Ages end where this worker last listened: what it didn't hear is no silence."""
         now_s, listened_s = time.monotonic(), self._listened_s
         overdue_s = max(_SILENT_HEARTBEATS * self._heartbeat_s, min(_SILENT_S, self._stall_limit_s / 2))
-        doings, silent_s = {self._worker: self._doing()}, dict[int, float]()
+        activities, silent_s = {self._worker: self._activity()}, dict[int, float]()
         heard = dict(self._heard)
         for peer in range(len(self._heartbeat_keys)):
             beat, heard_s = heard.get(peer, (None, self._started_s))
@@ -253,12 +253,12 @@ class Control:
             if beat is not None:
                 said = json.loads(beat)
                 del said["count"]
-                doings[peer] = Doing(**said | {"since_s": said["since_s"] + listened_s - heard_s})
+                activities[peer] = Activity(**said | {"since_s": said["since_s"] + listened_s - heard_s})
             if listened_s - heard_s > overdue_s:
                 silent_s[peer] = listened_s - heard_s
         notes = [f"the launcher's store has not answered for {now_s - listened_s:.0f} s"]
         return stall_report(
-            self._pipeline, doings, silent_s, self._stall_limit_s, segment=self._gate.segment,
+            self._pipeline, activities, silent_s, self._stall_limit_s, segment=self._gate.segment,
             notes=notes if now_s - listened_s > overdue_s else (),
         )  # fmt: skip
 

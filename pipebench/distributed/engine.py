@@ -4,7 +4,6 @@ It executes its worker's list, instruction by instruction. What blocks and what 
 the arithmetic is `worker.py`'s, the same as the virtual engine's.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 
 from pipebench.checkpoint.state import ModelState
-from pipebench.distributed.collectives import Together
+from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import core_share, crowding
 from pipebench.distributed.gather import gather_tensors
 from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.distributed.rehearsal import gains_by_rehearsal, rehearse
-from pipebench.distributed.transport import Transport
+from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.watch import DeviceWatch, HostWatch, Watch
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed
@@ -30,14 +29,12 @@ from pipebench.engine.pace import Pace
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, training_feed
+from pipebench.engine.worker import UnitLoss, Worker, training_feed
 from pipebench.errors import DivergedError
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.pipeline import forward_programs, programs
+from pipebench.schedule.programs import forward_programs, programs
 from pipebench.simulate.meter import PREDICTION, Measured
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, Transfer
 
-_MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
 
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
@@ -78,6 +75,7 @@ class DistributedEngine:
         self._on_unit = on_unit
         self._ranks = ranks_of(setup)
         self.worker = Worker(setup, self._ranks.index(world.rank))
+        self._first_stage = min(self.worker.replicas)
         on_gpu = setup.device.type == "cuda"
         # The host runs ahead of its GPU: when it hands over a message says nothing about when that travels.
         self.meter = MeasuredMeter(setup.pipeline, self.worker.index, world.rank, times_transfers=not on_gpu)
@@ -86,13 +84,11 @@ class DistributedEngine:
         self._origin_s = time.perf_counter()
         self._not_training_s = 0.0
         self._segment = 0
-        self._latest_loss = math.nan
         self._num_losses = 0
         self._stop: str | None = None
-        self._norm: torch.Tensor | None = None
         self._watch: Watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
-        self._transport = Transport(setup, world, self.worker.index, self.clock)
-        self._together = Together(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
+        self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
+        self._collectives = ProcessCollectives(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
         self._pace = Pace(setup.device)
         if gains_by_rehearsal(setup.device):
             rehearse(setup, world, self.worker.index)
@@ -100,18 +96,6 @@ class DistributedEngine:
             # The stage holds copies of what it needs: the rest of the model would only take memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
                 whole.to("meta")
-        self._handlers: dict[Op, Callable[[int, Instruction], float]] = {
-            Op.LOAD_INPUT: self._load,
-            Op.RECEIVE_ACTIVATION: self._receive_activation,
-            Op.FORWARD: self._forward,
-            Op.SEND_ACTIVATION: self._send_activation,
-            Op.RECEIVE_GRADIENT: self._receive_gradient,
-            Op.BACKWARD: self._backward,
-            Op.SEND_GRADIENT: self._send_gradient,
-            Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
-            Op.WAIT_NORM: self._wait_norm,
-            Op.UPDATE: self._update,
-        }
 
     # What the training loop asks for.
 
@@ -162,9 +146,9 @@ class DistributedEngine:
         Raises:
             PeerLostError: a worker is gone.
         """
-        self._at(None, "exchange")
+        self.turn_to("exchange")
         values = self.world.exchange(value)
-        self._at(None, "")
+        self.turn_to("")
         return [values[rank] for rank in self._ranks]
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
@@ -185,7 +169,7 @@ class DistributedEngine:
         finally:
             feed.close()
         self._watch.settle()
-        self._together.average_buffers()
+        self._collectives.average_buffers()
         self.settle()
         return done
 
@@ -197,18 +181,18 @@ class DistributedEngine:
         """
         dataset, count = self.setup.dataset, self.setup.held_out.minibatches_per_epoch
         self._feed = Feed(self.setup, "eval", 0, count)
-        self.worker.begin(self._feed, 0, count)
-        self.meter.evaluating = True
         scores = Scores(dataset)
+        self.worker.begin_evaluation(self._feed, scores)
+        self.meter.evaluating = True
         pipeline = self.setup.evaluation.pipeline
         self._transport.expect(forward_programs(pipeline, count)[self.worker.index], lambda unit: False)
         try:
             for instruction in forward_programs(pipeline, count)[self.worker.index]:
-                self._timed(instruction, self._evaluate_one(instruction, scores))
+                self._execute(instruction)
             self._transport.flush()
         finally:
             self._feed.close()
-        self.worker.replica.forget("eval")
+        self.worker.end_evaluation()
         scores.merge(self.exchange(scores.sums))
         metrics = scores.metrics()
         if dataset.generates_with is not None:
@@ -222,7 +206,7 @@ class DistributedEngine:
 
     def parts(self) -> list[tuple[str, ModelState]]:
         """Return what this process contributes to a checkpoint."""
-        return [self.worker.part()]
+        return self.worker.parts()
 
     def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
         """Go on from a checkpoint.
@@ -236,15 +220,13 @@ class DistributedEngine:
         if facts is not None:
             self.meter.restore(facts["meter"])
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
-            self.worker.peak_bytes = max(self.worker.peak_bytes, *facts["peak_bytes"])
-            weights = self.worker.replica.weights
-            weights.most_alive = max(weights.most_alive, *facts["weight_versions_max"])
+            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"])
 
     def close(self) -> None:
         """Give up the connections to the other workers, when everybody has ended; all workers call it."""
         self.exchange(None)
         self._transport.close()
-        self._together.close()
+        self._collectives.close()
 
     def facts(self) -> dict[str, Any]:
         """Return what this worker has measured so far, in a form that JSON holds."""
@@ -252,12 +234,13 @@ class DistributedEngine:
             "meter": self.meter.state(),
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
             "peak_bytes": [self.worker.peak_bytes],
-            "weight_versions_max": [self.worker.replica.weights.most_alive],
+            "weight_versions_max": [self.worker.versions_max],
         }
 
     def turn_to(self, work: str) -> None:
         """Name what this process does now, for the others' watchdogs."""
-        self._at(None, work)
+        if self._control is not None:
+            self._control.at(None, work)
 
     def settle(self) -> None:
         """All workers agree on the time: the last one's."""
@@ -280,7 +263,7 @@ class DistributedEngine:
         self._transport.expect(programs(pipeline, num_minibatches)[index], lambda unit: self._feed.size(unit) == 0)
         if self._control is None:
             for instruction in programs(pipeline, num_minibatches)[index]:
-                self._timed(instruction)
+                self._execute(instruction)
             return num_minibatches
         self._control.begin(self._segment, num_minibatches)
         self._segment += 1
@@ -288,140 +271,41 @@ class DistributedEngine:
             if self._control.limit < num_minibatches:
                 num_minibatches = self._control.limit
                 self.worker.end_early(num_minibatches)
-            self._timed(instruction)
+            self._execute(instruction)
         return self._control.limit
 
-    def _timed(self, instruction: Instruction, handler: Callable[[int, Instruction], float] | None = None) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         """Execute an instruction, watched and measured."""
-        self._at(instruction, "")
-        handle = handler or self._handlers[instruction.op]
-        self._watch.timed(instruction, lambda: handle(instruction.number, instruction))
-
-    def _at(self, instruction: Instruction | None, wait: str) -> None:
         if self._control is not None:
-            self._control.at(instruction, wait)
+            self._control.at(instruction)
+        self._watch.timed(instruction, lambda: self._executed(instruction))
 
-    # One method per instruction; each returns the seconds it waited for bytes that were on their way.
-
-    def _load(self, unit: int, _: Instruction) -> float:
-        self.worker.load(unit)
-        return 0.0
-
-    def _receive_activation(self, unit: int, instruction: Instruction) -> float:
-        if self._feed.size(unit) == 0:
-            return 0.0
-        values, stall_s = self._receive(ACTIVATION, unit, instruction.peer)
-        self.worker.take_activation(unit, values)
-        return stall_s
-
-    def _forward(self, unit: int, _: Instruction) -> float:
-        loss = self.worker.forward(unit)
-        self._pace.step()
+    def _executed(self, instruction: Instruction) -> float:
+        """Execute an instruction; return the seconds it waited for bytes that were on their way."""
+        transport, collectives = self._transport, self._collectives
+        transport.stall_s = collectives.stall_s = 0.0
+        loss = self.worker.execute(instruction, transport, collectives)
+        if instruction.op in (Op.FORWARD, Op.BACKWARD):
+            self._pace.step()
         if loss is not None:
-            try:
-                self._on_loss(*loss, self.clock())
-            except DivergedError as diverged:
-                self._stop = self._stop or str(diverged)
-                if self._control is not None:
-                    self._control.request_stop(str(diverged))
-            # Of this worker's own losses: which units it has depends on how many replicas there are.
-            if not loss.total.is_cuda or self._num_losses % _CUDA_LOSS_EVERY == 0:
-                self._latest_loss = float(loss.total) / loss.weight
-            self._num_losses += 1
-        return 0.0
+            self._take_loss(loss)
+        if instruction.op is Op.BACKWARD and instruction.stage == self._first_stage:  # done with the unit here
+            # This worker's turn among its stage's replicas: together they are as far as it is.
+            samples = self._feed.size(instruction.number) * self.setup.pipeline.replicas[instruction.stage]
+            self._on_unit(samples, transport.latest_loss, self.clock())
+        return transport.stall_s + collectives.stall_s
 
-    def _send_activation(self, unit: int, instruction: Instruction) -> float:
-        if self._feed.size(unit) > 0:
-            values = self.worker.activation_for(unit, self.setup.pipeline.places[instruction.peer][0])
-            self._send(ACTIVATION, ACTIVATION, unit, instruction.peer, values)
-        return 0.0
-
-    def _receive_gradient(self, unit: int, instruction: Instruction) -> float:
-        if self._feed.size(unit) == 0:
-            return 0.0
-        gradients, stall_s = self._receive(GRADIENT, unit, instruction.peer)
-        self.worker.take_gradient(unit, gradients)
-        return stall_s
-
-    def _backward(self, unit: int, instruction: Instruction) -> float:
-        if instruction.reduce >= 0:
-            self._together.backward(unit)
-        else:
-            self.worker.backward(unit)
-        self._pace.step()
-        # This worker's turn among its stage's replicas: together they are as far as it is.
-        samples = self._feed.size(unit) * self.setup.pipeline.replicas[self.worker.stage_index]
-        self._on_unit(samples, self._latest_loss, self.clock())
-        return 0.0
-
-    def _send_gradient(self, unit: int, instruction: Instruction) -> float:
-        if self._feed.size(unit) > 0:
-            gradients = self.worker.gradient_for(unit, self.setup.pipeline.places[instruction.peer][0])
-            self._send(GRADIENT, GRADIENT, unit, instruction.peer, gradients)
-        return 0.0
-
-    def _wait_all_reduce(self, round_index: int, instruction: Instruction) -> float:
-        start_s = self.clock()
-        self._together.wait(round_index, has_begun=instruction.reduce < 0)
-        return self.clock() - start_s
-
-    def _wait_norm(self, round_index: int, _: Instruction) -> float:
-        start_s = self.clock()
-        self._norm = self._together.norm()
-        return self.clock() - start_s
-
-    def _update(self, round_index: int, _: Instruction) -> float:
-        self.worker.update(round_index, self._norm if self.setup.pipeline.shares_norm else None)
-        return 0.0
-
-    def _evaluate_one(self, instruction: Instruction, scores: Scores) -> Callable[[int, Instruction], float]:
-        """Return what executes an instruction of an evaluation."""
-        if instruction.op is Op.FORWARD:
-            return lambda unit, _: self._score(unit, scores)
-        if instruction.op is Op.SEND_ACTIVATION:
-            return self._send_evaluated
-        if instruction.op is Op.LOAD_INPUT:
-            return lambda unit, _: 0.0  # loaded by the forward
-        return self._receive_activation
-
-    def _score(self, unit: int, scores: Scores) -> float:
-        output = self.worker.evaluate(unit)
-        self._pace.step()
-        if self.worker.replica.stage.is_last:
-            scores.add(output, self._feed.targets(unit), self._feed.weight(unit))
-        return 0.0
-
-    def _send_evaluated(self, unit: int, instruction: Instruction) -> float:
-        values = self.worker.activation_for(unit, self.setup.pipeline.places[instruction.peer][0])
-        self._send(ACTIVATION, EVALUATION, unit, instruction.peer, values, _MOST_LEAVING)
-        return 0.0
-
-    # What the instructions share.
-
-    def _send(
-        self, channel: str, kind: str, unit: int, peer: int, values: Any, most_leaving: int | None = None
-    ) -> None:
-        sent = self._transport.send(channel, unit, peer, values, self._latest_loss, most_leaving)
-        self.num_bytes[kind, self._level(self.worker.index, peer)] += sent
-
-    def _receive(self, kind: str, unit: int, peer: int) -> tuple[Any, float]:
-        start_s = self.clock()
-        message = self._transport.receive(kind, unit, peer)
-        if kind == GRADIENT:
-            self._latest_loss = message.note
-        booked = EVALUATION if self.meter.evaluating else kind
-        letter = "B" if kind == GRADIENT else "F"
-        label = f"{letter}{unit if self.meter.evaluating else self.setup.pipeline.label(unit)}"
-        level = self._level(peer, self.worker.index)
-        ends_s = max(message.sent_s, message.arrived_s)
-        self.meter.transfer(
-            Transfer(booked, label, (peer,), (self.worker.index,), level, message.payload_bytes, message.sent_s, ends_s)
-        )
-        return message.values, max(0.0, message.arrived_s - max(start_s, message.sent_s))
-
-    def _level(self, sender: int, receiver: int) -> str:
-        cluster = self.setup.cluster
-        return cluster.levels[cluster.level_between(sender, receiver)].name
+    def _take_loss(self, loss: UnitLoss) -> None:
+        try:
+            self._on_loss(*loss, self.clock())
+        except DivergedError as diverged:
+            self._stop = self._stop or str(diverged)
+            if self._control is not None:
+                self._control.request_stop(str(diverged))
+        # Of this worker's own losses: which units it has depends on how many replicas there are.
+        if not loss.total.is_cuda or self._num_losses % _CUDA_LOSS_EVERY == 0:
+            self._transport.latest_loss = float(loss.total) / loss.weight
+        self._num_losses += 1
 
     @cached_property
     def _whole(self) -> WholeModel:
@@ -429,9 +313,8 @@ class DistributedEngine:
 
     def _whole_model_metrics(self) -> dict[str, float]:
         """Gather the newest weights on rank 0, which computes what only the whole model can give; the others wait."""
-        own = self.worker.replica.tensors() if self.worker.replica_index == 0 else {}
         self.turn_to("whole-model metrics")
-        stages = gather_tensors(own, self.world)
+        stages = gather_tensors(self.worker.tensors(), self.world)
         found: dict[str, float] = {}
         if self.world.rank == 0:
             found = self.setup.dataset.whole_model_metrics(self._whole.filled(stages))

@@ -11,7 +11,6 @@ from typing import Any
 
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.drawing import worker_names
 from pipebench.simulate.meter import COMPUTE, RECORDED_SPANS, WORKERS_IDLE, Measured, fractions, span_of
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import ALL_REDUCE, Span, Timeline, Transfer
@@ -220,7 +219,7 @@ def merge(shares: Sequence[Mapping[str, Any]], pipeline: Pipeline, training_s: f
 
 def _row(share: Mapping[str, Any], totals: _Totals, pipeline: Pipeline, training_s: float) -> dict[str, Any]:
     """Return a worker's row. compute, waiting, sending and other add up to the training time."""
-    stage, replica = pipeline.places[share["worker"]]
+    worker = share["worker"]
     evaluation = _Totals.from_json(share["evaluation"])
     waiting_s = sum(totals.seconds[op] for op in _WAIT_COLUMNS)
     sending_s = sum(totals.seconds[op] for op in _SENDS)
@@ -228,8 +227,8 @@ def _row(share: Mapping[str, Any], totals: _Totals, pipeline: Pipeline, training
     return {
         "worker": share["worker"],
         "rank": share["rank"],
-        "stage": stage,
-        "replica": replica,
+        "stage": pipeline.stages_of(worker)[0],
+        "replica": pipeline.replica_of(worker),
         "compute_s": totals.busy_s,
         **{column: totals.seconds[op] for op, column in _COMPUTE_COLUMNS.items()},
         "waiting_s": waiting_s,
@@ -277,7 +276,7 @@ def _timeline(shares: Sequence[Mapping[str, Any]], pipeline: Pipeline) -> Timeli
             full_s.append(spans[-1].end_s)
     until_s = min(full_s, default=float("inf"))
     return Timeline(
-        worker_names(pipeline.replicas),
+        pipeline.worker_names,
         tuple(sorted((s for s in spans if s.start_s < until_s), key=lambda span: (span.start_s, span.worker))),
         tuple(sorted((t for t in transfers if t.start_s < until_s), key=lambda transfer: transfer.start_s)),
         bool(full_s),

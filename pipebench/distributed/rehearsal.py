@@ -10,10 +10,10 @@ Only GPUs have a use for it; it computes anywhere, and the tests look for its tr
 Everything is a copy (weights, optimizer, running statistics, carried states) or is put back (random generators).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,13 +21,15 @@ from torch.utils import _pytree as pytree
 from pipebench.distributed.channel import Link, Receiver, Sender
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed
-from pipebench.engine.replica import Values
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker, training_feed
-from pipebench.model.stage import Stage
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.programs import forward_programs, programs
+from pipebench.simulate.timeline import GRADIENT
 
 _TAG = 6  # of its messages, on the group of all processes; those of the channels have groups of their own
+_TAGS_OF_EDGE = 2
 _UNIT = 0
 _NOTHING = float("nan")
 _CPU = torch.device("cpu")
@@ -39,9 +41,9 @@ def gains_by_rehearsal(device: torch.device) -> bool:
 
 
 def rehearse(setup: Setup, world: World, index: int) -> None:
-    """Run the run's first minibatch, and an evaluation's, through a copy of this worker's stage; all processes call it.
+    """Run the run's first unit, and an evaluation's, through copies of this worker's stages; all processes call it.
 
-    Every stage has one replica here, which all its workers play: minibatch 0 is everybody's.
+    Every stage has one replica here, which all its workers play: unit 0 is everybody's.
 
     Args:
         setup: what is run; its graph still holds the model.
@@ -56,81 +58,99 @@ def rehearse(setup: Setup, world: World, index: int) -> None:
         torch.cuda.synchronize(setup.device)
     alone = _alone(setup)
     with _kept_random_state(setup.device):
-        worker = Worker(alone, setup.pipeline.places[index][0])
-        stage = worker.replica.stage
-        _train(alone, worker, _Neighbours(setup, stage, index))
-        assert stage.evaluation is not None
-        _evaluate(alone, worker, _Neighbours(setup, stage.evaluation, index))
+        worker = Worker(alone, setup.pipeline.stages_of(index)[0])
+        _train(alone, worker, _Neighbours(setup, index))
+        _evaluate(alone, worker, _Neighbours(setup, index))
     if on_gpu:
         torch.cuda.synchronize(setup.device)
 
 
 def _alone(setup: Setup) -> Setup:
-    """Return a setup with one replica of every stage: workers are numbered like stages in it."""
+    """Return a setup with one replica of every stage: workers are numbered like positions in it."""
     once = (1,) * setup.pipeline.num_stages
     evaluation = replace(setup.evaluation, pipeline=replace(setup.evaluation.pipeline, replicas=once))
-    return replace(setup, pipeline=replace(setup.pipeline, replicas=once), evaluation=evaluation)
+    return replace(
+        setup, pipeline=replace(setup.pipeline, replicas=once, shares_norm=False), evaluation=evaluation
+    )  # fmt: skip
 
 
 class _Neighbours:
-    """The workers from which a stage reads values, and those that read its own, as far as this worker is concerned."""
+    """A transport to the workers from which stages read values, and to those that read theirs; gradients are zeros.
 
-    def __init__(self, setup: Setup, stage: Stage, index: int) -> None:
-        self._device = setup.device
-        ranks, pipeline = ranks_of(setup), setup.pipeline
-        own = pipeline.places[index][1]
-        replicas = pipeline.replicas[stage.index]
+    Replicas of a stage send to those replicas of another that have nobody else to hear from.
+    """
 
-        def link(stage_index: int, replica: int) -> Link:
-            # Messages end in the host's memory, and in such as isn't pinned: what is pinned once stays so.
-            rank = ranks[pipeline.worker(stage_index, replica)]
-            return Link(rank, [None], _TAG, None, _CPU, lambda: 0.0)
+    def __init__(self, setup: Setup, index: int) -> None:
+        self._setup = setup
+        self._own = setup.pipeline.replica_of(index)
+        self._ranks = ranks_of(setup)
+        self._receivers: dict[tuple[int, int], Receiver] = {}
+        self._senders: dict[tuple[int, int], list[Sender]] = {}
+        self._sent: dict[tuple[int, int], Any] = {}
 
-        self._sources = {source: Receiver(link(source, own), 0) for source in stage.receives}
-        self._targets = {
-            target: [Sender(link(target, other), 0) for other in range(own, pipeline.replicas[target], replicas)]
-            for target in stage.sends
-        }
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Send a stage's values on; gradients stay here."""
+        if kind == GRADIENT:
+            return
+        edge, replicas = (source, target), self._setup.pipeline.replicas
+        others = range(self._own, replicas[target], replicas[source])
+        senders = self._senders.setdefault(edge, [Sender(self._link(edge, target, other), 0) for other in others])
+        for sender in senders:
+            sender.send(unit, values, _NOTHING)
+        self._sent[edge] = values
 
-    def receive(self, worker: Worker) -> None:
-        """Give a worker the values that its stage reads."""
-        for source in self._sources.values():
-            source.expect(1)
-            values = source.receive(_UNIT).values
-            worker.take_activation(_UNIT, pytree.tree_map(self._onto_device, values))
-
-    def send(self, worker: Worker) -> dict[int, Values]:
-        """Send a worker's values on; return them by the stage that reads them."""
-        found = {target: worker.activation_for(_UNIT, target) for target in self._targets}
-        for target, senders in self._targets.items():
-            for sender in senders:
-                sender.send(_UNIT, found[target], _NOTHING)
-        return found
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Return the values that a stage reads, or a gradient of zeros for those that it has sent."""
+        if kind == GRADIENT:
+            return _zeros(self._sent[target, source])
+        edge = (source, target)
+        if edge not in self._receivers:
+            self._receivers[edge] = Receiver(self._link(edge, source, self._own), 0)
+        self._receivers[edge].expect(1)
+        return pytree.tree_map(self._onto_device, self._receivers[edge].receive(unit).values)
 
     def flush(self) -> None:
         """Wait until everything has left."""
-        for senders in self._targets.values():
+        for senders in self._senders.values():
             for sender in senders:
                 sender.flush()
+
+    def _link(self, edge: tuple[int, int], stage: int, replica: int) -> Link:
+        # Messages end in the host's memory, and in such as isn't pinned: what is pinned once stays so.
+        pipeline = self._setup.pipeline
+        tag = _TAG + _TAGS_OF_EDGE * (edge[0] * pipeline.num_stages + edge[1])
+        return Link(self._ranks[pipeline.worker(stage, replica)], [None], tag, None, _CPU, lambda: 0.0)
 
     def _onto_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.detach().to(self._device).requires_grad_(leaf.requires_grad)
+        return leaf.detach().to(self._setup.device).requires_grad_(leaf.requires_grad)
+
+
+class _Nobody:
+    """The collectives of a worker that is alone."""
+
+    def on_gradient(self, stage: int) -> None:
+        """Nobody takes gradients."""
+
+    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[Any]) -> NoReturn:
+        """No stage has replicas."""
+        raise AssertionError
+
+    def wait(self, stage: int, round_index: int) -> NoReturn:
+        """No stage has replicas."""
+        raise AssertionError
+
+    def norm(self, round_index: int) -> NoReturn:
+        """No norm is shared."""
+        raise AssertionError
 
 
 def _train(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
     feed, divisors = training_feed(setup, 0, 1)
     try:
         worker.begin_training(feed, 0, 1, divisors)
-        worker.load(_UNIT)
-        neighbours.receive(worker)
-        worker.forward(_UNIT)
-        for values in neighbours.send(worker).values():
-            worker.take_gradient(_UNIT, _zeros(values))
-        worker.backward(_UNIT)
-        worker.update(0)
-        neighbours.flush()
+        _play(_of_first_unit(programs(setup.pipeline, 1)[worker.index]), worker, neighbours)
     finally:
         feed.close()
 
@@ -138,15 +158,20 @@ def _train(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
 def _evaluate(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
     feed = Feed(setup, "eval", 0, 1)
     try:
-        worker.begin(feed, 0, 1)
-        neighbours.receive(worker)
-        output = worker.evaluate(_UNIT)
-        neighbours.send(worker)
-        if worker.replica.stage.is_last:
-            Scores(setup.dataset).add(output, feed.targets(_UNIT), feed.weight(_UNIT))
-        neighbours.flush()
+        worker.begin_evaluation(feed, Scores(setup.dataset))
+        _play(forward_programs(setup.evaluation.pipeline, 1)[worker.index], worker, neighbours)
     finally:
         feed.close()
+
+
+def _of_first_unit(program: Iterable[Instruction]) -> Iterator[Instruction]:
+    return (it for it in program if it.op is Op.UPDATE or it.number == _UNIT)
+
+
+def _play(program: Iterable[Instruction], worker: Worker, neighbours: _Neighbours) -> None:
+    for instruction in program:
+        worker.execute(instruction, neighbours, _Nobody())
+    neighbours.flush()
 
 
 def _zeros(values: Mapping[int, Any]) -> dict[int, list[torch.Tensor]]:

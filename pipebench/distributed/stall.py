@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.drawing import worker_names
 
 ADMIT, EXCHANGE, BARRIER = "admit", "exchange", "barrier"
 
@@ -34,7 +33,7 @@ _STUCK = 0.25  # of the limit: a worker that computes for less may just be slow
 
 
 @dataclass(frozen=True)
-class Doing:
+class Activity:
     """What a worker is at.
 
     Attributes:
@@ -52,7 +51,7 @@ class Doing:
 
 def describe(
     pipeline: Pipeline, worker: int, instruction: Instruction | None, work: str, num_minibatches: int, since_s: float
-) -> Doing:
+) -> Activity:
     """Return what a worker is at, in words.
 
     Args:
@@ -65,19 +64,18 @@ def describe(
     """
     if instruction is None:
         waits = work in (ADMIT, EXCHANGE, BARRIER)
-        return Doing(work or "nothing", _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
+        return Activity(work or "nothing", _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
     if instruction.op in _UNIT_WORDS:
         unit = _unit(pipeline, instruction.number, whole=bool(work))
-        words = _UNIT_WORDS[instruction.op].format(unit=unit, peer=instruction.peer)
+        peer = pipeline.worker(instruction.peer, instruction.number)
+        words = _UNIT_WORDS[instruction.op].format(unit=unit, peer=peer)
     else:
-        stage, replica = pipeline.places[worker]
-        first = worker - replica
-        others = [str(peer) for peer in range(first, first + pipeline.replicas[stage]) if peer != worker]
+        others = [str(peer) for peer in pipeline.workers_of(instruction.stage) if peer != worker]
         words = _ROUND_WORDS[instruction.op].format(
-            round=_round(pipeline, stage, instruction.number, num_minibatches),
+            round=_round(pipeline, instruction.stage, instruction.number, num_minibatches),
             others=f"worker{'s' if len(others) > 1 else ''} {', '.join(others)}",
         )
-    return Doing(str(instruction), words + (f" in {work!r}" if work else ""), instruction.op in _WAITS, since_s)
+    return Activity(str(instruction), words + (f" in {work!r}" if work else ""), instruction.op in _WAITS, since_s)
 
 
 def _unit(pipeline: Pipeline, unit: int, *, whole: bool) -> str:
@@ -94,7 +92,7 @@ def _round(pipeline: Pipeline, stage: int, round_index: int, num_minibatches: in
 
 def stall_report(
     pipeline: Pipeline,
-    doings: Mapping[int, Doing],
+    activities: Mapping[int, Activity],
     silent_s: Mapping[int, float],
     stall_limit_s: float,
     *,
@@ -108,16 +106,16 @@ def stall_report(
 
     Args:
         pipeline: the pipeline.
-        doings: what each worker that was ever heard of is at, as far as is known.
+        activities: what each worker that was ever heard of is at, as far as is known.
         silent_s: seconds since a worker was last heard of, for those that are overdue.
         stall_limit_s: the limit.
         segment: index of the segment, for "minibatch 3".
         notes: more lines, after the first.
     """
-    names = worker_names(pipeline.replicas)
-    lines = [_first_line(names, doings, silent_s, stall_limit_s, segment), *notes]
+    names = pipeline.worker_names
+    lines = [_first_line(names, activities, silent_s, stall_limit_s, segment), *notes]
     for worker, name in enumerate(names):
-        said = doings.get(worker)
+        said = activities.get(worker)
         silence = f"not heard of for {silent_s[worker]:.0f} s" if worker in silent_s else ""
         if said is None:
             lines.append(f"  worker {worker} ({name}): {silence or 'not heard of yet'}")
@@ -129,7 +127,7 @@ def stall_report(
 
 def _first_line(
     names: Sequence[str],
-    doings: Mapping[int, Doing],
+    activities: Mapping[int, Activity],
     silent_s: Mapping[int, float],
     stall_limit_s: float,
     segment: int,
@@ -138,11 +136,11 @@ def _first_line(
     where = f"minibatches are those of segment {segment}, from 0"
     if silent_s:
         worker = max(silent_s, key=lambda worker: (silent_s[worker], -worker))
-        last = f"; last it was at {doings[worker].text}: {doings[worker].words}" if worker in doings else ""
+        last = f"; last it was at {activities[worker].text}: {activities[worker].words}" if worker in activities else ""
         silence = f"worker {worker} ({names[worker]}) has not been heard of for {silent_s[worker]:.0f} s"
         return f"{silence}{last}; {where}; {limit}"
-    stuck = [w for w, d in doings.items() if not d.waits and d.since_s >= _STUCK * stall_limit_s]
-    worker = max(stuck or doings, key=lambda worker: (doings[worker].since_s, -worker))
-    doing = doings[worker]
-    busy = f"worker {worker} ({names[worker]}) has been at {doing.text} for {doing.since_s:.1f} s: it {doing.words}"
-    return f"{busy}; {where}; {limit}"
+    stuck = [w for w, d in activities.items() if not d.waits and d.since_s >= _STUCK * stall_limit_s]
+    worker = max(stuck or activities, key=lambda worker: (activities[worker].since_s, -worker))
+    activity = activities[worker]
+    since = f"has been at {activity.text} for {activity.since_s:.1f} s"
+    return f"worker {worker} ({names[worker]}) {since}: it {activity.words}; {where}; {limit}"

@@ -17,96 +17,164 @@ Three things remain to be shown.
 
 With NCCL the first use of a communicator makes its members' hosts wait for each other, also where the call is said to
 return at once. So each is used before the first instruction: two workers' when their channel is opened, all channels by
-all workers in one order; a stage's by `Together`. What runs on a GPU, too, waits for nothing but what an earlier
-instruction of the same lists has started: NCCL's kernels are few and small enough to run at the same time (`world`).
+all workers in one order; a stage's by `ProcessCollectives`. What runs on a GPU, too, waits for nothing but what an
+earlier instruction of the same lists has started: NCCL's kernels are few and small enough to run at the same time
+(`world`).
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.channel import LANES, Link, Message, Receiver, Sender
+from pipebench.distributed.channel import LANES, Link, Receiver, Sender
 from pipebench.distributed.launch_join import leave
+from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT
+from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, Transfer
 
-_TAGS = {ACTIVATION: 2, GRADIENT: 4}  # each and the next one, for what is too large
-_SENDS = {Op.SEND_ACTIVATION: ACTIVATION, Op.SEND_GRADIENT: GRADIENT}
+_TAGS = {ACTIVATION: 2, GRADIENT: 4}  # each and the next one, for what is too large; further edges have further ones
+_TAGS_OF_EDGE = 4
 _RECEIVES = {Op.RECEIVE_ACTIVATION: ACTIVATION, Op.RECEIVE_GRADIENT: GRADIENT}
-_ANSWERS = {ACTIVATION: GRADIENT, GRADIENT: ACTIVATION}
 _MOST_UNANSWERED = 64  # messages under way on an edge from which nothing comes back; see above, on evaluations
-_Key = tuple[str, int, int]  # kind, sender, receiver
+_MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
 
 
-class Transport:
-    """The channels of one worker.
+class Channel(NamedTuple):
+    """One way of an edge, between two workers.
+
+    Attributes:
+        kind: `activation`, or `gradient` for what comes back.
+        source: the stage that sends.
+        target: the stage that receives.
+        sender: the worker that sends.
+        receiver: the worker that receives.
+    """
+
+    kind: str
+    source: int
+    target: int
+    sender: int
+    receiver: int
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        """The earlier stage and the later one."""
+        return (self.source, self.target) if self.kind == ACTIVATION else (self.target, self.source)
+
+    @property
+    def answering(self) -> "Channel":
+        """The other way of the edge."""
+        kind = GRADIENT if self.kind == ACTIVATION else ACTIVATION
+        return Channel(kind, self.target, self.source, self.receiver, self.sender)
+
+
+class ChannelTransport:
+    """The channels of one worker, its bytes, and what it waits for on them.
 
     Args:
         setup: whose stages exchange values.
         world: the processes.
         worker: which worker this process is.
         clock: the run's clock, seconds.
+        meter: told of every message that arrives.
+        num_bytes: what this worker has sent, by kind and level; added to.
+
+    Attributes:
+        latest_loss: the latest mean loss that this worker knows of, NaN if none; it travels with every message.
+        stall_s: seconds waited for bytes that were on their way; who reads it sets it back.
     """
 
-    def __init__(self, setup: Setup, world: World, worker: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        world: World,
+        worker: int,
+        clock: Callable[[], float],
+        meter: MeasuredMeter,
+        num_bytes: Counter[tuple[str, str]],
+    ) -> None:
+        self.latest_loss = float("nan")
+        self.stall_s = 0.0
+        self._setup = setup
         self._worker = worker
-        self._senders: dict[tuple[str, int], Sender] = {}
-        self._receivers: dict[tuple[str, int], Receiver] = {}
+        self._clock = clock
+        self._meter = meter
+        self._num_bytes = num_bytes
+        self._senders: dict[Channel, Sender] = {}
+        self._receivers: dict[Channel, Receiver] = {}
         rank_of = ranks_of(setup)
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
         on_gpu = setup.device.type == "cuda" and world.direct
         idle = torch.cuda.Stream(setup.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._groups: list[Any] = [group for groups in lanes.values() for group in groups]
         channels = list(channels_of(setup))
-        most = max(Counter(end for _, *ends in channels for end in ends).values(), default=0)
-        for kind, sender, receiver in channels:
-            ranks = (rank_of[sender], rank_of[receiver])
+        edges = sorted({channel.edge for channel in channels})
+        most = max(Counter(end for channel in channels for end in channel[3:]).values(), default=0)
+        for channel in channels:
+            ranks = (rank_of[channel.sender], rank_of[channel.receiver])
             direct = _pair(world, ranks, most) if world.direct else None
             self._groups += [] if direct is None else [direct]
-            if worker not in (sender, receiver):
+            if worker not in (channel.sender, channel.receiver):
                 continue
-            peer = ranks[1] if worker == sender else ranks[0]
-            link = Link(peer, lanes[kind], _TAGS[kind], direct, setup.device, clock, idle)
+            peer = ranks[1] if worker == channel.sender else ranks[0]
+            tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
+            link = Link(peer, lanes[channel.kind], tag, direct, setup.device, clock, idle)
             # Beside tensors that travel by themselves there is a header, and nothing else.
-            first_bytes = 0 if world.direct else _expected_bytes(setup, kind, sender, receiver)
-            if worker == sender:
-                self._senders[kind, receiver] = Sender(link, first_bytes)
+            first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
+            if worker == channel.sender:
+                self._senders[channel] = Sender(link, first_bytes)
             else:
-                self._receivers[kind, sender] = Receiver(link, first_bytes)
+                self._receivers[channel] = Receiver(link, first_bytes)
 
     def expect(self, program: Iterable[Instruction], is_empty: Callable[[int], bool]) -> None:
         """Post the first receives of a program; units without samples don't travel."""
-        counts: Counter[tuple[str, int]] = Counter()
-        for op, unit, peer, _ in program:
+        counts: Counter[Channel] = Counter()
+        for op, stage, unit, peer, *_ in program:
             if op in _RECEIVES and not is_empty(unit):
-                counts[_RECEIVES[op], peer] += 1
-        for key, count in counts.items():
-            self._receivers[key].expect(count)
+                counts[self._channel(_RECEIVES[op], unit, peer, stage)] += 1
+        for channel, count in counts.items():
+            self._receivers[channel].expect(count)
 
-    def send(self, kind: str, unit: int, peer: int, values: Any, note: float, most_leaving: int | None = None) -> int:
-        """Send a unit's values to a worker; return their payload in bytes. See `Sender.send`."""
-        answers = self._receivers.get((_ANSWERS[kind], peer))
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Send a unit's values from one of this worker's stages to a stage of another. See `Sender.send`."""
+        channel = self._channel(GRADIENT if kind == GRADIENT else ACTIVATION, unit, source, target)
+        answers = self._receivers.get(channel.answering)
+        most_leaving = _MOST_LEAVING if kind == EVALUATION else None
         if answers is None:
-            most_leaving = most_leaving or _MOST_UNANSWERED
-            return self._senders[kind, peer].send(unit, values, note, most_leaving)
-        return self._senders[kind, peer].send(unit, values, note, most_leaving, answers.num_taken)
+            sent = self._senders[channel].send(unit, values, self.latest_loss, most_leaving or _MOST_UNANSWERED)
+        else:
+            sent = self._senders[channel].send(unit, values, self.latest_loss, most_leaving, answers.num_taken)
+        self._num_bytes[kind, self._level(channel)] += sent
 
-    def receive(self, kind: str, unit: int, peer: int) -> Message:
-        """Wait for a unit's values from a worker.
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Wait for a unit's values from a stage of another worker.
 
         Raises:
             PeerLostError: it is gone.
         """
-        message = self._receivers[kind, peer].receive(unit)
-        sender = self._senders.get((_ANSWERS[kind], peer))
+        channel = self._channel(GRADIENT if kind == GRADIENT else ACTIVATION, unit, source, target)
+        start_s = self._clock()
+        message = self._receivers[channel].receive(unit)
+        sender = self._senders.get(channel.answering)
         if sender is not None:
             sender.taken(message.taken)
-        return message
+        if kind == GRADIENT:
+            self.latest_loss = message.note
+        label = f"{'B' if kind == GRADIENT else 'F'}{unit if kind == EVALUATION else self._setup.pipeline.label(unit)}"
+        ends_s = max(message.sent_s, message.arrived_s)
+        self._meter.transfer(
+            Transfer(
+                kind, label, (channel.sender,), (channel.receiver,), self._level(channel), message.payload_bytes,
+                message.sent_s, ends_s,
+            )
+        )  # fmt: skip
+        self.stall_s += max(0.0, message.arrived_s - max(start_s, message.sent_s))
+        return message.values
 
     def flush(self) -> None:
         """Wait until everything sent has left.
@@ -121,33 +189,42 @@ class Transport:
         """Give up the connections; nothing is under way any more that anybody waits for."""
         leave(self._groups)
 
+    def _channel(self, kind: str, unit: int, source: int, target: int) -> Channel:
+        pipeline = self._setup.pipeline
+        return Channel(kind, source, target, pipeline.worker(source, unit), pipeline.worker(target, unit))
 
-def channels_of(setup: Setup) -> Iterator[_Key]:
+    def _level(self, channel: Channel) -> str:
+        cluster = self._setup.cluster
+        return cluster.levels[cluster.level_between(channel.sender, channel.receiver)].name
+
+
+def channels_of(setup: Setup) -> Iterator[Channel]:
     """Yield every channel of training and evaluation, in one order for all workers."""
     pipeline, returning = setup.pipeline, {}
     for edge in (*setup.evaluation.pipeline.edges, *pipeline.edges):  # the training's last: it says what comes back
         returning[edge.source, edge.target] = edge.has_gradient
-    for (source_stage, target_stage), has_gradient in sorted(returning.items()):
-        units = range(pipeline.replicas[source_stage] * pipeline.replicas[target_stage])
-        pairs = {(pipeline.worker(source_stage, unit), pipeline.worker(target_stage, unit)) for unit in units}
-        for source, target in sorted(pairs):
-            yield ACTIVATION, source, target
+    for (source, target), has_gradient in sorted(returning.items()):
+        units = range(pipeline.replicas[source] * pipeline.replicas[target])
+        pairs = {(pipeline.worker(source, unit), pipeline.worker(target, unit)) for unit in units}
+        for sender, receiver in sorted(pairs):
+            if sender == receiver:  # two stages of one worker
+                continue
+            channel = Channel(ACTIVATION, source, target, sender, receiver)
+            yield channel
             if has_gradient:
-                yield GRADIENT, target, source
+                yield channel.answering
 
 
-def _expected_bytes(setup: Setup, kind: str, sender: int, receiver: int) -> int:
+def _expected_bytes(setup: Setup, channel: Channel) -> int:
     """Return the size of the largest values that the profile foresees on a channel."""
-    places = setup.pipeline.places
-    stages = (places[sender][0], places[receiver][0])
-    if kind == GRADIENT:
-        return max(setup.costs.gradient_bytes[stages[1], stages[0]].values())
-    foreseen = [part.activation_bytes.get(stages, {}) for part in (setup.costs, setup.evaluation)]
+    if channel.kind == GRADIENT:
+        return max(setup.costs.gradient_bytes[channel.edge].values())
+    foreseen = [part.activation_bytes.get(channel.edge, {}) for part in (setup.costs, setup.evaluation)]
     return max(num_bytes for by_size in foreseen for num_bytes in by_size.values())
 
 
 def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:
-    """Return an NCCL group of two of its own, used once already: the first use waits for both."""
+    """Return an NCCL group of two of its own, used once already, since the first use waits for both."""
     group = world.new_group("nccl", ranks, num_pairs=num_pairs)
     if world.rank in ranks:
         word = torch.zeros(1, device=world.device)

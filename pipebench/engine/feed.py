@@ -40,7 +40,7 @@ class Feed:
         self._pipeline = setup.pipeline if self._trains else setup.evaluation.pipeline
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
-        self._ahead: dict[int, _Ahead] = {}
+        self._ahead: dict[tuple[int, int], _Ahead] = {}
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
@@ -69,15 +69,16 @@ class Feed:
         stream = self._sampler.stream(minibatch)
         return Place(self.split, stream.number, microbatch, stream.starts)
 
-    def inputs(self, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the model inputs of those names; a worker asks for its units in ascending order, and misses none."""
+    def inputs(self, stage: int, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the model inputs of those names; a stage asks for its units in ascending order, and misses none."""
         if not names or self.size(unit) == 0:
             return []
         fields = [self._fields[name] for name in names]
-        if worker not in self._ahead:
-            self._ahead[worker] = self._fetch_ahead(worker, fields)
-        found, fetched = next(self._ahead[worker])
-        assert found == unit, f"worker {worker} asked for unit {unit}, next is {found}"
+        key = (stage, worker)
+        if key not in self._ahead:
+            self._ahead[key] = self._fetch_ahead(stage, worker, fields)
+        found, fetched = next(self._ahead[key])
+        assert found == unit, f"stage {stage} of worker {worker} asked for unit {unit}, next is {found}"
         return [self._onto_device(fetched[field]) for field in fields]
 
     def targets(self, unit: int) -> dict[str, torch.Tensor]:
@@ -101,22 +102,22 @@ class Feed:
             value = value.pin_memory()
         return value.to(device, non_blocking=True)
 
-    def _fetch_ahead(self, worker: int, fields: Sequence[str]) -> "_Ahead":
-        """Yield a worker's units in order with their fields."""
+    def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str]) -> "_Ahead":
+        """Yield the units of a worker's stage in order with their fields."""
         tasks = _Tasks(self._setup.dataset, self.split, fields)
         if self._processes == 0:
-            for unit in self._units(worker):
+            for unit in self._units(stage, worker):
                 yield unit, tasks[self._task(unit)]
             return
         loader: Any = data.DataLoader(
             tasks,
-            sampler=map(self._task, self._units(worker)),
+            sampler=map(self._task, self._units(stage, worker)),
             batch_size=None,
             num_workers=self._processes,
             prefetch_factor=_AHEAD,
             pin_memory=self._setup.device.type == "cuda",
         )
-        for unit, fetched in zip(self._units(worker), loader, strict=True):
+        for unit, fetched in zip(self._units(stage, worker), loader, strict=True):
             if isinstance(fetched, _Mistake):
                 raise UserCodeError(f"in a process that fetches ahead, {fetched.sentence}")
             yield unit, fetched
@@ -127,13 +128,12 @@ class Feed:
         pipeline, total = self._pipeline, self._setup.dataset.loader_processes
         return min(total, max(1, total // sum(pipeline.replicas[stage] for stage in pipeline.loads)))
 
-    def _units(self, worker: int) -> Iterator[int]:
-        """Yield a worker's units that aren't empty, ascending."""
+    def _units(self, stage: int, worker: int) -> Iterator[int]:
+        """Yield the units of a worker's stage that aren't empty, ascending."""
         pipeline = self._pipeline
-        stage, replica = pipeline.places[worker]
         parts = pipeline.microbatches if self._trains else 1
         blocks = -(-self._num_minibatches // pipeline.block)
-        for unit in range(replica, blocks * pipeline.block * parts, pipeline.replicas[stage]):
+        for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * parts)):
             if self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
                 yield unit
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.pipeline import Pipeline, programs
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import programs
 
 _ROUND_OPS = (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM, Op.UPDATE)
 
@@ -55,19 +56,14 @@ class Admission(Protocol):
         """Return whether a minibatch may begin."""
 
 
-def grain(pipeline: Pipeline) -> int:
-    """Return how many minibatches a segment may be cut to a multiple of.
-
-    Cut there, every worker's list is the beginning of its list for more minibatches, but for the backwards that empty
-    the pipeline: every update averages over as many minibatches as it would have without the cut.
-    """
-    return pipeline.round_size(0) if pipeline.flushes else pipeline.block
-
-
 def admitted_program(
     pipeline: Pipeline, worker: int, num_minibatches: int, admission: Admission
 ) -> Iterator[Instruction]:
     """Yield a worker's instructions for a segment, going over to a shorter segment's as soon as one is agreed on.
+
+    A segment is cut at a multiple of the pipeline's period, the grain. Cut there, every worker's list is the beginning
+    of its list for more minibatches, but for the backwards that empty the pipeline: every update averages over as many
+    minibatches as it would have without the cut.
 
     Asks before the first instruction of every grain: that is a forward's (or its load's or receive's), or, on a replica
     that has no unit in the last, short round, its wait or update in that round. So a worker at the end of its list
@@ -76,11 +72,11 @@ def admitted_program(
     Yields:
         What `programs(pipeline, admission.limit)[worker]` holds, with the limit as it is at the end.
     """
-    size, stage = grain(pipeline), pipeline.places[worker][0]
+    size = pipeline.period
     admitted = 0  # minibatches before this one may begin
     for executed, instruction in enumerate(programs(pipeline, num_minibatches)[worker]):
         if instruction.op in _ROUND_OPS:
-            minibatch = instruction.number * pipeline.round_size(stage)
+            minibatch = instruction.number * pipeline.round_size(instruction.stage)
         else:
             minibatch = pipeline.minibatch(instruction.number)[0]
         if minibatch >= admitted:
@@ -97,7 +93,7 @@ class Gate:
     The training thread calls `begin` and `admit`, the control thread `close` and `settle`; any thread reads `limit`.
 
     Args:
-        size: minibatches per grain, see `grain`.
+        size: minibatches per grain.
     """
 
     def __init__(self, size: int) -> None:
@@ -197,7 +193,7 @@ class StoppableAdmission:
         on_cut: Callable[[int], None],
     ) -> None:
         self._stop, self._on_cut = stop, on_cut
-        self._gate = Gate(math.lcm(grain(pipeline), multiple_of))
+        self._gate = Gate(math.lcm(pipeline.period, multiple_of))
         self._gate.begin(0, num_minibatches)
         self._open = True
 

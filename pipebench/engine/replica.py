@@ -103,7 +103,7 @@ class Replica:
         received: Values,
         place: Place = _ALONE,
         *,
-        version: int | None = None,
+        version: int,
         loss: LossFunction | None = None,
     ) -> tuple[Values, torch.Tensor | None]:
         """Run a unit forward and keep what its backward needs.
@@ -114,13 +114,13 @@ class Replica:
             inputs: the model inputs the stage reads, in its order.
             received: values from other stages, by layer.
             place: whose state stateful modules carry.
-            version: number of the weight version to use; None for the newest.
+            version: number of the weight version to use.
             loss: in the last stage, maps the model's output to the loss whose gradient is taken.
 
         Returns:
             The values that leave the stage, detached, by layer; and the loss in the last stage.
         """
-        weights = self.weights.newest if version is None else self.weights.find(version)
+        weights = self.weights.find(version)
         weights.users += 1
         received = {layer: pytree.tree_map(_as_leaf, value) for layer, value in received.items()}
         item = _InFlight(weights, [*inputs, *received.values()], received, loss=loss, draw=draw)
@@ -178,9 +178,9 @@ class Replica:
             for layer, value in item.received.items()
         }
 
-    def update(self, gradients: Sequence[torch.Tensor | None], lr: float) -> None:
-        """Apply one update and forget the accumulated gradients."""
-        self.weights.update(gradients, lr)
+    def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
+        """Apply one update and forget the accumulated gradients; see `Weights.update`."""
+        self.weights.update(gradients, lr, keep_from=keep_from)
         self.gradients = [None] * len(self.gradients)
 
     def evaluate(

@@ -1,12 +1,12 @@
 """What an engine needs to run a recipe, and what follows from it alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from pipebench.checkpoint.share import Share, own_names
-from pipebench.cluster import Cluster
+from pipebench.cluster import Cluster, Level
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan
@@ -23,7 +23,7 @@ class Setup:
 
     Attributes:
         graph: the layer graph; its parameters are the initial weights.
-        plan: stages and what crosses between them.
+        plan: stages, where their replicas stand, and what crosses between them.
         pipeline: the pipeline's shape and order of work.
         costs: seconds and bytes of every instruction.
         evaluation: how evaluations are cut.
@@ -33,8 +33,6 @@ class Setup:
         held_out: which held-out samples make up minibatch k of an evaluation.
         make_optimizer: makes a stage's optimizer.
         lr: learning rate of a stage's update from (stage, samples seen before it, its own samples).
-        weights: weight policy.
-        recompute: whether backwards compute their forward again.
         clip_norm: largest norm of an update's gradient: of all stages where they share it, else of each; or None.
         seed: for random layers.
         device: where arithmetic happens.
@@ -51,11 +49,22 @@ class Setup:
     held_out: Sampler
     make_optimizer: MakeOptimizer
     lr: Callable[[int, int, int], float]
-    weights: str
-    recompute: bool
     clip_norm: float | None
     seed: int
     device: torch.device
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of every worker."""
+        return self.plan.devices
+
+    def level_between(self, sender: int, receiver: int) -> Level:
+        """Return the innermost level that joins two different workers."""
+        return self.cluster.levels[self.cluster.level_between(self.devices[sender], self.devices[receiver])]
+
+    def ring(self, workers: Iterable[int]) -> list[int]:
+        """Return workers in the order of their devices: as a ring, they leave and enter every component once."""
+        return sorted(workers, key=self.devices.__getitem__)
 
 
 def ranks_of(setup: Setup) -> list[int]:
@@ -63,8 +72,7 @@ def ranks_of(setup: Setup) -> list[int]:
 
     A plan may leave devices out; processes are only started for those it uses.
     """
-    devices = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
-    return [sorted(devices).index(device) for device in devices]
+    return [sorted(setup.devices).index(device) for device in setup.devices]
 
 
 def minibatch_weight(setup: Setup, k: int) -> float:
@@ -90,8 +98,7 @@ def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float]
     return divisors
 
 
-def share_of(setup: Setup, worker: int) -> Share:
-    """Return a worker's share of the state of a setup's model."""
-    stage, replica = setup.pipeline.places[worker]
+def share_of(setup: Setup, stage: int, replica: int) -> Share:
+    """Return the share of a replica of a stage in the state of a setup's model."""
     sizes = microbatch_sizes(setup.sampler.size(0), setup.pipeline.microbatches) if setup.sampler.streams else ()
     return Share(own_names(setup.graph), replica, setup.pipeline.replicas[stage], tuple(sizes))

@@ -23,13 +23,14 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, training_feed
-from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.pipeline import Pipeline, forward_programs
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import forward_programs
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Measured, Meter, fractions
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
-from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, CONTROL, EVALUATION, GRADIENT
+from pipebench.simulate.timeline import ALL_REDUCE, BUFFERS, CONTROL, EVALUATION
 
 _LOG = logging.getLogger("pipebench.engine")
 
@@ -74,24 +75,13 @@ class VirtualEngine:
         self._meter = meter or Meter(setup.pipeline)
         self._stop = stop or StopRequest()
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
-        self._handlers: dict[Op, Callable[[Worker, int, Instruction], None]] = {
-            Op.LOAD_INPUT: lambda worker, unit, _: worker.load(unit),
-            Op.RECEIVE_ACTIVATION: self._receive_activation,
-            Op.FORWARD: self._forward,
-            Op.SEND_ACTIVATION: lambda worker, unit, it: self._send_activation(worker, unit, it.peer, ACTIVATION),
-            Op.RECEIVE_GRADIENT: self._receive_gradient,
-            Op.BACKWARD: self._backward,
-            Op.SEND_GRADIENT: self._send_gradient,
-            Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
-            Op.WAIT_NORM: self._wait_norm,
-            Op.UPDATE: self._update,
-        }
-        self._clear()
+        self._mailbox = _Mailbox(setup, self.num_bytes)
+        self._rings = _Rings(setup, self.workers, self.num_bytes)
 
     @property
     def replicas(self) -> list[Replica]:
-        """Every worker's replica."""
-        return [worker.replica for worker in self.workers]
+        """Every worker's replica of every stage it has."""
+        return [replica for worker in self.workers for replica in worker.replicas.values()]
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -135,7 +125,7 @@ class VirtualEngine:
 
     def parts(self) -> list[tuple[str, ModelState]]:
         """Return every worker's part of a checkpoint, by name."""
-        return [worker.part() for worker in self.workers]
+        return [part for worker in self.workers for part in worker.parts()]
 
     def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
         """Go on from a checkpoint.
@@ -148,11 +138,11 @@ class VirtualEngine:
         for worker in self.workers:
             worker.restore(state)
         if facts is not None:
-            self.num_bytes = Counter({(kind, level): count for kind, level, count in facts["num_bytes"]})
+            self.num_bytes.clear()
+            self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
             columns = zip(self.workers, facts["peak_bytes"], facts["weight_versions_max"], strict=True)
-            for worker, peak_bytes, most_alive in columns:
-                worker.peak_bytes = max(worker.peak_bytes, peak_bytes)
-                worker.replica.weights.most_alive = max(worker.replica.weights.most_alive, most_alive)
+            for worker, peak_bytes, versions_max in columns:
+                worker.recall(peak_bytes, versions_max)
             self._meter.busy_s, self._meter.stall_s = facts["busy_s"], facts["stall_s"]
             self._evaluation_s = facts["evaluation_s"]
 
@@ -161,7 +151,7 @@ class VirtualEngine:
         return {
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
             "peak_bytes": self.peak_bytes,
-            "weight_versions_max": [replica.weights.most_alive for replica in self.replicas],
+            "weight_versions_max": [worker.versions_max for worker in self.workers],
             "busy_s": self._meter.busy_s,
             "stall_s": self._meter.stall_s,
             "evaluation_s": self._evaluation_s,
@@ -173,20 +163,12 @@ class VirtualEngine:
         metrics = fractions(meter.busy_s, meter.stall_s, len(self.workers), training_s)
         return Measured(metrics, (), meter.timeline(), meter.busy_s, meter.stall_s, Counter(self.num_bytes))
 
-    def _clear(self) -> None:
-        """Empty the mailboxes."""
-        self._mail: dict[tuple[Op, int, int, int], Any] = {}
-        self._joined: dict[tuple[int, int], dict[int, list[torch.Tensor | None]]] = {}
-        self._norms: dict[int, torch.Tensor] = {}
-        self._reduced: dict[tuple[int, int], tuple[list[torch.Tensor | None], set[int]]] = {}
-
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Train on minibatches `first_minibatch` and after, then drain.
 
         Returns:
             How many were trained on: fewer than asked for if a stop was asked for.
         """
-        self._clear()
         pipeline = self.setup.pipeline
         self._feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
         for worker in self.workers:
@@ -195,7 +177,7 @@ class VirtualEngine:
             self._stop, pipeline, num_minibatches, self.setup.sampler.streams or 1, self._cut
         )
         lists = [admitted_program(pipeline, index, num_minibatches, admission) for index in range(len(self.workers))]
-        self._play(pipeline, self.setup.costs, lists, self._execute)
+        self._play(pipeline, self.setup.costs, lists)
         if admission.limit > 0:
             self._average_buffers()
         return admission.limit
@@ -208,50 +190,30 @@ class VirtualEngine:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on every held-out sample; return `eval_loss` and every metric of the dataset."""
         dataset, count = self.setup.dataset, self.setup.held_out.minibatches_per_epoch
-        self._clear()
         before_s, self._meter.evaluating = self.clock_s, True
         self._feed = Feed(self.setup, "eval", 0, count)
-        for worker in self.workers:
-            worker.begin(self._feed, 0, count)
         scores = Scores(dataset)
-
-        def execute(event: Event) -> None:
-            worker, (op, unit, peer, _) = self.workers[event.worker], event.instruction
-            if op is Op.RECEIVE_ACTIVATION:
-                self._receive_activation(worker, unit, event.instruction)
-            elif op is Op.SEND_ACTIVATION:
-                self._send_activation(worker, unit, peer, EVALUATION)
-            elif op is Op.FORWARD:
-                output = worker.evaluate(unit)
-                if worker.replica.stage.is_last:
-                    scores.add(output, self._feed.targets(unit), self._feed.weight(unit))
-
+        for worker in self.workers:
+            worker.begin_evaluation(self._feed, scores)
         before = Counter(self.network.num_bytes)
         evaluation = self.setup.evaluation
         costs = evaluation.costs(self.setup.costs)
-        self._play(evaluation.pipeline, costs, forward_programs(evaluation.pipeline, count), execute)
+        self._play(evaluation.pipeline, costs, forward_programs(evaluation.pipeline, count))
         self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
         self._meter.evaluating = False
         self._evaluation_s += self.clock_s - before_s
-        for replica in self.replicas:
-            replica.forget("eval")
+        for worker in self.workers:
+            worker.end_evaluation()
         metrics = scores.metrics()
         if dataset.generates_with is not None:
-            stages = (worker.replica.tensors() for worker in self.workers if worker.replica_index == 0)
-            metrics |= dataset.whole_model_metrics(self._whole.filled(stages))
+            metrics |= dataset.whole_model_metrics(self._whole.filled(worker.tensors() for worker in self.workers))
         return metrics
 
     @cached_property
     def _whole(self) -> WholeModel:
         return WholeModel(self.setup)
 
-    def _play(
-        self,
-        pipeline: Pipeline,
-        costs: Costs,
-        lists: Sequence[Iterator[Instruction]],
-        execute: Callable[[Event], None],
-    ) -> None:
+    def _play(self, pipeline: Pipeline, costs: Costs, lists: Sequence[Iterator[Instruction]]) -> None:
         simulation = Simulation(pipeline, lists, costs, self.network, self._feed.size, self.clock_s)
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         try:
@@ -262,7 +224,7 @@ class VirtualEngine:
                     _LOG.debug(
                         "t=%.9f s worker %d %s (%.3g s)", event.start_s, event.worker, event.instruction, duration_s
                     )
-                execute(event)
+                self._execute(event)
                 self._observe(event)
                 self._meter.event(event)
         finally:
@@ -270,85 +232,11 @@ class VirtualEngine:
         self.clock_s = simulation.end_s
 
     def _execute(self, event: Event) -> None:
-        instruction = event.instruction
-        self._handlers[instruction.op](self.workers[event.worker], instruction.number, instruction)
-
-    # One method per instruction that does more than compute.
-
-    def _receive_activation(self, worker: Worker, unit: int, instruction: Instruction) -> None:
-        values = self._mail.pop((Op.RECEIVE_ACTIVATION, unit, instruction.peer, worker.index))
-        worker.take_activation(unit, values)
-
-    def _forward(self, worker: Worker, unit: int, _: Instruction) -> None:
-        loss = worker.forward(unit)
+        loss = self.workers[event.worker].execute(event.instruction, self._mailbox, self._rings)
         if loss is not None:
             self._on_loss(*loss, self.now_s)
             mean = math.nan if loss.total.is_cuda else float(loss.total) / loss.weight
             self._on_unit(loss.samples, mean, self.now_s)
-
-    def _send_activation(self, worker: Worker, unit: int, peer: int, kind: str) -> None:
-        values = worker.activation_for(unit, self.setup.pipeline.places[peer][0])
-        self._post(Op.RECEIVE_ACTIVATION, unit, worker.index, peer, kind, values)
-
-    def _receive_gradient(self, worker: Worker, unit: int, instruction: Instruction) -> None:
-        worker.take_gradient(unit, self._mail.pop((Op.RECEIVE_GRADIENT, unit, instruction.peer, worker.index)))
-
-    def _backward(self, worker: Worker, unit: int, instruction: Instruction) -> None:
-        worker.backward(unit)
-        if instruction.reduce >= 0:
-            key = (worker.stage_index, instruction.reduce)
-            self._joined.setdefault(key, {})[worker.index] = worker.replica.gradients
-
-    def _send_gradient(self, worker: Worker, unit: int, instruction: Instruction) -> None:
-        gradients = worker.gradient_for(unit, self.setup.pipeline.places[instruction.peer][0])
-        self._post(Op.RECEIVE_GRADIENT, unit, worker.index, instruction.peer, GRADIENT, gradients)
-
-    def _wait_all_reduce(self, worker: Worker, round_index: int, _: Instruction) -> None:
-        key = (worker.stage_index, round_index)
-        if key not in self._reduced:
-            joined = self._joined.pop(key)
-            nothing: list[torch.Tensor | None] = [None] * len(worker.replica.gradients)  # an idle replica's
-            workers = self._replicas_of(worker.stage_index)
-            self._reduced[key] = self._ring(worker, [joined.get(w, nothing) for w in workers]), set(workers)
-        gradients, still_waiting = self._reduced[key]
-        worker.replica.gradients = list(gradients)
-        still_waiting.discard(worker.index)
-        if not still_waiting:
-            del self._reduced[key]
-
-    def _wait_norm(self, worker: Worker, round_index: int, _: Instruction) -> None:
-        """All stages agree on the gradient's norm; every stage's replicas hold the same gradients by now."""
-        if round_index in self._norms:
-            return
-        pipeline = self.setup.pipeline
-        workers = self.setup.cluster.ring(range(pipeline.num_workers))
-        squares = [torch.zeros(1, device=self.setup.device) for _ in workers]
-        for stage in range(pipeline.num_stages):
-            first = pipeline.worker(stage, 0)
-            squares[workers.index(first)] = self.workers[first].squared_norm()
-        self._norms[round_index] = ring_all_reduce(squares, self._counter(CONTROL, workers)).sqrt()
-
-    def _update(self, worker: Worker, round_index: int, _: Instruction) -> None:
-        worker.update(round_index, self._norms[round_index] if self.setup.pipeline.shares_norm else None)
-
-    # What the instructions share.
-
-    def _ring(self, worker: Worker, members: Sequence[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """All-reduce a round's gradients bucket by bucket; a member without a gradient brings zeros."""
-        names, like = worker.replica.weights.names, worker.replica.weights.newest.parameters
-        result: list[torch.Tensor | None] = [None] * len(names)
-        buckets = self.setup.costs.stages[worker.stage_index].buckets
-        named = ([names.index(name) for name in bucket.parameters] for bucket in buckets)
-        for indices in (part for bucket in named for part in of_one_type(bucket, like)):
-            flats = [
-                torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
-                for m in members
-            ]
-            total = ring_all_reduce(flats, self._counter(ALL_REDUCE, self._replicas_of(worker.stage_index)))
-            pieces = torch.split(total, [like[i].numel() for i in indices])
-            for i, piece in zip(indices, pieces, strict=True):
-                result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)
-        return result
 
     def _average_buffers(self) -> None:
         """Average running statistics over the replicas of every stage, as part of the drain (DESIGN: BatchNorm)."""
@@ -358,34 +246,107 @@ class VirtualEngine:
             num_bytes = self.setup.costs.stages[stage].buffer_bytes
             if r == 1 or num_bytes == 0:
                 continue
-            workers = self._replicas_of(stage)
-            for column in zip(*(self.workers[worker].buffers() for worker in workers), strict=True):
+            ring = self._rings.of_stage(stage)
+            for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
                 flats = [buffer.reshape(-1) for buffer in column]
-                mean = ring_all_reduce(flats, self._counter(BUFFERS, workers)) / r
+                mean = ring_all_reduce(flats, self._rings.counter(BUFFERS, ring)) / r
                 for buffer in column:
                     buffer.copy_(mean.view(buffer.shape))
-            ends.append(self.network.all_reduce(BUFFERS, "buffers", workers, num_bytes, self.clock_s))
+            ends.append(self.network.all_reduce(BUFFERS, "buffers", ring, num_bytes, self.clock_s))
         self.clock_s = max(ends)
 
-    def _post(self, op: Op, unit: int, sender: int, receiver: int, kind: str, values: Any) -> None:
-        level = self.setup.cluster.levels[self.setup.cluster.level_between(sender, receiver)].name
+
+class _Mailbox:
+    """Hands values from stage to stage, and counts their bytes."""
+
+    def __init__(self, setup: Setup, num_bytes: Counter[tuple[str, str]]) -> None:
+        self._setup = setup
+        self._num_bytes = num_bytes
+        self._mail: dict[tuple[str, int, int, int], Any] = {}
+
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Keep a unit's values until they are asked for."""
+        pipeline = self._setup.pipeline
+        level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
         leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-        self.num_bytes[kind, level] += sum(leaf.nbytes for leaf in leaves)
-        self._mail[op, unit, sender, receiver] = values
+        self._num_bytes[kind, level] += sum(leaf.nbytes for leaf in leaves)
+        self._mail[kind, unit, source, target] = values
 
-    def _replicas_of(self, stage: int) -> list[int]:
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Return what was sent; the clock has seen to it that it has arrived."""
+        return self._mail.pop((kind, unit, source, target))
+
+
+class _Rings:
+    """All-reduces among the workers of one process, in the order in which a ring adds."""
+
+    def __init__(self, setup: Setup, workers: Sequence[Worker], num_bytes: Counter[tuple[str, str]]) -> None:
+        self._setup = setup
+        self._workers = workers
+        self._num_bytes = num_bytes
+        self._given: dict[tuple[int, int], dict[int, Sequence[torch.Tensor | None]]] = {}  # by replica
+        self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and how many still ask for it
+        self._norms: dict[int, torch.Tensor] = {}
+
+    def on_gradient(self, stage: int) -> None:
+        """Gradients are given all at once: in this process nothing travels while a backward runs."""
+
+    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep a replica's gradients of a round; one that had no unit in it may come when the sum is made."""
+        if (stage, round_index) not in self._sums:
+            self._given.setdefault((stage, round_index), {})[replica] = gradients
+
+    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of the gradients that all replicas gave; the clock has seen to it that they have."""
+        key = (stage, round_index)
+        if key not in self._sums:
+            self._sums[key] = self._reduced(stage, self._given.pop(key)), self._setup.pipeline.replicas[stage]
+        total, asking = self._sums.pop(key)
+        if asking > 1:
+            self._sums[key] = total, asking - 1
+        return list(total)
+
+    def norm(self, round_index: int) -> torch.Tensor:
+        """Return the norm of all stages' gradients; every stage's replicas hold the same gradients by now."""
+        if round_index not in self._norms:
+            ring = self._setup.ring(range(self._setup.pipeline.num_workers))
+            squares = [self._workers[worker].squared_norm() for worker in ring]
+            self._norms = {round_index: ring_all_reduce(squares, self.counter(CONTROL, ring)).sqrt()}
+        return self._norms[round_index]
+
+    def of_stage(self, stage: int) -> list[int]:
         """Return a stage's workers in the order of their ring."""
-        first = self.setup.pipeline.worker(stage, 0)
-        return self.setup.cluster.ring(range(first, first + self.setup.pipeline.replicas[stage]))
+        return self._setup.ring(self._setup.pipeline.workers_of(stage))
 
-    def _counter(self, kind: str, workers: Sequence[int]) -> Callable[[int, int, int], None]:
-        cluster = self.setup.cluster
+    def counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
+        """Return what counts the bytes that one member of a ring sends to another."""
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
-            level = cluster.levels[cluster.level_between(workers[sender], workers[receiver])].name
-            self.num_bytes[kind, level] += num_bytes
+            level = self._setup.level_between(ring[sender], ring[receiver]).name
+            self._num_bytes[kind, level] += num_bytes
 
         return count
+
+    def _reduced(self, stage: int, given: Mapping[int, Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """All-reduce a round's gradients bucket by bucket; a member without a gradient brings zeros."""
+        ring = self.of_stage(stage)
+        weights = self._workers[ring[0]].replicas[stage].weights
+        names, like = weights.names, weights.newest.parameters
+        nothing: list[torch.Tensor | None] = [None] * len(names)
+        members = [given.get(self._workers[worker].replica_index, nothing) for worker in ring]
+        result: list[torch.Tensor | None] = [None] * len(names)
+        buckets = self._setup.costs.stages[stage].buckets
+        named = ([names.index(name) for name in bucket.parameters] for bucket in buckets)
+        for indices in (part for bucket in named for part in of_one_type(bucket, like)):
+            flats = [
+                torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
+                for m in members
+            ]
+            total = ring_all_reduce(flats, self.counter(ALL_REDUCE, ring))
+            pieces = torch.split(total, [like[i].numel() for i in indices])
+            for i, piece in zip(indices, pieces, strict=True):
+                result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)
+        return result
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

@@ -121,7 +121,7 @@ class Weights:
         self._alive = [self.newest]
         self._free: list[Version] = []
         self._bound: Version | None = None
-        self.keep_from: int | None = None  # versions so new or newer may still be asked for (vertical sync)
+        self._keep_from = 0
         self.most_alive = 1
         self.optimizer = make_optimizer(self.newest.parameters) if named else None
         groups = self.optimizer.param_groups if self.optimizer else []
@@ -169,8 +169,17 @@ class Weights:
         version.users -= 1
         self._collect()
 
-    def update(self, gradients: Sequence[torch.Tensor | None], lr: float) -> None:
-        """Take one optimizer step from the newest version; the result is the new newest one."""
+    def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
+        """Take one optimizer step from the newest version; the result is the new newest one.
+
+        Args:
+            gradients: one per parameter; None leaves it as it is.
+            lr: learning rate.
+            keep_from: the oldest version that may still be asked for; older ones go as soon as no minibatch in flight
+                refers to them.
+        """
+        self._keep_from = keep_from
+        self._collect()
         if self.optimizer is None:
             self.newest.number += 1
             return
@@ -250,7 +259,7 @@ class Weights:
             self._free.append(version)
 
     def _is_needed(self, version: Version) -> bool:
-        return version.users > 0 or (self.keep_from is not None and version.number >= self.keep_from)
+        return version.users > 0 or version.number >= self._keep_from
 
 
 def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:

@@ -1,23 +1,28 @@
-"""One worker: the instructions of its list that compute, on its replica.
+"""One worker: executes the instructions of its list on its replica of every stage it has.
 
-It knows no clock and no transport: what arrives is given to it, what leaves is asked of it. The virtual engine has as
-many as the plan has workers, a process of the distributed engine has one; the arithmetic is the same.
+It knows no clock. What leaves is handed to a transport, what arrives is asked of it, and what replicas do together is
+left to collectives: the virtual engine has these in one process, the distributed engine between processes. Everything
+else about an instruction, in training and in evaluation, is the same in both.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.replica import LossFunction, OnGradient, Replica, Values
+from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight, share_of
 from pipebench.engine.structure import CrossingError, flatten
-from pipebench.model.stage import cut_stage
-from pipebench.schedule.modes import NONE, VERTICAL_SYNC
+from pipebench.model.stage import Stage, cut_stage
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.weights import WEIGHT_POLICIES
+from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT
 
 Gradients = dict[int, list[torch.Tensor]]  # layer index to the gradients of its output's tensors
+Key = tuple[int, int]  # stage, unit
 
 
 class UnitLoss(NamedTuple):
@@ -34,6 +39,40 @@ class UnitLoss(NamedTuple):
     weight: float
 
 
+class Transport(Protocol):
+    """Takes what a worker's stages send to those of other workers, and gives what they receive."""
+
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Send a unit's values from one stage to another; returns at once.
+
+        Args:
+            kind: `activation`, `gradient`, or `evaluation` for the activations of one.
+            unit: the unit.
+            source: the stage that sends, one of this worker's.
+            target: the stage that receives.
+            values: activations or gradients by layer.
+        """
+
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Return a unit's values that a stage of another worker sent; waits for them."""
+
+
+class Collectives(Protocol):
+    """What a stage's replicas, or all stages, do together."""
+
+    def on_gradient(self, stage: int) -> OnGradient | None:
+        """Return what takes every gradient of a round's last backward as soon as it is whole, if anything does."""
+
+    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give a replica's gradients of a round, as far as they weren't taken one by one."""
+
+    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of what all replicas of the stage gave for a round; waits for them."""
+
+    def norm(self, round_index: int) -> torch.Tensor:
+        """Return the norm of a round's gradients of all stages; waits for them."""
+
+
 class Worker:
     """Executes what one worker computes.
 
@@ -42,145 +81,194 @@ class Worker:
         index: which worker.
 
     Attributes:
-        replica: its replica of its stage.
-        peak_bytes: the most bytes the replica has held.
+        replicas: its replica of every stage it has, by stage.
+        replica_index: which replica of its stages it is.
+        peak_bytes: the most bytes that they have held together.
     """
 
     def __init__(self, setup: Setup, index: int) -> None:
         self.setup = setup
         self.index = index
-        self.stage_index, self.replica_index = setup.pipeline.places[index]
-        self.replica = Replica(
-            cut_stage(setup.graph, setup.plan, self.stage_index),
-            setup.make_optimizer,
-            device=setup.device,
-            seed=setup.seed,
-            recompute=setup.recompute,
-            overwrite=setup.weights == NONE,
-        )
-        self.peak_bytes = self.replica.live_bytes()
-        self._share = share_of(setup, index)
+        self.replica_index = setup.pipeline.replica_of(index)
+        self.replicas = {
+            stage: Replica(
+                cut_stage(setup.graph, setup.plan, stage),
+                setup.make_optimizer,
+                device=setup.device,
+                seed=setup.seed,
+                recompute=setup.plan.stages[stage].recomputes,
+                overwrite=not WEIGHT_POLICIES[setup.pipeline.weights].stashed,
+            )
+            for stage in setup.pipeline.stages_of(index)
+        }
+        self.peak_bytes = 0
+        self._note_memory()
+        self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
+        self._handlers: dict[Op, Callable[[Instruction, Transport, Collectives], UnitLoss | None]] = {
+            Op.LOAD_INPUT: self._load,
+            Op.RECEIVE_ACTIVATION: self._receive_activation,
+            Op.FORWARD: self._forward,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECEIVE_GRADIENT: self._receive_gradient,
+            Op.BACKWARD: self._backward,
+            Op.SEND_GRADIENT: self._send_gradient,
+            Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            Op.WAIT_NORM: self._wait_norm,
+            Op.UPDATE: self._update,
+        }
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the last stage, which computes the loss."""
+        return self.setup.pipeline.num_stages - 1 in self.replicas
 
     def open_data(self) -> None:
         """Fetch a minibatch of what this worker reads: a data set may open files only now, and no clock runs yet."""
         fields = dict(zip(self.setup.graph.inputs, self.setup.dataset.inputs, strict=True))
-        wanted = [fields[name] for name in self.replica.stage.inputs]
-        wanted += self.setup.dataset.targets if self.replica.stage.is_last else []
-        if wanted:
-            self.setup.dataset.fetch("train", self.setup.sampler.indices(0), wanted)
+        names = [fields[name] for replica in self.replicas.values() for name in replica.stage.inputs]
+        names += self.setup.dataset.targets if self.is_last else []
+        if names:
+            self.setup.dataset.fetch("train", self.setup.sampler.indices(0), names)
 
-    def begin(self, feed: Feed, first: int, num_minibatches: int) -> None:
-        """Start a segment of training or an evaluation, with nothing in flight.
+    def begin_training(self, feed: Feed, first: int, num_minibatches: int, divisors: list[float] | None) -> None:
+        """Start a segment of training, with nothing in flight.
 
         Args:
             feed: the segment's data.
             first: the minibatch that the segment begins with.
             num_minibatches: its length; `end_early` may lower it.
+            divisors: `loss_divisors` of it.
         """
-        self._feed = feed
-        stage = self.replica.stage
-        assert stage.evaluation is not None
-        self._stage = stage if feed.split == "train" else stage.evaluation
+        self._begin(feed, {stage: replica.stage for stage, replica in self.replicas.items()}, None)
         self._first = first
         self._num_minibatches = num_minibatches
-        self._inputs: dict[int, list[torch.Tensor]] = {}
-        self._received: dict[int, Values] = {}
-        self._outgoing: dict[int, Values] = {}
-        self._can_cross: set[int] = set()
-        self._arriving: dict[int, list[Gradients]] = {}
-        self._returning: dict[int, Gradients] = {}
-
-    def begin_training(self, feed: Feed, first: int, num_minibatches: int, divisors: list[float] | None) -> None:
-        """Start a segment of training; `divisors` are `loss_divisors` of it."""
-        self.begin(feed, first, num_minibatches)
         self._divisors = divisors
-        self._drained_version = self.replica.weights.newest.number
-        if self.setup.weights == VERTICAL_SYNC:
-            self.replica.weights.keep_from = self._drained_version
+        self._drained_versions = {stage: r.weights.newest.number for stage, r in self.replicas.items()}
+
+    def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
+        """Start an evaluation, with nothing in flight; `scores` takes what the model puts out."""
+        self._begin(feed, {stage: replica.stage.evaluated for stage, replica in self.replicas.items()}, scores)
+
+    def end_evaluation(self) -> None:
+        """Let go of what an evaluation carried from minibatch to minibatch."""
+        for replica in self.replicas.values():
+            replica.forget("eval")
+
+    def _begin(self, feed: Feed, stages: Mapping[int, Stage], scores: Scores | None) -> None:
+        self._feed = feed
+        self._stages = stages
+        self._scores = scores
+        self._inputs: dict[Key, list[torch.Tensor]] = {}
+        self._received: dict[Key, Values] = {}
+        self._outgoing: dict[Key, Values] = {}
+        self._can_cross: set[tuple[int, int]] = set()
+        self._arriving: dict[Key, dict[int, Gradients]] = {}  # by the stage that sends them
+        self._returning: dict[Key, Gradients] = {}
+        self._norm: torch.Tensor | None = None
 
     def end_early(self, num_minibatches: int) -> None:
         """Let the segment be shorter, by whole rounds of minibatches that haven't begun here."""
         self._num_minibatches = num_minibatches
 
-    def load(self, unit: int) -> None:
-        """Take a unit's inputs from the data."""
-        self._inputs[unit] = self._feed.inputs(self.index, unit, self._stage.inputs)
+    def execute(self, instruction: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
+        """Execute an instruction; return the loss of a unit that has run through the last stage in training.
 
-    def take_activation(self, unit: int, values: Values) -> None:
-        """Receive values from another stage, by layer."""
-        self._received.setdefault(unit, {}).update(values)
+        Raises:
+            CrossingError: a value can't be handed to another stage, in processes or not; names its layer.
+        """
+        return self._handlers[instruction.op](instruction, transport, collectives)
 
-    def forward(self, unit: int) -> UnitLoss | None:
-        """Run a unit forward; return its loss in the last stage. A unit without samples does nothing."""
-        if self._feed.size(unit) == 0:  # a short minibatch with fewer samples than microbatches
+    # One method per instruction. A unit without samples, of a short minibatch with fewer than microbatches, does
+    # nothing anywhere, but that its backward may be the last of a round.
+
+    def _load(self, it: Instruction, _: Transport, __: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            inputs = self._feed.inputs(it.stage, self.index, it.number, self._stages[it.stage].inputs)
+            self._inputs[it.stage, it.number] = inputs
+
+    def _receive_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            kind = ACTIVATION if self._scores is None else EVALUATION
+            self._take_activation(it.stage, it.number, transport.receive(kind, it.number, it.peer, it.stage))
+
+    def _forward(self, it: Instruction, _: Transport, __: Collectives) -> UnitLoss | None:
+        unit = it.number
+        if self._feed.size(unit) == 0:
             return None
-        replica, minibatch = self.replica, self.setup.pipeline.minibatch(unit)[0]
-        self._outgoing[unit], loss = replica.forward(
+        inputs = self._inputs.pop((it.stage, unit), [])
+        received = self._in_order(it.stage, self._received.pop((it.stage, unit), {}))
+        if self._scores is not None:
+            self._evaluate(it.stage, unit, inputs, received, self._scores)
+            return None
+        replica, minibatch = self.replicas[it.stage], self.setup.pipeline.minibatch(unit)[0]
+        is_last = replica.stage.is_last
+        self._outgoing[it.stage, unit], loss = replica.forward(
             unit,
             self._feed.minibatch(unit),
-            self._inputs.pop(unit, []),
-            self._in_order(self._received.pop(unit, {})),
+            inputs,
+            received,
             self._feed.place(unit),
-            version=self._synchronised_version(minibatch) if self.setup.weights == VERTICAL_SYNC else None,
-            loss=self._loss_function(unit) if replica.stage.is_last else None,
+            version=self._drained_versions[it.stage] + it.version,
+            loss=self._loss_function(unit) if is_last else None,
         )
         self._note_memory()
+        self._hand_over(it.stage, unit)
         if loss is None:
             return None
         total = loss if self._divisors is None else loss * self._divisors[minibatch]
         return UnitLoss(total, self._feed.size(unit), self._feed.weight(unit))
 
-    def evaluate(self, unit: int) -> Any:
-        """Run a unit forward with the newest weights; return the model's output in the last stage."""
-        inputs = self._feed.inputs(self.index, unit, self._stage.inputs)
-        received = self._in_order(self._received.pop(unit, {}))
-        place, draw = self._feed.place(unit), self._feed.minibatch(unit)
-        self._outgoing[unit], output = self.replica.evaluate(draw, inputs, received, place)
-        return output
+    def _evaluate(
+        self, stage: int, unit: int, inputs: Sequence[torch.Tensor], received: Values, scores: Scores
+    ) -> None:
+        draw, place = self._feed.minibatch(unit), self._feed.place(unit)
+        self._outgoing[stage, unit], output = self.replicas[stage].evaluate(draw, inputs, received, place)
+        self._hand_over(stage, unit)
+        if self._stages[stage].is_last:
+            scores.add(output, self._feed.targets(unit), self._feed.weight(unit))
 
-    def activation_for(self, unit: int, target: int) -> Values:
-        """Return the values of a unit that stage `target` reads; asked for once, in order of targets.
+    def _send_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            kind = ACTIVATION if self._scores is None else EVALUATION
+            transport.send(kind, it.number, it.stage, it.peer, self._activation_for(it.stage, it.number, it.peer))
 
-        Raises:
-            CrossingError: one of them can't be handed to another stage, in processes or not; names its layer.
-        """
-        outgoing = self._outgoing.get(unit, {})
-        values = {layer: outgoing[layer] for layer in self._stage.sends[target] if layer in outgoing}
-        if values and target not in self._can_cross:  # the first unit shows what the others will be
-            self._check_crossing(values)
-            self._can_cross.add(target)
-        if target == max(self._stage.sends):
-            self._outgoing.pop(unit, None)
-        return values
+    def _receive_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            gradients = transport.receive(GRADIENT, it.number, it.peer, it.stage)
+            self._arriving.setdefault((it.stage, it.number), {})[it.peer] = gradients
 
-    def take_gradient(self, unit: int, gradients: Gradients) -> None:
-        """Receive the gradients of values that left, from one of the stages that read them."""
-        self._arriving.setdefault(unit, []).append(gradients)
-
-    def backward(self, unit: int, on_gradient: OnGradient | None = None) -> None:
-        """Run a unit backward; `on_gradient` takes each parameter's gradient of the round as soon as it is whole."""
+    def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        stage, unit, replica = it.stage, it.number, self.replicas[it.stage]
+        ends_round = it.reduce >= 0
         if self._feed.size(unit) > 0:
-            heads = self._heads(self._arriving.pop(unit, []))
-            returning = {
-                layer: found for layer, found in self.replica.backward(unit, heads, on_gradient).items() if found
-            }
-            if returning:
-                self._returning[unit] = returning
+            heads = self._heads(stage, self._arriving.pop((stage, unit), {}))
+            on_gradient = collectives.on_gradient(stage) if ends_round else None
+            returning = replica.backward(unit, heads, on_gradient)
+            self._returning[stage, unit] = {layer: found for layer, found in returning.items() if found}
             self._note_memory()
+            for source in self._within_worker(replica.stage.receives, stage):
+                gradients = self._gradient_for(stage, unit, source)
+                if gradients:
+                    self._arriving.setdefault((source, unit), {})[stage] = gradients
+        if ends_round:
+            collectives.contribute(stage, self.replica_index, it.reduce, replica.gradients)
 
-    def gradient_for(self, unit: int, source: int) -> Gradients:
-        """Return the gradients of the values that came from stage `source`; asked for once."""
-        returning = self._returning.get(unit, {})
-        layers = self.replica.stage.receives[source]
-        gradients = {layer: returning.pop(layer) for layer in layers if layer in returning}
-        if not returning:
-            self._returning.pop(unit, None)
-        return gradients
+    def _send_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            transport.send(GRADIENT, it.number, it.stage, it.peer, self._gradient_for(it.stage, it.number, it.peer))
 
-    def update(self, round_index: int, norm: torch.Tensor | None = None) -> None:
-        """Apply one update; `norm` is the gradient's over all stages, where they share one to clip by."""
-        setup, replica = self.setup, self.replica
-        minibatches = setup.pipeline.round_minibatches(self.stage_index, round_index, self._num_minibatches)
+    def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        replica = self.replicas[it.stage]
+        if it.reduce >= 0:  # no backward of the round ran here
+            collectives.contribute(it.stage, self.replica_index, it.reduce, replica.gradients)
+        replica.gradients = collectives.wait(it.stage, it.number)
+
+    def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
+        self._norm = collectives.norm(it.number)
+
+    def _update(self, it: Instruction, _: Transport, __: Collectives) -> None:
+        setup, replica = self.setup, self.replicas[it.stage]
+        minibatches = setup.pipeline.round_minibatches(it.stage, it.number, self._num_minibatches)
         first = self._first + minibatches.start
         samples = sum(setup.sampler.size(self._first + k) for k in minibatches)
         gradients: Sequence[torch.Tensor | None] = replica.gradients
@@ -188,45 +276,116 @@ class Worker:
             weight = sum(minibatch_weight(setup, self._first + k) for k in minibatches)
             gradients = [None if g is None else g / weight for g in gradients]
         if setup.clip_norm is not None:
-            gradients = _clipped(gradients, gradient_norm(gradients) if norm is None else norm, setup.clip_norm)
-        replica.update(gradients, setup.lr(self.stage_index, setup.sampler.samples_before(first), samples))
+            norm = gradient_norm(gradients) if self._norm is None else self._norm
+            gradients = _clipped(gradients, norm, setup.clip_norm)
+        lr = setup.lr(it.stage, setup.sampler.samples_before(first), samples)
+        replica.update(gradients, lr, keep_from=self._drained_versions[it.stage] + it.version)
         self._note_memory()
 
+    # What else is asked of a worker.
+
     def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of the round's gradients, one float32: what a norm shared by all stages sums."""
-        return gradient_norm(self.replica.gradients).square().float().reshape(1).to(self.setup.device)
+        """Return the squared norm of the round's gradients, one float32: what a norm shared by all stages sums.
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the stage's running statistics, which a drain averages over its replicas."""
-        return [buffer for buffer in self.replica.module.buffers() if buffer.is_floating_point()]
+        The first replicas speak for their stages, the others say 0: by then all have the same gradients.
+        """
+        total = torch.zeros(1, device=self.setup.device)
+        if self.replica_index == 0:
+            for replica in self.replicas.values():
+                total += gradient_norm(replica.gradients).square().float().to(self.setup.device)
+        return total
 
-    def part(self) -> tuple[str, ModelState]:
+    def buffers(self, stage: int) -> list[torch.Tensor]:
+        """Return a stage's running statistics, which a drain averages over its replicas."""
+        return [buffer for buffer in self.replicas[stage].module.buffers() if buffer.is_floating_point()]
+
+    def parts(self) -> list[tuple[str, ModelState]]:
         """Return what this worker contributes to a checkpoint, by name."""
-        return f"stage-{self.stage_index}-replica-{self.replica_index}", self.replica.state(self._share)
+        return [
+            (f"stage-{stage}-replica-{self.replica_index}", replica.state(self._shares[stage]))
+            for stage, replica in self.replicas.items()
+        ]
 
     def restore(self, state: ModelState) -> None:
         """Go on from a checkpoint of the whole model, taken under any plan."""
-        self.replica.restore(state, self._share)
+        for stage, replica in self.replicas.items():
+            replica.restore(state, self._shares[stage])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the newest parameters and the buffers of the stages that this worker speaks for, by qualified name."""
+        if self.replica_index > 0:
+            return {}
+        return {name: tensor for replica in self.replicas.values() for name, tensor in replica.tensors().items()}
+
+    @property
+    def versions_max(self) -> int:
+        """The most weight versions of a stage that were alive at once."""
+        return max(replica.weights.most_alive for replica in self.replicas.values())
+
+    def recall(self, peak_bytes: int, versions_max: int) -> None:
+        """Take up what was counted before the checkpoint that this worker goes on from."""
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        for replica in self.replicas.values():
+            replica.weights.most_alive = max(replica.weights.most_alive, versions_max)
+
+    # Values on their way.
+
+    def _within_worker(self, others: Iterable[int], stage: int) -> list[int]:
+        """Return those stages that this worker has, too: what goes from one of its stages to another doesn't travel."""
+        return [other for other in others if other in self.replicas and other != stage]
+
+    def _hand_over(self, stage: int, unit: int) -> None:
+        for target in self._within_worker(self._stages[stage].sends, stage):
+            self._take_activation(target, unit, self._activation_for(stage, unit, target))
+
+    def _take_activation(self, stage: int, unit: int, values: Values) -> None:
+        self._received.setdefault((stage, unit), {}).update(values)
+
+    def _activation_for(self, stage: int, unit: int, target: int) -> Values:
+        """Return the values of a unit that stage `target` reads; it asks once, the last one to ask takes the rest."""
+        outgoing, sends = self._outgoing.get((stage, unit), {}), self._stages[stage].sends
+        values = {layer: outgoing[layer] for layer in sends[target] if layer in outgoing}
+        if values and (stage, target) not in self._can_cross:  # the first unit shows what the others will be
+            self._check_crossing(values)
+            self._can_cross.add((stage, target))
+        if target == self._asks_last(stage):
+            self._outgoing.pop((stage, unit), None)
+        return values
+
+    def _asks_last(self, stage: int) -> int:
+        """Return the last stage to be given a unit's values: those of this worker are served before all others."""
+        sends = self._stages[stage].sends
+        away = [target for target in sends if target not in self.replicas]
+        return max(away or sends)
+
+    def _gradient_for(self, stage: int, unit: int, source: int) -> Gradients:
+        """Return the gradients of the values that came from stage `source`; asked for once."""
+        returning = self._returning.get((stage, unit), {})
+        layers = self.replicas[stage].stage.receives[source]
+        gradients = {layer: returning.pop(layer) for layer in layers if layer in returning}
+        if not returning:
+            self._returning.pop((stage, unit), None)
+        return gradients
 
     def _check_crossing(self, values: Values) -> None:
-        graph = self.setup.graph if self._stage.evaluation is not None else self.setup.graph.evaluated
+        graph = self.setup.graph if self._scores is None else self.setup.graph.evaluated
         for layer, value in values.items():
             try:
                 flatten(value)
             except CrossingError as error:
                 raise CrossingError(f"layer {graph.layers[layer].name}: {error}") from None
 
-    def _in_order(self, received: Values) -> Values:
-        return {layer: received[layer] for layers in self._stage.receives.values() for layer in layers}
+    def _in_order(self, stage: int, received: Values) -> Values:
+        return {layer: received[layer] for layers in self._stages[stage].receives.values() for layer in layers}
 
-    def _heads(self, arriving: Sequence[Mapping[int, list[torch.Tensor]]]) -> list[torch.Tensor]:
-        """Add gradients that meet, in order of arrival in the program: last reader first."""
+    def _heads(self, stage: int, arriving: Mapping[int, Gradients]) -> list[torch.Tensor]:
+        """Add gradients that meet, in one order whatever the plan: last reader first."""
         total: Gradients = {}
-        for gradients in arriving:
-            for layer, tensors in gradients.items():
+        for reader in sorted(arriving, reverse=True):
+            for layer, tensors in arriving[reader].items():
                 known = total.get(layer)
                 total[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
-        return [tensor for layer in self.replica.stage.returns for tensor in total.get(layer, ())]
+        return [tensor for layer in self.replicas[stage].stage.returns for tensor in total.get(layer, ())]
 
     def _loss_function(self, unit: int) -> LossFunction:
         targets = self._feed.targets(unit)
@@ -238,24 +397,8 @@ class Worker:
 
         return loss
 
-    def _synchronised_version(self, minibatch: int) -> int:
-        """Return the version of this stage that has seen what the input stage's version of this minibatch has seen.
-
-        Versions count from the drain here; a stage's store counts from the start of the run.
-        """
-        pipeline = self.setup.pipeline
-
-        def version(k: int) -> int:
-            seen = max(0, k // pipeline.replicas[0] - pipeline.depth + 1) * pipeline.replicas[0]
-            return self._drained_version + seen // pipeline.replicas[self.stage_index]
-
-        next_here = minibatch + pipeline.replicas[self.stage_index]
-        more = next_here < self._num_minibatches
-        self.replica.weights.keep_from = version(next_here) if more else None
-        return version(minibatch)
-
     def _note_memory(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.replica.live_bytes())
+        self.peak_bytes = max(self.peak_bytes, sum(replica.live_bytes() for replica in self.replicas.values()))
 
 
 def training_feed(setup: Setup, first: int, num_minibatches: int) -> tuple[Feed, list[float] | None]:

@@ -1,33 +1,58 @@
 """Plans: which consecutive layers make a stage, and how many replicas run it."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from pipebench.errors import PlanError, nearest
 from pipebench.model.graph import LayerGraph
+from pipebench.schedule.modes import KEEP, RECOMPUTE
+from pipebench.schedule.notation import format_plan
+from pipebench.schedule.pipeline import noam
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers `start` to `stop` (excluded) on `replicas` workers."""
+    """Consecutive layers that live together.
+
+    Attributes:
+        start: index of its first layer.
+        stop: index after its last layer.
+        replicas: copies of the stage.
+        devices: of every replica.
+        memory: of every layer, what is done with its activations between forward and backward: `keep` or `recompute`.
+    """
 
     start: int
     stop: int
     replicas: int
+    devices: tuple[int, ...]
+    memory: tuple[str, ...]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether its backward computes its forward again; a stage does as a whole, or not at all."""
+        return RECOMPUTE in self.memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in order, and what crosses between them.
+    """Everything that is decided about how a model is spread over devices.
 
     Attributes:
-        stages: at least one; together they hold every layer exactly once.
+        mode: name of the mode it is for.
+        stages: at least one; together they hold every layer exactly once, in order of execution.
+        depth: minibatches in flight per input-stage replica.
+        chunks: stages per worker. With P positions in the pipeline, stages s and s + P share their devices.
         crossings: (source stage, target stage) to the layers whose output the target reads, ascending.
     """
 
+    mode: str
     stages: tuple[StagePlan, ...]
+    depth: int
+    chunks: int = 1
     crossings: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -35,11 +60,31 @@ class Plan:
         """Replicas per stage."""
         return tuple(stage.replicas for stage in self.stages)
 
+    @property
+    def positions(self) -> tuple[StagePlan, ...]:
+        """The stages that come first on their workers: one for each position in the pipeline."""
+        return self.stages[: len(self.stages) // self.chunks]
+
+    @property
+    def noam(self) -> int:
+        """The depth that keeps every worker busy where transfers take no time: NOAM, PipeDream section 3.2."""
+        return noam([stage.replicas for stage in self.positions])
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The device of every worker, workers numbered position by position."""
+        return tuple(device for stage in self.positions for device in stage.devices)
+
+    def on(self, devices: Sequence[int]) -> "Plan":
+        """Return the plan with worker i on `devices[i]`."""
+        ends = [0, *itertools.accumulate(stage.replicas for stage in self.positions)]
+        own = [tuple(devices[a:b]) for a, b in itertools.pairwise(ends)]
+        stages = (replace(stage, devices=own[index % len(own)]) for index, stage in enumerate(self.stages))
+        return replace(self, stages=tuple(stages))
+
     def __str__(self) -> str:
-        """Return the papers' notation: `15-1`, `straight`, `16`."""
-        if len(self.stages) > 1 and set(self.replicas) == {1}:
-            return "straight"
-        return "-".join(map(str, self.replicas))
+        """Return the papers' notation, replicas per position: `15-1`, `straight`, `16`."""
+        return format_plan([stage.replicas for stage in self.positions])
 
 
 class _Layer(Protocol):
@@ -65,8 +110,28 @@ class Cuttable(Protocol):
         """Indices of the layers that the loss reads."""
 
 
-def make_plan(graph: Cuttable, starts: Sequence[int], replicas: Sequence[int]) -> Plan:
-    """Cut a graph before the layers `starts` (ascending, without 0).
+def make_plan(
+    graph: Cuttable,
+    starts: Sequence[int],
+    replicas: Sequence[int],
+    *,
+    mode: str = "pipedream",
+    devices: Sequence[int] | None = None,
+    depth: int | None = None,
+    chunks: int = 1,
+    memory: str | Sequence[str] = KEEP,
+) -> Plan:
+    """Cut a graph.
+
+    Args:
+        graph: what is cut.
+        starts: first layer of every stage but the first, ascending.
+        replicas: per stage; with chunks, stages of one worker have equally many.
+        mode: name of the mode.
+        devices: of every worker; None: workers stand along the devices, position by position.
+        depth: minibatches in flight per input-stage replica; None for NOAM.
+        chunks: stages per worker.
+        memory: policy of every layer, or one for all.
 
     Raises:
         PlanError: an empty stage, or parameters or buffers that layers share in two stages.
@@ -74,25 +139,42 @@ def make_plan(graph: Cuttable, starts: Sequence[int], replicas: Sequence[int]) -
     bounds = [0, *starts, len(graph.layers)]
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {list(starts)}")
-    stages = tuple(StagePlan(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
-    stage_of = [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
-    _refuse_split_ties(graph, stage_of)
+    widths = list(replicas[: len(replicas) // chunks])
+    devices = range(sum(widths)) if devices is None else devices
+    ends = [0, *itertools.accumulate(widths)]
+    policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
+    stages = tuple(
+        StagePlan(a, b, r, tuple(devices[ends[s % len(widths)] : ends[s % len(widths) + 1]]), tuple(policies[a:b]))
+        for s, ((a, b), r) in enumerate(zip(itertools.pairwise(bounds), replicas, strict=True))
+    )
+    for problem in split_ties(graph, stages):
+        raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
+    return Plan(mode, stages, depth or noam(widths), chunks, _crossings(graph, stages))
+
+
+def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
+    """Return the stage of every layer."""
+    return [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
+
+
+def _crossings(graph: Cuttable, stages: Sequence[StagePlan]) -> dict[tuple[int, int], tuple[int, ...]]:
+    stage_of, last = stage_of_layers(stages), len(stages) - 1
     crossing: dict[tuple[int, int], set[int]] = {}
     for index, layer in enumerate(graph.layers):
         for read in layer.reads:
             if stage_of[read] != stage_of[index]:
                 crossing.setdefault((stage_of[read], stage_of[index]), set()).add(read)
     for index in graph.outputs:  # the loss runs in the last stage
-        if stage_of[index] != len(stages) - 1:
-            crossing.setdefault((stage_of[index], len(stages) - 1), set()).add(index)
-    return Plan(stages, {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())})
+        if stage_of[index] != last:
+            crossing.setdefault((stage_of[index], last), set()).add(index)
+    return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
 
 
-def explicit_plan(graph: LayerGraph, cuts: Sequence[str], replicas: Sequence[int]) -> Plan:
-    """Cut before the named layers.
+def starts_of_cuts(graph: LayerGraph, cuts: Sequence[str]) -> list[int]:
+    """Return the first layers of the stages after the first, given by name.
 
     Raises:
-        PlanError: an unknown layer, or layers out of order.
+        PlanError: an unknown layer.
     """
     names = [layer.name for layer in graph.layers]
     starts = []
@@ -102,10 +184,12 @@ def explicit_plan(graph: LayerGraph, cuts: Sequence[str], replicas: Sequence[int
         except KeyError:
             close = nearest(cut.replace(".", "_"), names)
             raise PlanError(f"parallelism.cuts: the model has no layer {cut!r}{close}") from None
-    return make_plan(graph, starts, replicas)
+    return starts
 
 
-def _refuse_split_ties(graph: Cuttable, stage_of: Sequence[int]) -> None:
+def split_ties(graph: Cuttable, stages: Sequence[StagePlan]) -> Iterator[str]:
+    """Yield a sentence for every parameter or buffer that layers of different stages share."""
+    stage_of = stage_of_layers(stages)
     all_users: dict[tuple[str, str], list[int]] = {}
     for index, layer in enumerate(graph.layers):
         for name in layer.parameters:
@@ -113,10 +197,10 @@ def _refuse_split_ties(graph: Cuttable, stage_of: Sequence[int]) -> None:
         for name in layer.buffers:
             all_users.setdefault(("buffer", name), []).append(index)
     for (kind, name), users in all_users.items():
-        stages = sorted({stage_of[index] for index in users})
-        if len(stages) > 1:
+        found = sorted({stage_of[index] for index in users})
+        if len(found) > 1:
             layers = ", ".join(graph.layers[index].name for index in users)
-            raise PlanError(
+            yield (
                 f"{kind} {name} is tied: layers {layers} share it and must stay in one stage, "
-                f"but these cuts put them in stages {stages}; move parallelism.cuts or use plan: auto"
+                f"but these cuts put them in stages {found}"
             )

@@ -82,6 +82,11 @@ class Stage:
     modes: tuple[tuple[nn.Module, bool], ...]
     evaluation: "Stage | None" = None
 
+    @property
+    def evaluated(self) -> "Stage":
+        """The same stage as it evaluates."""
+        return self if self.evaluation is None else self.evaluation
+
     def enter(self) -> None:
         """Put the modules into the mode in which they train, or evaluate."""
         for module, training in self.modes:

@@ -6,10 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from pipebench.errors import PlanError
-from pipebench.planner.flat import FlatProblem
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Comparison, Planned, Request
-from pipebench.planner.shapes import plan_chunks, plan_equal_width
+from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.planner.states import States
 from pipebench.schedule.modes import MODES
 
@@ -36,30 +34,30 @@ def compare(
     """
     began_s = time.perf_counter()
     planners: dict[str, Planner] = {}
-    planned: dict[str, Planned] = {}
+    best_of: dict[str, PlanEstimate] = {}
     refused: dict[str, str] = {}
     known: dict[int, States] = {}
     for done, name in enumerate(MODES):
         own = request if name == mode or request.row is None else replace(request, row=None)
         planners[name] = Planner(own, name, known=known, tell=partial(_tell, tell, done, name))
         try:
-            planned[name] = planners[name].best()
+            best_of[name] = planners[name].best()
         except PlanError as error:
             refused[name] = str(error)
-    if mode in refused or not planned:
+    if mode in refused or not best_of:
         raise PlanError(refused[mode or "pipedream"])
-    fastest = sorted(planned.values(), key=lambda each: (each.minibatch_s, list(MODES).index(each.mode)))
-    best = planned[mode] if mode else fastest[0]
+    fastest = sorted(best_of.values(), key=lambda each: (each.minibatch_s, list(MODES).index(each.plan.mode)))
+    best = best_of[mode] if mode else fastest[0]
     boundless = replace(request, cluster=replace(request.cluster, memory_bytes=None), streams=None)
-    dp = planned.get("dp") or Planner(boundless, "dp").best()
-    asked = list(planners.values()) if mode is None else [planners[best.mode]]
+    dp = best_of.get("dp") or Planner(boundless, "dp").best()
+    asked = list(planners.values()) if mode is None else [planners[best.plan.mode]]
     took_s = {
         "search": sum(planner.search_s for planner in asked),
         "simulation": sum(planner.predict_s for planner in asked),
     }
     took_s["other modes"] = time.perf_counter() - began_s - sum(took_s.values())
     bounding_s = time.perf_counter()
-    at_most = planners[best.mode].at_most()
+    at_most = planners[best.plan.mode].at_most()
     took_s["search"] += time.perf_counter() - bounding_s
     shaping_s = time.perf_counter()
     of_shapes = _shapes(request) if shapes else ()
@@ -72,7 +70,7 @@ def compare(
         shapes=of_shapes,
         refused=refused,
         took_s=took_s,
-        num_states=len(planners[best.mode].work.states),
+        num_states=len(planners[best.plan.mode].work.states),
         at_most=at_most,
     )
 
@@ -81,18 +79,16 @@ def _tell(tell: Tell, done: int, mode: str, search: str) -> None:
     tell(done, len(MODES), f"{mode}, {search}")
 
 
-def _shapes(request: Request) -> tuple[Planned, ...]:
-    """Return plans of given shapes at the innermost level's links, memory not weighed."""
-    planner = Planner(replace(request, row=None, depth=None), "pipedream")
-    level, count = request.cluster.levels[0], request.cluster.num_workers
-    problem = FlatProblem(planner.work, request.model, level, count)
+def _shapes(request: Request) -> tuple[PlanEstimate, ...]:
+    """Return the plans with the smallest bottlenecks of two shapes that no mode has, memory not weighed."""
+    rows = {
+        "equal stages of one width (2BW)": MODES["pipedream-2bw"],
+        "2 chunks per worker (interleaved)": MODES["interleaved"],
+    }
     found = []
-    equal = plan_equal_width(problem)
-    if equal is not None:
-        found.append(planner.placed("equal stages of one width (2BW)", equal))
-    chunks = plan_chunks(problem, 2)
-    if chunks is not None:
-        found.append(
-            planner.placed("2 chunks per worker (interleaved)", chunks, [(i % count,) for i in range(len(chunks))])
-        )
+    for name, row in rows.items():
+        candidates = Planner(replace(request, row=row, depth=None), name).candidates_without_limit()
+        if candidates:
+            best = min(candidates, key=lambda each: each.bottleneck_s)
+            found.append(replace(best, found_by=name))
     return tuple(found)

@@ -36,7 +36,8 @@ from pipebench.simulate.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
 
 # On average half of the last bucket is complete only when the backward is over.
 LAST_BUCKET_BYTES = BUCKET_BYTES / 2
-_NEVER = 1e15  # replicas: no number of them will do; finite, so that it can be computed with
+# Replicas, where the limit is not met however many there are. Finite, because arithmetic with infinities gives nan.
+_UNREACHABLE = 1e15
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Term:
         return isinstance(self.sync, float) and isinstance(self.tail, float)
 
     def least(self, limit_s: float, at_least: Floats | float) -> Floats:
-        """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _NEVER.
+        """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _UNREACHABLE.
 
         Times m^2 the condition is slope m^2 - b m + sync >= 0, slope = limit - tail and b = base + sync - tail: with a
         positive slope it holds from the larger root on (and up to the smaller), else up to a root at most. Whether it
@@ -78,7 +79,7 @@ class Term:
             b = self.base + self.sync - self.tail
             root = np.ceil((b + np.sqrt(b * b - 4 * slope * self.sync)) / (2 * slope))
             # Without a root (nan) the parabola has one sign, as tried.
-            later = np.where((slope > 0) & (root < _NEVER), np.maximum(root, at_least), _NEVER)
+            later = np.where((slope > 0) & (root < _UNREACHABLE), np.maximum(root, at_least), _UNREACHABLE)
         return np.where(holds, at_least, later)
 
 
@@ -110,7 +111,7 @@ class StageTerms:
         if len(others) > 1:  # a raised m may lie between another term's roots: look again
             for term in others:
                 m = term.least(limit_s, m)
-        return np.where((self.fixed_s <= limit_s) & (m < _NEVER), m, np.inf)
+        return np.where((self.fixed_s <= limit_s) & (m < _UNREACHABLE), m, np.inf)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Block:
+class StageGrid:
     """The stages from some states to all states from `stop_from` on; its arrays are [start, stop].
 
     Attributes:
@@ -187,11 +188,11 @@ class CostModel(ABC):
     has_ports: bool = False
 
     @abstractmethod
-    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        """Return what bounds the stages of a block.
+    def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
+        """Return what bounds the stages of a grid.
 
         Args:
-            block: the stages.
+            grid: the stages.
             level: the links between a stage's replicas, and between stages.
             first: whether the stages are the first of their pipeline, as those from state 0 always are.
             inner: the components of the level below that hold the stages; None at the innermost level.
@@ -206,14 +207,14 @@ class CostModel(ABC):
         del work, before, after, start, stop, m
         return 0.0, 0.0
 
-    def round(self, block: Block, level: Level) -> Term:
+    def round(self, grid: StageGrid, level: Level) -> Term:
         """Return what a replica's round takes: a forward, a backward, and what must follow before the next forward."""
-        states = block.work.states
-        return Term(block.sums(states.forward_s + states.backward_s))
+        states = grid.work.states
+        return Term(grid.sums(states.forward_s + states.backward_s))
 
-    def paces(self, block: Block, level: Level) -> tuple[Term, ...]:
-        """Return what bounds the stages of a block, however many minibatches are in flight, besides their rounds."""
-        del block, level
+    def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
+        """Return what bounds the stages of a grid, however many minibatches are in flight, besides their rounds."""
+        del grid, level
         return ()
 
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
@@ -250,11 +251,11 @@ class _Sosp19(CostModel):
     summary = "PipeDream (SOSP'19) section 3.1 as printed: 1/m max(compute, 2 (m-1) |w| / B), 2 a / B per cut"
     antichains = True
 
-    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        states, rate = block.work.states, level.bandwidth_bytes_per_s
-        compute_s = inner.seconds if inner else block.sums(states.forward_s + states.backward_s)
-        sync = block.sums(states.parameter_bytes * (2 / rate))
-        before = 0.0 if first else block.cuts(states.sent_bytes * (2 / rate))[0]
+    def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
+        states, rate = grid.work.states, level.bandwidth_bytes_per_s
+        compute_s = inner.seconds if inner else grid.sums(states.forward_s + states.backward_s)
+        sync = grid.sums(states.parameter_bytes * (2 / rate))
+        before = 0.0 if first else grid.cuts(states.sent_bytes * (2 / rate))[0]
         return StageTerms((Term(compute_s), Term(np.zeros((1, 1)), tail=sync)), before)
 
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
@@ -277,13 +278,13 @@ class _Artifact(CostModel):
     summary = "the published optimizer: (compute + 4 (m-1) |w| / (m B)) / m, 2 a_in / (B m), 2 a_out / (B m)"
     antichains = True
 
-    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        states, rate = block.work.states, level.bandwidth_bytes_per_s
-        compute_s = inner.seconds if inner else block.sums(states.forward_s + states.backward_s)
-        sync = block.sums(states.parameter_bytes * (4 / rate))
+    def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
+        states, rate = grid.work.states, level.bandwidth_bytes_per_s
+        compute_s = inner.seconds if inner else grid.sums(states.forward_s + states.backward_s)
+        sync = grid.sums(states.parameter_bytes * (4 / rate))
         if first:
             return StageTerms((Term(compute_s, sync / inner.count if inner else sync),))
-        carried = np.maximum(*block.cuts(states.antichain_bytes * (2 / rate)))
+        carried = np.maximum(*grid.cuts(states.antichain_bytes * (2 / rate)))
         return StageTerms((Term(carried), Term(compute_s, sync)))
 
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
@@ -308,41 +309,41 @@ class _Overlap(CostModel):
     antichains = False
     has_ports = True
 
-    def terms(self, block: Block, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
+    def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         if inner is not None:  # its own rounds hide the sum as far as they last
-            return StageTerms((Term(inner.seconds), self._ports(block, level, 0.0)))
-        states, own = block.work.states, self.round(block, level)
-        there_and_back = block.cuts(states.sent_bytes + states.returned_bytes)[0] / level.goodput_bytes_per_s
+            return StageTerms((Term(inner.seconds), self._ports(grid, level, 0.0)))
+        states, own = grid.work.states, self.round(grid, level)
+        there_and_back = grid.cuts(states.sent_bytes + states.returned_bytes)[0] / level.goodput_bytes_per_s
         there_and_back += np.where(there_and_back > 0, 2 * level.latency_s, 0.0)
-        *load, ports = self.paces(block, level)
+        *load, ports = self.paces(grid, level)
         return StageTerms((*load, replace(own, base=own.base + there_and_back), ports))
 
-    def paces(self, block: Block, level: Level) -> tuple[Term, ...]:
-        states = block.work.states
-        load_s = np.where(block.sums(states.num_loading) > 0, block.work.load_s, 0.0)
-        ports = self._ports(block, level, block.sums(states.forward_s) + self._update_s(block))
+    def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
+        states = grid.work.states
+        load_s = np.where(grid.sums(states.num_loading) > 0, grid.work.load_s, 0.0)
+        ports = self._ports(grid, level, grid.sums(states.forward_s) + self._update_s(grid))
         return (Term(load_s), ports) if load_s.any() else (ports,)
 
-    def _ports(self, block: Block, level: Level, meanwhile_s: Floats | float) -> Term:
+    def _ports(self, grid: StageGrid, level: Level, meanwhile_s: Floats | float) -> Term:
         """Return what the port takes that transfers and the ring share; `meanwhile_s` the ring has nothing to do."""
-        weights = block.sums(block.work.states.parameter_bytes)
-        carried = np.maximum(*self._port_bytes(block)) / level.goodput_bytes_per_s
+        weights = grid.sums(grid.work.states.parameter_bytes)
+        carried = np.maximum(*self._port_bytes(grid)) / level.goodput_bytes_per_s
         latency_s = np.where(weights > 0, 2 * level.latency_s, 0.0)
         base_s = np.asarray(np.maximum(meanwhile_s, carried), dtype=float)
         return Term(base_s, weights * (2 / level.goodput_bytes_per_s), latency_s)
 
-    def round(self, block: Block, level: Level) -> Term:
-        states, rate = block.work.states, level.goodput_bytes_per_s
-        weights = block.sums(states.parameter_bytes)
-        late = np.minimum(weights, np.maximum(states.next_bytes[block.starts, None], LAST_BUCKET_BYTES))
-        compute_s = block.sums(states.forward_s + states.backward_s) + self._update_s(block)
+    def round(self, grid: StageGrid, level: Level) -> Term:
+        states, rate = grid.work.states, level.goodput_bytes_per_s
+        weights = grid.sums(states.parameter_bytes)
+        late = np.minimum(weights, np.maximum(states.next_bytes[grid.starts, None], LAST_BUCKET_BYTES))
+        compute_s = grid.sums(states.forward_s + states.backward_s) + self._update_s(grid)
         return Term(compute_s, late * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0))
 
-    def _update_s(self, block: Block) -> Floats:
-        if not (block.work.update_s_per_byte or block.work.update_floor_s):
+    def _update_s(self, grid: StageGrid) -> Floats:
+        if not (grid.work.update_s_per_byte or grid.work.update_floor_s):
             return np.zeros((1, 1))
-        weights = block.sums(block.work.states.parameter_bytes)
-        return block.work.update_floor_s * (weights > 0) + block.work.update_s_per_byte * weights
+        weights = grid.sums(grid.work.states.parameter_bytes)
+        return grid.work.update_floor_s * (weights > 0) + grid.work.update_s_per_byte * weights
 
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states, rate = work.states, level.goodput_bytes_per_s
@@ -350,16 +351,16 @@ class _Overlap(CostModel):
         compute = states.forward_s + states.backward_s + work.update_s_per_byte * states.parameter_bytes
         compute_s = compute[stop] - compute[start] + work.update_floor_s * (weights > 0)
         sync_s = 2 * (m - 1) / m * weights / rate + 2 * (m - 1) * level.latency_s * (weights > 0)
-        sent, received = self._port_bytes(Block(work, np.array([start]), stop))
+        sent, received = self._port_bytes(StageGrid(work, np.array([start]), stop))
         return compute_s / m, sync_s / m, max(sent[0, 0], received[0, 0]) / rate / m
 
     def links(self, cluster: Cluster) -> Cluster:
         return cluster
 
-    def _port_bytes(self, block: Block) -> tuple[Floats, Floats]:
+    def _port_bytes(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return what one minibatch makes a stage send and receive, in bytes."""
-        sent_before, sent_after = block.cuts(block.work.states.sent_bytes)
-        returned_before, returned_after = block.cuts(block.work.states.returned_bytes)
+        sent_before, sent_after = grid.cuts(grid.work.states.sent_bytes)
+        returned_before, returned_after = grid.cuts(grid.work.states.returned_bytes)
         return sent_after + returned_before, sent_before + returned_after
 
 

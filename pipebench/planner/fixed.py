@@ -1,49 +1,75 @@
 """Cuts for given replicas: the user says how many workers every stage has, the planner where the model is cut."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
-from pipebench.planner.cost_models import Block, CostModel, Work
-from pipebench.planner.flat import Stage
-from pipebench.planner.placement import along, stage_level
+from pipebench.planner.cost_models import CostModel, StageGrid, Work
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.placement_costs import along, stage_level
 from pipebench.planner.thinning import MOST_EXACT, is_thinned, refined
 
 
-def plan_fixed(work: Work, model: CostModel, cluster: Cluster, replicas: Sequence[int]) -> tuple[Stage, ...]:
+def plan_fixed(
+    work: Work,
+    model: CostModel,
+    cluster: Cluster,
+    replicas: Sequence[int],
+    *,
+    chunks: int = 1,
+    fits: Callable[[StageGrid, int], NDArray[np.bool_]] | None = None,
+) -> tuple[SearchStage, ...]:
     """Return the cuts with the smallest bottleneck for given replicas, workers placed along the devices.
 
     For the cost model at the level of links that each stage's workers span, by dynamic programming over stages and
-    cuts; exact up to `thinning.MOST_EXACT` states. Memory is not weighed: whoever names the replicas decides.
+    cuts; exact up to `thinning.MOST_EXACT` states. Without `fits` memory is not
+    weighed: whoever names the replicas decides.
+
+    Args:
+        work: the model.
+        model: the cost model.
+        cluster: the levels of links.
+        replicas: per stage.
+        chunks: stages per worker.
+        fits: which stages may be the one of an index, [start, stop].
 
     Raises:
-        PlanError: more stages than places to cut.
+        PlanError: more stages than places to cut, or no cuts whose stages fit.
     """
     states, last = work.states, len(work.states) - 1
     if len(replicas) > last:
         raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
 
-    def solve(kept: Sequence[int]) -> tuple[float, tuple[Stage, ...]] | None:
-        bottleneck_s, stages = _plan_exactly(replace(work, states=states.select(kept)), model, cluster, replicas)
-        return bottleneck_s, tuple(Stage(kept[a], kept[b], m) for a, b, m in stages)
+    def exactly(over: Work) -> tuple[float, tuple[SearchStage, ...]]:
+        return _plan_exactly(over, model, cluster, replicas, chunks, fits)
+
+    def solve(kept: Sequence[int]) -> tuple[float, tuple[SearchStage, ...]] | None:
+        bottleneck_s, stages = exactly(replace(work, states=states.select(kept)))
+        return bottleneck_s, tuple(SearchStage(kept[a], kept[b], m) for a, b, m in stages)
 
     if is_thinned(states) and len(replicas) < MOST_EXACT // 2:
         found = refined(states, solve, operator.itemgetter(0), lambda plan: [stage.start for stage in plan[1][1:]])
         assert found is not None
         return found[1]
-    return _plan_exactly(work, model, cluster, replicas)[1]
+    return exactly(work)[1]
 
 
 def _plan_exactly(
-    work: Work, model: CostModel, cluster: Cluster, replicas: Sequence[int]
-) -> tuple[float, tuple[Stage, ...]]:
+    work: Work,
+    model: CostModel,
+    cluster: Cluster,
+    replicas: Sequence[int],
+    chunks: int,
+    fits: Callable[[StageGrid, int], NDArray[np.bool_]] | None,
+) -> tuple[float, tuple[SearchStage, ...]]:
     """Return the smallest bottleneck and its cuts."""
     states, last = work.states, len(work.states) - 1
-    devices = along(replicas)
+    devices = along(replicas[: len(replicas) // chunks]) * chunks
     outside = ~states.inside
     best = np.full(last + 1, np.inf)
     best[0] = 0.0
@@ -51,8 +77,10 @@ def _plan_exactly(
     for index, m in enumerate(replicas):
         starts = np.arange(1) if index == 0 else np.arange(index, last)
         level = stage_level(cluster, model, devices, index)
-        terms = model.terms(Block(work, starts), level, first=index == 0)
-        seconds = np.where(outside[starts], np.inf, np.broadcast_to(terms.seconds(float(m)), (len(starts), last + 1)))
+        grid = StageGrid(work, starts)
+        terms = model.terms(grid, level, first=index == 0)
+        barred = outside[starts] if fits is None else outside[starts] | ~fits(grid, index)
+        seconds = np.where(barred, np.inf, np.broadcast_to(terms.seconds(float(m)), (len(starts), last + 1)))
         path = np.maximum(best[starts, None], seconds)
         if index < len(replicas) - 1:
             path[:, -1] = np.inf  # the stages after it need layers too
@@ -64,6 +92,6 @@ def _plan_exactly(
     stages, stop = [], last
     for index in reversed(range(len(replicas))):
         start = int(before[index][stop])
-        stages.append(Stage(start, stop, replicas[index]))
+        stages.append(SearchStage(start, stop, replicas[index]))
         stop = start
     return float(best[last]), tuple(reversed(stages))

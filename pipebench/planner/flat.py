@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import Block, CostModel, Work
+from pipebench.planner.cost_models import CostModel, StageGrid, Work
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats, States
 from pipebench.planner.thinning import MOST_EXACT, cheapest, is_thinned, loosened, refined
@@ -28,7 +28,7 @@ _PRECISION, _NEAR = 1e-12, 1e-5  # relative; below it a float's own rounding dec
 BLOCK_ELEMENTS = 1 << 16  # of float64: a few arrays of it stay in a core's own cache
 
 
-class Stage(NamedTuple):
+class SearchStage(NamedTuple):
     """The layers between two states on so many replicas."""
 
     start: int
@@ -61,19 +61,19 @@ class FlatProblem:
         return replace(self, work=replace(self.work, states=states))
 
 
-def bottleneck_s(problem: FlatProblem, stages: Sequence[Stage]) -> float:
+def bottleneck_s(problem: FlatProblem, stages: Sequence[SearchStage]) -> float:
     """Return the seconds per minibatch of a plan's slowest stage."""
     return max(stage_s(problem, stage) for stage in stages)
 
 
-def stage_s(problem: FlatProblem, stage: Stage) -> float:
+def stage_s(problem: FlatProblem, stage: SearchStage) -> float:
     """Return the seconds per minibatch of one stage, transfers included."""
-    block = Block(problem.work, np.array([stage.start]), stage.stop)
-    terms = problem.model.terms(block, problem.level, first=stage.start == 0)
+    grid = StageGrid(problem.work, np.array([stage.start]), stage.stop)
+    terms = problem.model.terms(grid, problem.level, first=stage.start == 0)
     return float(terms.seconds(float(stage.replicas)).flat[0])
 
 
-def fits(problem: FlatProblem, stages: Sequence[Stage]) -> bool:
+def fits(problem: FlatProblem, stages: Sequence[SearchStage]) -> bool:
     """Return whether every replica of a plan fits in memory."""
     memory, states, after = problem.memory, problem.work.states, 0
     for stage in reversed(stages):
@@ -84,15 +84,15 @@ def fits(problem: FlatProblem, stages: Sequence[Stage]) -> bool:
     return True
 
 
-def plan_flat(problem: FlatProblem) -> tuple[Stage, ...] | None:
+def plan_flat(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     """Return the plan with the smallest bottleneck, the fewest workers among those, or None if none fits in memory."""
     states = problem.work.states
     if not is_thinned(states):
         return _plan_exactly(problem)
 
-    def solve(kept: Sequence[int]) -> tuple[Stage, ...] | None:
+    def solve(kept: Sequence[int]) -> tuple[SearchStage, ...] | None:
         found = _plan_exactly(problem.over(states.select(kept)))
-        return found and tuple(Stage(kept[a], kept[b], m) for a, b, m in found)
+        return found and tuple(SearchStage(kept[a], kept[b], m) for a, b, m in found)
 
     return refined(states, solve, lambda plan: bottleneck_s(problem, plan), lambda plan: [s.start for s in plan[1:]])
 
@@ -104,7 +104,7 @@ def flat_bound_s(problem: FlatProblem) -> float:
     return bottleneck_s(loose, plan) if plan else 0.0
 
 
-def _plan_exactly(problem: FlatProblem) -> tuple[Stage, ...] | None:
+def _plan_exactly(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     if problem.memory is not None:  # memory is often no matter, and the search is several times faster without it
         boundless = _plan_exactly(replace(problem, memory=None))
         if boundless is None or fits(problem, boundless):
@@ -161,7 +161,7 @@ class _Search:
         self._blocks = [np.arange(a, b) for a, b in itertools.pairwise(bounds) if a < b]
         self._outside = None if states.is_chain else ~states.inside
 
-    def fewest(self, limit_s: float) -> tuple[Stage, ...] | None:
+    def fewest(self, limit_s: float) -> tuple[SearchStage, ...] | None:
         """Return the plan with the fewest workers whose bottleneck is at most so much, or None."""
         problem, last = self.problem, self.num_states - 1
         workers = np.full(self.num_states, np.inf)
@@ -170,7 +170,7 @@ class _Search:
         replicas = np.zeros(self.num_states)
         for starts in reversed(self._blocks):
             stop_from = int(starts[0]) + 1
-            least = None if problem.memory else self._least(Block(problem.work, starts, stop_from), limit_s)
+            least = None if problem.memory else self._least(StageGrid(problem.work, starts, stop_from), limit_s)
             for position in reversed(range(len(starts))):
                 start = int(starts[position])
                 own = self._fitting(start, limit_s, workers) if least is None else least[position, position:]
@@ -182,11 +182,11 @@ class _Search:
         stages, start = [], 0
         while start < last:
             stop = int(following[start])
-            stages.append(Stage(start, stop, int(replicas[start])))
+            stages.append(SearchStage(start, stop, int(replicas[start])))
             start = stop
         return tuple(stages)
 
-    def guesses(self) -> list[tuple[Stage, ...]]:
+    def guesses(self) -> list[tuple[SearchStage, ...]]:
         """Return good plans for a quick start: the best over coarser choices of cuts."""
         states = self.problem.work.states
         step = self.num_states // 64
@@ -194,25 +194,25 @@ class _Search:
             return []
         kept = sorted({0, self.num_states - 1, *range(0, self.num_states, step)})
         coarse = _plan_exactly(self.problem.over(states.select(kept)))
-        return [] if coarse is None else [tuple(Stage(kept[a], kept[b], m) for a, b, m in coarse)]
+        return [] if coarse is None else [tuple(SearchStage(kept[a], kept[b], m) for a, b, m in coarse)]
 
-    def _least(self, block: Block, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
-        """Return the fewest replicas of the stages of a block, `at_least` or more."""
+    def _least(self, grid: StageGrid, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
+        """Return the fewest replicas of the stages of a grid, `at_least` or more."""
         problem = self.problem
-        terms = problem.model.terms(block, problem.level, first=bool(block.starts[0] == 0))
+        terms = problem.model.terms(grid, problem.level, first=bool(grid.starts[0] == 0))
         if problem.width is None:
             least = terms.least(limit_s, at_least)
         else:
             fits = (at_least <= problem.width) & (terms.seconds(float(problem.width)) <= limit_s)
             least = np.where(fits, float(problem.width), np.inf)
         if self._outside is not None:
-            least = np.where(self._outside[block.starts, block.stop_from :], np.inf, least)
+            least = np.where(self._outside[grid.starts, grid.stop_from :], np.inf, least)
         return least
 
     def _fitting(self, start: int, limit_s: float, workers: Floats) -> Floats:
         """Return the fewest replicas of the stages from one state, in time and in memory."""
         assert self.problem.memory is not None
-        block = Block(self.problem.work, np.array([start]), start + 1)
-        at_least = self.problem.memory.least(block, workers[start + 1 :])
-        least = self._least(block, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
+        grid = StageGrid(self.problem.work, np.array([start]), start + 1)
+        at_least = self.problem.memory.least(grid, workers[start + 1 :])
+        least = self._least(grid, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
         return np.where(np.isfinite(at_least), least, np.inf)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import Block, CostModel, Inner, StageTerms, Work
-from pipebench.planner.flat import BLOCK_ELEMENTS, Stage
+from pipebench.planner.cost_models import CostModel, Inner, StageGrid, StageTerms, Work
+from pipebench.planner.flat import BLOCK_ELEMENTS, SearchStage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats, States
 from pipebench.planner.thinning import is_thinned, loosened, refined
@@ -44,18 +44,12 @@ class HierarchicalProblem:
         return replace(self, work=replace(self.work, states=states))
 
 
-class PlacedStage(NamedTuple):
-    """A stage on devices: replica q runs on workers[q]."""
-
-    stage: Stage
-    workers: tuple[int, ...]
-
-
 class HierarchicalPlan(NamedTuple):
-    """A plan and the recurrence's seconds per minibatch for it."""
+    """A plan, and the recurrence's seconds per minibatch for it; replica q of stage s is on devices[s][q]."""
 
     bottleneck_s: float
-    stages: tuple[PlacedStage, ...]
+    stages: tuple[SearchStage, ...]
+    devices: tuple[tuple[int, ...], ...]
 
 
 def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -> HierarchicalPlan | None:
@@ -73,12 +67,9 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
         found = _plan_exactly(problem.over(states.select(kept)), at_most_s)
         if found is None:
             return None
-        stages = ((Stage(kept[a], kept[b], m), workers) for (a, b, m), workers in found.stages)
-        return found._replace(stages=tuple(PlacedStage(*each) for each in stages))
+        return found._replace(stages=tuple(SearchStage(kept[a], kept[b], m) for a, b, m in found.stages))
 
-    return refined(
-        states, solve, lambda plan: plan.bottleneck_s, lambda plan: [placed.stage.start for placed in plan.stages[1:]]
-    )
+    return refined(states, solve, lambda plan: plan.bottleneck_s, lambda plan: [s.start for s in plan.stages[1:]])
 
 
 def hierarchical_bound_s(problem: HierarchicalProblem) -> float:
@@ -104,7 +95,7 @@ def _fits(problem: HierarchicalProblem, plan: HierarchicalPlan) -> bool:
     assert problem.memory is not None
     num_workers = math.prod(level.count for level in problem.levels)
     before = 0
-    for stage, _ in plan.stages:
+    for stage in plan.stages:
         in_flight = problem.memory.depth(stage.replicas, num_workers - before - stage.replicas)
         num_bytes = problem.memory.num_bytes(problem.work.states, stage.start, stage.stop, in_flight)
         if num_bytes > problem.memory.limit_bytes:
@@ -141,7 +132,7 @@ class _Tables:
         if choice is None:
             return None
         placed = self._placed(top, choice, 0)
-        return HierarchicalPlan(choice.seconds, tuple(placed))
+        return HierarchicalPlan(choice.seconds, tuple(stage for stage, _ in placed), tuple(own for _, own in placed))
 
     def _stages_s(self, level: int, m: int, behind: int, after: int, starts: range, *, first: bool) -> Floats:
         """Return [start, state]: the seconds of stages on m components of a level, `behind` more after them.
@@ -151,19 +142,19 @@ class _Tables:
         problem = self.problem
         if problem.memory is None and (not first or (level, first) in self._all_s):
             return self._without_limit(level, first=first)[m - 1][starts.start : starts.stop]
-        block = Block(problem.work, np.asarray(starts, dtype=np.intp))
-        terms = self._terms(level, block, self._workers_behind(level, m, behind, after), first=first)
+        grid = StageGrid(problem.work, np.asarray(starts, dtype=np.intp))
+        terms = self._terms(level, grid, self._workers_behind(level, m, behind, after), first=first)
         outside = self._outside[starts.start : starts.stop]
         if level == 0 and problem.memory is not None:
-            outside = outside | ~problem.memory.fits(block, m, behind + after)
+            outside = outside | ~problem.memory.fits(grid, m, behind + after)
         return np.where(outside, np.inf, terms.seconds(float(m)))
 
-    def _terms(self, level: int, block: Block, workers_behind: int, *, first: bool) -> StageTerms:
+    def _terms(self, level: int, grid: StageGrid, workers_behind: int, *, first: bool) -> StageTerms:
         levels, inner = self.problem.levels, None
         if level > 0:
-            seconds = self._table(level - 1, workers_behind)[block.starts, block.stop_from :]
+            seconds = self._table(level - 1, workers_behind)[grid.starts, grid.stop_from :]
             inner = Inner(seconds, levels[level - 1].count)
-        return self.problem.model.terms(block, levels[level], first=first, inner=inner)
+        return self.problem.model.terms(grid, levels[level], first=first, inner=inner)
 
     def _without_limit(self, level: int, *, first: bool) -> list[Floats]:
         """Return [state, state] for every number of components from 1: the seconds of all stages, memory no matter.
@@ -176,7 +167,7 @@ class _Tables:
             rows = max(1, BLOCK_ELEMENTS // size)
             for start in range(0, size - 1, rows):
                 starts = np.arange(start, min(start + rows, size - 1))
-                terms = self._terms(level, Block(self.problem.work, starts, start + 1), 0, first=first)
+                terms = self._terms(level, StageGrid(self.problem.work, starts, start + 1), 0, first=first)
                 outside = self._outside[starts, start + 1 :]
                 for m, seconds in enumerate(made, start=1):
                     seconds[starts, start + 1 :] = np.where(outside, np.inf, terms.seconds(float(m)))
@@ -256,15 +247,16 @@ class _Tables:
             at, w = following, w - m
         return _Choice(best[0], tuple(stages))
 
-    def _placed(self, level: int, choice: _Choice, after: int) -> list[PlacedStage]:
-        """Return the stages on devices numbered from 0 within one component of the level above."""
-        placed, component = [], 0
+    def _placed(self, level: int, choice: _Choice, after: int) -> list[tuple[SearchStage, tuple[int, ...]]]:
+        """Return the stages and their replicas' devices, numbered from 0 within one component of the level above."""
+        placed: list[tuple[SearchStage, tuple[int, ...]]] = []
+        component = 0
         size = self._sizes[level]
         for start, stop, m, behind in choice.stages:
             components = [(component + index) * size for index in range(m)]
             component += m
             if level == 0:
-                placed.append(PlacedStage(Stage(start, stop, m), tuple(components)))
+                placed.append((SearchStage(start, stop, m), tuple(components)))
                 continue
             workers = self._workers_behind(level, m, behind, after)
             inner = self._range(level - 1, start, stop, workers)
@@ -272,7 +264,7 @@ class _Tables:
             for stage, own in self._placed(level - 1, inner, workers):
                 # Replica q is in component q mod m: as every stage of the component is, so minibatches stay inside.
                 devices = tuple(offset + worker for worker in own for offset in components)
-                placed.append(PlacedStage(stage._replace(replicas=len(devices)), devices))
+                placed.append((stage._replace(replicas=len(devices)), devices))
         return placed
 
 

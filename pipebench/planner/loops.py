@@ -1,14 +1,15 @@
-"""How fast a plan can be at most because only so many minibatches are in flight: its loops.
+"""What the number of minibatches in flight allows at most, however wide the stages are: a bound per pair of stages.
 
-A stage runs the forward of a minibatch only when an older one, as many as are in flight before it, has come back and,
-if gradients are summed, all replicas have updated. That is a loop: down to some later stage, through the forwards and
-the transfers, and back up. It takes what all stages and transfers on the way take, however wide the stages are, and
-gets the pipeline ahead by what is in flight at its upper stage less what waits at its lower one. A stage's own round is
-the loop that turns round where it starts.
+With d minibatches in flight a replica starts the forward of minibatch k only after minibatch k - d has come back to it
+(and, where gradients are summed, after all replicas of its stage have updated). Coming back takes a forward and a
+backward on every stage down to some later one, and the transfers there and back. So the stage finishes at most d
+minibatches in that time; of those d, the ones that wait at the later stage for their turn don't count, because another
+minibatch is served there meanwhile. The bound of a stage with itself is its own round: forward, backward, update.
 
-Differs: PipeDream (SOSP'19) section 3.2 takes NOAM to be enough. It is, where transfers take no time and the stages
-all have one replica. Beyond it nothing is left to hide transfers in, nor the time in which the replicas of a round pass
-a narrower stage one after the other. Waiting for ports comes on top and only the simulator knows it.
+Differs: PipeDream (SOSP'19) section 3.2 sets d to NOAM and takes that to be enough. It is where transfers take no time
+and every stage has one replica. Otherwise NOAM leaves no minibatch to compute while another is on its way, or while the
+replicas of a round pass a narrower stage one after the other. Waiting for ports comes on top; only the simulator knows
+about that.
 """
 
 import math
@@ -17,10 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipebench.cluster import Cluster
-from pipebench.planner.cost_models import Block, CostModel, Work
-from pipebench.planner.flat import Stage
-from pipebench.planner.placement import LONGEST_CYCLE, spanned, stage_level
-from pipebench.schedule.modes import ONE_F_ONE_B
+from pipebench.planner.cost_models import CostModel, StageGrid, Work
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.placement_costs import LONGEST_CYCLE, spanned, stage_level
+from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain
 
 
@@ -28,7 +29,7 @@ def loops_s(
     work: Work,
     model: CostModel,
     cluster: Cluster,
-    stages: Sequence[Stage],
+    stages: Sequence[SearchStage],
     devices: Sequence[Sequence[int]],
     depth: int,
 ) -> list[float]:
@@ -49,11 +50,11 @@ def loops_s(
     ways = [_there_and_back_s(work, cluster, stages, devices, index) for index in range(len(stages) - 1)]
     slowest = []
     for first, upper in enumerate(stages):
-        block = Block(work, np.array([upper.start]), upper.stop)
+        grid = StageGrid(work, np.array([upper.start]), upper.stop)
         level = stage_level(cluster, model, devices, first)
-        own = model.round(block, level)
+        own = model.round(grid, level)
         loop_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
-        sums = upper.replicas > 1 and float(block.sums(states.parameter_bytes).flat[0]) > 0
+        sums = upper.replicas > 1 and float(grid.sums(states.parameter_bytes).flat[0]) > 0
         worst = loop_s / upper.replicas
         for last in range(first + 1, len(stages)):
             way_s, lower = ways[last - 1], stages[last]
@@ -69,7 +70,7 @@ def loops_s(
 
 
 def _there_and_back_s(
-    work: Work, cluster: Cluster, stages: Sequence[Stage], devices: Sequence[Sequence[int]], index: int
+    work: Work, cluster: Cluster, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
 ) -> float | None:
     """Return the seconds of a minibatch's transfers between a stage and the next, None if none comes back."""
     states = work.states

@@ -1,8 +1,9 @@
 """What a replica of a stage keeps in memory, and the fewest replicas with which it fits.
 
 Paper: PipeDream (SOSP'19) section 3.3. A replica with d minibatches in flight keeps d weight versions if the mode
-stashes them (one otherwise), one gradient, the optimizer's state, what d forwards keep for their backward, and room
-for two transfers each way. Its d is 1 + ceil(R / m): m replicas, R workers in the stages after it (1F1B-RR at NOAM).
+stashes them (one otherwise, two in PipeDream-2BW), one gradient, the optimizer's state, what d forwards keep for their
+backward, and room for two transfers each way. Its d is 1 + ceil(R / m): m replicas, R workers in the stages after it
+(1F1B-RR at NOAM).
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.planner.cost_models import Block, Work
+from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.states import Floats, States
+from pipebench.schedule.orders import ALL_FORWARDS, ORDERS
+from pipebench.schedule.pipeline import Pipeline, chain
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class MemoryRule:
 
     Attributes:
         limit_bytes: memory of a device.
-        stashes: whether every minibatch in flight keeps the weights it ran forward with.
+        versions: weight versions; None: every minibatch in flight keeps the one it ran forward with.
         recompute: whether forwards keep their inputs only, and one minibatch at a time is computed again.
         state_bytes_per_byte: optimizer state per byte of parameters.
         in_flight: minibatches (or microbatches) in flight in every stage; None for 1F1B's 1 + ceil(R / m).
@@ -28,7 +31,7 @@ class MemoryRule:
     """
 
     limit_bytes: float
-    stashes: bool = True
+    versions: int | None = None
     recompute: bool = False
     state_bytes_per_byte: float = 0.0
     in_flight: int | None = None
@@ -36,7 +39,7 @@ class MemoryRule:
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
         """Return the bytes that a replica of the stage between two states keeps at most."""
-        constant, each = self._parts(Block(Work(states), np.array([start]), stop))
+        constant, each = self._parts(StageGrid(Work(states), np.array([start]), stop))
         return float(constant[0, 0] + in_flight * each[0, 0])
 
     def depth(self, m: int, after: int) -> int:
@@ -44,14 +47,14 @@ class MemoryRule:
         depth = 1 + -(-after // m)
         return self.in_flight or min(depth, self.depth_at_most or depth)
 
-    def least(self, block: Block, after: Floats) -> Floats:
-        """Return the fewest replicas with which the stages of a block of one start fit, or infinity [stop].
+    def least(self, grid: StageGrid, after: Floats) -> Floats:
+        """Return the fewest replicas with which the stages of a grid of one start fit, or infinity [stop].
 
         Args:
-            block: the stages.
+            grid: the stages.
             after: workers behind each of them [stop].
         """
-        constant, each = (part[0] for part in self._parts(block))
+        constant, each = (part[0] for part in self._parts(grid))
         with np.errstate(all="ignore"):
             room = np.floor((self.limit_bytes - constant) / each)
             room = np.where(each > 0, room, np.where(constant <= self.limit_bytes, np.inf, 0.0))
@@ -62,18 +65,41 @@ class MemoryRule:
             needed = np.maximum(np.ceil(after / (room - 1)), 1.0)
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
 
-    def fits(self, block: Block, m: int, after: int) -> NDArray[np.bool_]:
-        """Return whether a block's stages on m replicas, with `after` workers behind them, fit [start, stop]."""
-        constant, each = self._parts(block)
+    def fits(self, grid: StageGrid, m: int, after: int) -> NDArray[np.bool_]:
+        """Return whether a grid's stages on m replicas, with `after` workers behind them, fit [start, stop]."""
+        constant, each = self._parts(grid)
         return constant + self.depth(m, after) * each <= self.limit_bytes
 
-    def _parts(self, block: Block) -> tuple[Floats, Floats]:
+    def _parts(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return the bytes kept however many minibatches are in flight, and those of each, [start, stop]."""
-        states = block.work.states
-        weights, saved = block.sums(states.parameter_bytes), block.sums(states.saved_bytes)
-        before, after = block.cuts(states.sent_bytes)
-        versions = weights if self.stashes else 0.0 * weights
-        constant = weights * (1 + self.state_bytes_per_byte) + (weights - versions) + 2 * (before + after)
+        states = grid.work.states
+        weights, saved = grid.sums(states.parameter_bytes), grid.sums(states.saved_bytes)
+        before, after = grid.cuts(states.sent_bytes)
+        stashed = weights if self.versions is None else 0.0 * weights
+        constant = weights * (1 + self.state_bytes_per_byte + (self.versions or 0)) + 2 * (before + after)
         if self.recompute:
-            return constant + saved, versions + before
-        return constant, versions + saved
+            return constant + saved, stashed + before
+        return constant, stashed + saved
+
+
+def in_flight_interleaved(order: str, positions: int, chunks: int, num_units: int) -> list[int]:
+    """Return the most microbatches in flight of every stage where workers have several: read off the schedule.
+
+    A worker's stages are not at their most at the same time, so that its memory is a little less than their sum.
+
+    Args:
+        order: the order of work, a name in `schedule.orders.ORDERS`.
+        positions: workers that a microbatch passes.
+        chunks: stages per worker.
+        num_units: microbatches per update.
+    """
+    num_stages = positions * chunks
+    if order == ALL_FORWARDS:
+        return [num_units] * num_stages
+    pipeline = Pipeline((1,) * num_stages, chain(num_stages), order, True, positions, num_units, chunks=chunks)
+    running, most = [0] * num_stages, [0] * num_stages
+    for worker in range(positions):
+        for each in ORDERS[order].passes(pipeline, worker, range(num_units)):
+            running[each.stage] += 1 if each.is_forward else -1
+            most[each.stage] = max(most[each.stage], running[each.stage])
+    return most

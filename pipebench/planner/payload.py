@@ -2,24 +2,20 @@
 
 from collections.abc import Sequence
 
-from pipebench.model.plan import make_plan
-from pipebench.profile.model import LayerProfile, Rows
+from pipebench.model.plan import Plan
+from pipebench.profile.model import LayerProfile
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
 
-def payload(
-    rows: Sequence[LayerProfile], starts: Sequence[int], replicas: Sequence[int], units: int, accumulate: int
-) -> dict[str, float]:
+def payload(rows: Sequence[LayerProfile], plan: Plan, units: int, accumulate: int) -> dict[str, float]:
     """Return the payload per minibatch by kind, in the steady state.
 
     Args:
         rows: the layers in the order of the plan, the loss last, at the size that travels.
-        starts: first layers of the stages after the first.
-        replicas: replicas per stage.
+        plan: the plan.
         units: microbatches per minibatch.
         accumulate: minibatches of each replica per update.
     """
-    plan = make_plan(Rows.of(rows), starts, replicas)
     sent = [value for values in plan.crossings.values() for value in values]
     summed = 0.0
     for stage in plan.stages:

@@ -14,25 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
-from pipebench.planner.cost_models import Work
+from pipebench.model.plan import Plan, make_plan
+from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, Stage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.loops import loops_s
-from pipebench.planner.memory import MemoryRule
+from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.payload import payload
-from pipebench.planner.placement import along, cut_levels, placed_s, spanned
-from pipebench.planner.plans import Planned, PlannedStage, Request
+from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
+from pipebench.planner.placements import placements
+from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import Course, arrange, arranged, course_of, predict
-from pipebench.planner.seating import seatings
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
-from pipebench.profile.model import Profile
-from pipebench.schedule.modes import ALL_FORWARDS, MODES, STASH, VERTICAL_SYNC
+from pipebench.profile.model import Profile, Rows
+from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.notation import streams_problem
+from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import noam
 
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
@@ -40,8 +45,8 @@ MOST_COMPONENTS = 128
 _MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _MOST_CUTS_OF_SHAPES = 500  # beyond, straight plans and given shapes would take longer than the search for any
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
-_MOST_SEATING_UNITS = 4000  # simulated to find where workers stand, microbatches times stages: a quarter of a second
-_CLEARLY_FASTER = 0.99  # what a seating has to win against the one along the devices; below is prediction error
+_MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
+_CLEARLY_FASTER = 0.99  # what a placement has to win against the one along the devices; below is prediction error
 
 
 def searches_levels(cluster: Cluster) -> bool:
@@ -74,31 +79,36 @@ class Planner:
         self.search_s = self.predict_s = 0.0
         self._known = {} if known is None else known
         self._tell = tell
+        self._in_flight_of: dict[int, list[int]] = {}  # by positions, where workers have several stages
         self._thinned: list[tuple[float, Callable[[], float]]] = []  # bottlenecks found, and what bounds them
 
-    def best(self) -> Planned:
+    def best(self) -> PlanEstimate:
         """Return the best plan.
 
         Raises:
             PlanError: none fits in memory.
         """
         started = time.perf_counter()
-        fitting = list(self._found(self._rule))
-        found = [plan for plan in fitting if streams_problem(plan.replicas, self.request.streams) is None]
-        if not found and self.mode.weights in (STASH, VERTICAL_SYNC) and self.request.depth is None:
-            found = list(self._shallower())
+        fitting = list(self._candidates(self._rule))
+        keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
+        if not keeping and self.mode.weight_versions != 1 and self.request.depth is None:
+            keeping = list(self._shallower())
         self.search_s = time.perf_counter() - started
-        if not found and fitting:
-            problem = streams_problem(fitting[0].replicas, self.request.streams)
+        if not keeping and fitting:
+            problem = streams_problem(fitting[0].plan.replicas, self.request.streams)
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
-        if not found:
+        if not keeping:
             raise PlanError(_why_nothing_fits(self))
-        if not self.mode.flushes and not self.request.model.has_ports:
-            found = [min(found, key=lambda plan: plan.bottleneck_s)]
+        if not self.mode.flush and not self.request.model.has_ports:
+            keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
         self._tell("simulating")
-        best = min(map(self.predicted, found), key=lambda plan: plan.minibatch_s)
+        best = min(map(self.with_prediction, keeping), key=lambda each: each.minibatch_s)
         self.predict_s = time.perf_counter() - started - self.search_s
         return best
+
+    def candidates_without_limit(self) -> list[PlanEstimate]:
+        """Return the plans there would be to choose from on devices with any amount of memory."""
+        return list(self._candidates(None))
 
     def at_most(self) -> float:
         """Return how many times the smallest bottleneck one that `best` searched for can be; 1 if all are exact."""
@@ -109,20 +119,40 @@ class Planner:
             worst = max(worst, found_s / bound_s if bound_s > 0 else math.inf)
         return worst
 
-    def given(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> Planned:
-        """Return a plan that somebody else made, memory not weighed.
+    def for_replicas(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> PlanEstimate:
+        """Return a plan of which somebody else said how wide its stages are, memory not weighed.
 
         Args:
-            replicas: per stage.
+            replicas: per position in the pipeline.
             starts: first layers of the stages after the first; None: cut where the cost model wants it.
 
         Raises:
             PlanError: more stages than places to cut, or no place to cut before one of `starts`.
         """
-        return self.predicted(self._seated(self._given_stages(replicas, starts)))
+        return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
+
+    def estimate_of(self, plan: Plan) -> PlanEstimate:
+        """Return what a plan that somebody else made comes to, memory not weighed.
+
+        Raises:
+            PlanError: the cost model has no place to cut where the plan is cut.
+        """
+        if plan.chunks != self.mode.chunks:
+            row = replace(self.mode, chunks=plan.chunks)
+            return Planner(replace(self.request, row=row), self.name, known=self._known).estimate_of(plan)
+        stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
+        devices = [stage.devices for stage in plan.stages]
+        return self.with_prediction(
+            self.estimate(
+                "the plan's file", stages, devices, depth=plan.depth, recomputes=[s.recomputes for s in plan.stages]
+            )
+        )
 
     def starts_of(self, replicas: Sequence[int]) -> list[int]:
         """Return the first layers of the stages after the first of a plan with these replicas, cut best.
+
+        Args:
+            replicas: per position in the pipeline.
 
         Raises:
             PlanError: more stages than places to cut.
@@ -132,38 +162,39 @@ class Planner:
     def devices_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
         """Return the device of every worker of a given plan: those that suit it best, see `given`."""
         try:
-            return self._seated(self._given_stages(replicas, starts)).devices
+            return self._on_best_devices(self._given_stages(replicas, starts)).plan.devices
         except PlanError:  # it runs all the same, the cost model just has no place to cut there
             return tuple(range(sum(replicas)))
 
-    def _given_stages(self, replicas: Sequence[int], starts: Sequence[int] | None) -> tuple[Stage, ...]:
+    def _given_stages(self, widths: Sequence[int], starts: Sequence[int] | None) -> tuple[SearchStage, ...]:
+        replicas = [*widths] * self.mode.chunks
         if starts is None:
-            return plan_fixed(self.work, self.request.model, self.request.cluster, replicas)
+            return plan_fixed(self.work, self.request.model, self.request.cluster, replicas, chunks=self.mode.chunks)
         states = self.work.states
         found = {members.bit_count(): state for state, members in enumerate(states.members)}
         if not {*starts} <= {*found}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
         bounds = [0, *(found[start] for start in starts), len(states) - 1]
-        return tuple(Stage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+        return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
 
-    def _seated(self, stages: Sequence[Stage]) -> Planned:
+    def _on_best_devices(self, stages: Sequence[SearchStage]) -> PlanEstimate:
         """Return the recipe's stages on the devices that suit them best.
 
-        Along the devices unless another seating is predicted to be clearly faster: the simulator decides among those
+        Along the devices unless another placement is predicted to be clearly faster: the simulator decides among those
         with the smallest bottlenecks, or the bottleneck itself if simulating takes long or isn't the cost model's way.
         A bottleneck says nothing about flushes, so that a flushing pipeline too large to simulate stays as it is.
         """
-        request, flushes = self.request, self.mode.flushes
-        small = sum(stage.replicas for stage in stages) <= _MOST_SIMULATED
-        choices = seatings(request.cluster, [stage.replicas for stage in stages]) if small else [None]
-        in_order, *others = (self.placed("the recipe", stages, each, depth=request.depth) for each in choices)
+        request, flushes = self.request, self.mode.flush
+        chosen = self.mode.chunks == 1 and sum(stage.replicas for stage in stages) <= _MOST_SIMULATED
+        choices = placements(request.cluster, [stage.replicas for stage in stages]) if chosen else [None]
+        in_order, *others = (self.estimate("the recipe", stages, each, depth=request.depth) for each in choices)
         if not others:
             return in_order
         others.sort(key=lambda plan: plan.bottleneck_s)
-        num_simulated = int(_MOST_SEATING_UNITS / self._units_simulated(in_order))
+        num_simulated = int(_MOST_PLACED_UNITS / self._units_simulated(in_order))
         if num_simulated >= 2 and (flushes or request.model.has_ports):
-            in_order = self.predicted(in_order)
-            best = min(map(self.predicted, others[: num_simulated - 1]), key=lambda plan: plan.minibatch_s)
+            in_order = self.with_prediction(in_order)
+            best = min(map(self.with_prediction, others[: num_simulated - 1]), key=lambda plan: plan.minibatch_s)
             return best if best.minibatch_s < _CLEARLY_FASTER * in_order.minibatch_s else in_order
         return (
             others[0] if not flushes and others[0].bottleneck_s < _CLEARLY_FASTER * in_order.bottleneck_s else in_order
@@ -218,7 +249,7 @@ class Planner:
             in_flight = self.mode.depth
         return MemoryRule(
             limit_bytes,
-            stashes=self.mode.weights in (STASH, VERTICAL_SYNC),
+            versions=self.mode.weight_versions,
             recompute=self.mode.recompute,
             state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
             in_flight=in_flight,
@@ -228,30 +259,33 @@ class Planner:
     @property
     def _units_per_flush(self) -> int:
         """Units that each replica of a single stage, or a straight pipeline, runs between two updates."""
-        if not self.mode.flushes:
+        if not self.mode.flush:
             return 1
-        if self.mode.shape != "any":
+        if self.mode.shape not in ("any", "equal"):
             return self.request.accumulate or 1
         parts = self.request.microbatches if self.mode.microbatches else 1
         # More minibatches than there can be stages fill nothing more.
         stages_at_most = min(self.request.cluster.num_workers, len(self.work.states) - 1)
         return parts * (self.request.accumulate or (1 if parts > 1 else stages_at_most))
 
-    def _found(self, rule: MemoryRule | None) -> Iterator[Planned]:
+    def _candidates(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield the plans to choose from."""
         cluster, work, model = self.request.cluster, self.work, self.request.model
         last, count = len(work.states) - 1, cluster.num_workers
         if self.mode.shape in ("one", "one-stage"):
-            whole = Stage(0, last, 1 if self.mode.shape == "one" else count)
-            plan = self.placed("one stage", (whole,))
-            if rule is None or plan.stages[0].memory_bytes <= rule.limit_bytes:
+            whole = SearchStage(0, last, 1 if self.mode.shape == "one" else count)
+            plan = self.estimate("one stage", (whole,))
+            if rule is None or plan.memory_bytes <= rule.limit_bytes:
                 yield plan
             return
-        any_width = self.mode.shape == "any" and not self.mode.flushes
-        replicated = self.placed("one stage", (Stage(0, last, count),))
-        if any_width and (rule is None or replicated.stages[0].memory_bytes <= rule.limit_bytes):
+        if self.mode.chunks > 1:
+            yield from self._interleaved(rule)
+            return
+        any_width = self.mode.shape == "any" and not self.mode.flush
+        replicated = self.estimate("one stage", (SearchStage(0, last, count),))
+        if any_width and (rule is None or replicated.memory_bytes <= rule.limit_bytes):
             yield replicated
-        widths: list[int | None] = [None] if any_width else [1]
+        widths: list[int | None] = [None] if any_width else [*self._equal_widths]
         if any_width and last <= _MOST_CUTS_OF_SHAPES:
             widths.append(1)
         if any_width and self.request.streams is not None:  # equal widths do; what else is found may not
@@ -265,7 +299,7 @@ class Planner:
                 name = f"flat{shape}{where}"
                 stages = self._flat(name, FlatProblem(work, model, level, count, rule, width))
                 if stages is not None:
-                    plan = self.placed(name, stages)
+                    plan = self.estimate(name, stages)
                     best_s = min(best_s, plan.bottleneck_s)
                     yield plan
         if len(cluster.levels) > 1 and any_width and searches_levels(cluster):
@@ -278,14 +312,55 @@ class Planner:
                 if is_thinned(work.states):
                     found_s = min(nested.bottleneck_s, at_most_s)
                     self._thinned.append((found_s, partial(hierarchical_bound_s, problem)))
-                stages = tuple(each.stage for each in nested.stages)
-                devices = tuple(each.workers for each in nested.stages)
                 bottleneck_s = None if model.has_ports else nested.bottleneck_s
-                yield self.placed("hierarchical", stages, devices, bottleneck_s=bottleneck_s)
+                yield self.estimate("hierarchical", nested.stages, nested.devices, bottleneck_s=bottleneck_s)
         if any_width and model.has_ports and last <= _MOST_CUTS_OF_SHAPES:
             yield from self._of_known_shapes(rule)
 
-    def _of_known_shapes(self, rule: MemoryRule | None) -> Iterator[Planned]:
+    @property
+    def _equal_widths(self) -> list[int]:
+        """Replicas that all stages of a plan may have alike."""
+        count = self.request.cluster.num_workers
+        if self.mode.shape != "equal":
+            return [1]
+        return [width for width in range(1, count + 1) if count % width == 0]
+
+    def _interleaved(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield plans with several stages per worker, cut best for every number of positions in the pipeline.
+
+        Stage s is on the workers of position s mod P (Narayanan et al. 2021, section 2.2). P is what all workers give,
+        or half of that, and so on: fewer positions fill sooner. Where the best cuts don't fit in memory, those are
+        tried whose every stage takes at most its share of a worker's memory.
+        """
+        chunks, last = self.mode.chunks, len(self.work.states) - 1
+        request = self.request
+        for width in self._equal_widths:
+            positions = min(request.cluster.num_workers // width, last // chunks)
+            while positions > 1:
+                name = f"{chunks} stages per worker" + (f", stages of {width}" if width > 1 else "")
+                self._tell(name)
+                for share in (None, rule) if rule is not None else (None,):
+                    limit = None if share is None else partial(self._fits_its_share, share, positions)
+                    replicas = [width] * positions * chunks
+                    try:
+                        stages = plan_fixed(
+                            self.work, request.model, request.cluster, replicas, chunks=chunks, fits=limit
+                        )
+                    except PlanError:
+                        continue
+                    found = self.estimate(name, stages)
+                    if rule is None or found.memory_bytes <= rule.limit_bytes:
+                        yield found
+                        break
+                positions //= 2
+
+    def _fits_its_share(self, rule: MemoryRule, positions: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
+        """Return whether stages keep at most a worker's memory over its number of stages, as the one of an index."""
+        in_flight = self._interleaved_in_flight(positions)[index]
+        shared = replace(rule, limit_bytes=rule.limit_bytes / self.mode.chunks, in_flight=in_flight)
+        return shared.fits(grid, 1, 0)
+
+    def _of_known_shapes(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield plans of the shapes the papers' tables are full of: nearly all workers first, and two halves.
 
         The searches weigh stages one by one; where the simulator decides, these are often better than they look.
@@ -299,9 +374,9 @@ class Planner:
             except PlanError:
                 continue
             if fits(FlatProblem(work, model, cluster.levels[0], count, rule), stages):
-                yield self.placed(f"given shape {'-'.join(map(str, replicas))}", stages)
+                yield self.estimate(f"given shape {'-'.join(map(str, replicas))}", stages)
 
-    def _shallower(self) -> Iterator[Planned]:
+    def _shallower(self) -> Iterator[PlanEstimate]:
         """Yield straight plans with the largest depth that fits in memory."""
         rule, cluster = self._rule, self.request.cluster
         assert rule is not None
@@ -315,10 +390,10 @@ class Planner:
                 problem = FlatProblem(self.work, self.request.model, level, cluster.num_workers, lowered, 1)
                 stages = self._flat(name, problem)
                 if stages is not None:  # what fits at one level's links fits at every other's
-                    yield self.placed(name, stages, depth=depth)
+                    yield self.estimate(name, stages, depth=depth)
             return
 
-    def _flat(self, name: str, problem: FlatProblem) -> tuple[Stage, ...] | None:
+    def _flat(self, name: str, problem: FlatProblem) -> tuple[SearchStage, ...] | None:
         """Search; remember what bounds a search that isn't exact."""
         self._tell(name)
         stages = plan_flat(problem)
@@ -326,106 +401,156 @@ class Planner:
             self._thinned.append((bottleneck_s(problem, stages), partial(flat_bound_s, problem)))
         return stages
 
-    def placed(
+    def estimate(
         self,
         found_by: str,
-        stages: Sequence[Stage],
+        stages: Sequence[SearchStage],
         devices: Sequence[Sequence[int]] | None = None,
         *,
         depth: int | None = None,
         bottleneck_s: float | None = None,
-    ) -> Planned:
-        """Return a plan with its costs, not yet predicted; workers stand along the devices unless told."""
-        work, model, cluster = self.work, self.request.model, self.request.cluster
-        if devices is None:
-            devices = along([stage.replicas for stage in stages])
+        recomputes: Sequence[bool] | None = None,
+    ) -> PlanEstimate:
+        """Return what a plan comes to by the cost model, not yet predicted by the simulator.
+
+        Args:
+            found_by: what made it.
+            stages: its stages.
+            devices: of every stage's replicas; None: workers stand along the devices, position by position.
+            depth: minibatches in flight per input-stage replica; None for the request's, or NOAM.
+            bottleneck_s: seconds per minibatch of the slowest stage, where the search that found it knows them better.
+            recomputes: whether each stage computes forwards again for its backward; None for the mode's way.
+        """
+        model, cluster, chunks = self.request.model, self.request.cluster, self.mode.chunks
         replicas = [stage.replicas for stage in stages]
+        widths = replicas[: len(replicas) // chunks]
+        if devices is None:
+            devices = along(widths) * chunks
+        recomputes = [self.mode.recompute] * len(stages) if recomputes is None else recomputes
+        work = self._work_of(stages, recomputes)
         units = self.request.microbatches if self.mode.microbatches else 1
-        depth = self.mode.depth or depth or self.request.depth or noam(replicas)
-        in_loops = model.has_ports and not self.mode.flushes
+        depth = self.mode.depth or depth or self.request.depth or noam(widths)
+        in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
             loops = loops_s(work, model, cluster, stages, devices, depth)
             seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
-        rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
             seconds = [min(each, bottleneck_s) for each in seconds]
         order, starts = arrange(work.states, stages)
-        accumulate = self._units_per_flush // units if self.mode.flushes else 1
-        reported = []
+        accumulate = self._accumulated(units, depth)
+        rows = arranged(self._sizes, order).layers[self.unit_size]
+        policies = [
+            RECOMPUTE if again else KEEP
+            for stage, again in zip(stages, recomputes, strict=True)
+            for _ in work.states.layers(stage.start, stage.stop)
+        ]
+        places = [device for own in devices[: len(widths)] for device in own]
+        plan = make_plan(
+            Rows.of(rows), starts, replicas, mode=self.name, devices=places, depth=depth, chunks=chunks, memory=policies
+        )
+        estimates = []
         for index, stage in enumerate(stages):
-            compute_s, sync_s, transfer_s = self._parts_s(stages, devices, index)
-            in_flight = rule.depth(stage.replicas, sum(replicas[index + 1 :]))
-            layers = work.states.layers(stage.start, stage.stop)
-            reported.append(
-                PlannedStage(
-                    tuple(layers),
-                    work.states.rows[layers[0]].name,
-                    work.states.rows[layers[-1]].name,
-                    stage.replicas,
+            compute_s, sync_s, transfer_s = self._parts_s(work, stages, devices, index)
+            in_flight = self._in_flight(replicas, index, depth)
+            rule = replace(self.memory(math.inf), recompute=recomputes[index])
+            estimates.append(
+                StageEstimate(
                     compute_s * units,
                     min(sync_s, bottleneck_s or sync_s) * units,
                     transfer_s * units,
                     seconds[index] * units,
                     rule.num_bytes(work.states, stage.start, stage.stop, in_flight),
                     in_flight,
-                    tuple(devices[index]),
                 )
             )
-        return Planned(
-            mode=self.name,
-            found_by=found_by,
-            stages=tuple(reported),
-            starts=tuple(starts),
+        slowest_s = max(sum(seconds[position :: len(widths)]) for position in range(len(widths)))
+        return PlanEstimate(
+            plan=plan,
             order=order,
-            depth=depth,
+            found_by=found_by,
+            stages=tuple(estimates),
             microbatches=units,
             accumulate=accumulate,
-            bottleneck_s=(bottleneck_s or max(*seconds, port_s)) * units,
+            bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * units,
             port_s=port_s * units,
             minibatch_s=math.inf,
-            num_bytes=payload(arranged(self._sizes, order).layers[self.unit_size], starts, replicas, units, accumulate),
+            num_bytes=payload(rows, plan, units, accumulate),
         )
 
+    def _work_of(self, stages: Sequence[SearchStage], recomputes: Sequence[bool]) -> Work:
+        """Return the model where some stages compute their forwards again and others don't."""
+        if all(again is self.mode.recompute for again in recomputes):
+            return self.work
+        states = self.work.states
+        backward_s = states.backward_s - (states.forward_s if self.mode.recompute else 0.0)
+        for stage, again in zip(stages, recomputes, strict=True):
+            if again:
+                forward_s = states.forward_s
+                backward_s = backward_s + np.clip(forward_s, forward_s[stage.start], forward_s[stage.stop])
+                backward_s = backward_s - forward_s[stage.start]
+        return replace(self.work, states=replace(states, backward_s=backward_s))
+
+    def _in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
+        """Return the minibatches (or microbatches) in flight on one replica of a stage."""
+        if self.mode.chunks > 1:
+            return self._interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
+        rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
+        return rule.depth(replicas[index], sum(replicas[index + 1 :]))
+
+    def _interleaved_in_flight(self, positions: int) -> list[int]:
+        """Return the most microbatches in flight of every stage where workers have several."""
+        if positions not in self._in_flight_of:
+            # Two groups of as many microbatches as there are positions are enough for the most there can be.
+            units = self._units_per_flush
+            units = units if self.mode.order == ALL_FORWARDS else min(units, 3 * positions)
+            self._in_flight_of[positions] = in_flight_interleaved(self.mode.order, positions, self.mode.chunks, units)
+        return self._in_flight_of[positions]
+
+    def _accumulated(self, units: int, depth: int) -> int:
+        """Return the minibatches of each replica per update."""
+        if self.mode.flush:
+            return self._units_per_flush // units
+        return self.request.accumulate or self.mode.accumulate or depth
+
     def _parts_s(
-        self, stages: Sequence[Stage], devices: Sequence[Sequence[int]], index: int
+        self, work: Work, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
     ) -> tuple[float, float, float]:
         """Return a stage's computing, gradient sum and transfers in seconds per unit, each on its own."""
-        work, model, cluster = self.work, self.request.model, self.request.cluster
+        model, cluster = self.request.model, self.request.cluster
         level = cluster.levels[spanned(cluster, devices[index])]
         compute_s, sync_s, transfer_s = model.parts(work, level, *stages[index])
         if not model.has_ports:
             transfer_s = max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stages[index]))
         return float(compute_s), float(sync_s), float(transfer_s)
 
-    def predicted(self, plan: Planned) -> Planned:
-        """Return a plan with the simulator's prediction."""
-        if plan.is_simulated:
-            return plan
-        if sum(plan.replicas) > _MOST_SIMULATED or math.lcm(*plan.replicas) > _LONGEST_BLOCK:
-            return replace(plan, minibatch_s=plan.bottleneck_s)
-        course, count = self._course(plan)
-        return replace(plan, minibatch_s=predict(course, count), is_simulated=True)
+    def with_prediction(self, found: PlanEstimate) -> PlanEstimate:
+        """Return an estimate with the simulator's prediction."""
+        if found.is_simulated:
+            return found
+        replicas = found.plan.replicas
+        if sum(replicas) > _MOST_SIMULATED or math.lcm(*replicas) > _LONGEST_BLOCK:
+            return replace(found, minibatch_s=found.bottleneck_s)
+        course, count = self._course(found)
+        return replace(found, minibatch_s=predict(course, count), is_simulated=True)
 
-    def _units_simulated(self, plan: Planned) -> float:
+    def _units_simulated(self, found: PlanEstimate) -> float:
         """Return how many microbatches times stages a prediction simulates, infinite if it doesn't simulate."""
-        if math.lcm(*plan.replicas) > _LONGEST_BLOCK:
+        if math.lcm(*found.plan.replicas) > _LONGEST_BLOCK:
             return math.inf
-        _, count = self._course(plan)
-        return 3 * count * plan.microbatches * len(plan.stages)
+        _, count = self._course(found)
+        return 3 * count * found.microbatches * len(found.stages)
 
-    def _course(self, plan: Planned) -> tuple[Course, int]:
+    def _course(self, found: PlanEstimate) -> tuple[Course, int]:
         return course_of(
-            arranged(self._sizes, plan.order),
-            self.request.cluster.placed(plan.devices),
+            arranged(self._sizes, found.order),
+            self.request.cluster,
             self.request.model,
-            plan.starts,
-            plan.replicas,
+            found.plan,
             self.mode,
             self.request.minibatch_size,
-            depth=plan.depth,
-            microbatches=plan.microbatches,
-            accumulate=plan.accumulate,
+            microbatches=found.microbatches,
+            accumulate=found.accumulate,
         )
 
 
@@ -441,15 +566,15 @@ def _why_nothing_fits(planner: Planner) -> str:
     needed = _least_memory(planner)
     ways = []
     recomputing = Planner(replace(request, row=replace(mode, recompute=True)), planner.name)
-    if not mode.recompute and mode.shape == "any" and _least_memory(recomputing) <= limit:
+    if not mode.recompute and mode.shape in ("any", "equal") and _least_memory(recomputing) <= limit:
         ways.append("parallelism.recompute: true")
-    if mode.shape != "any":
+    if mode.shape in ("one", "one-stage", "straight"):
         others = ("pipedream-flush", "gpipe")
         ways += [f"mode {name}" for name in others if _least_memory(Planner(request, name)) <= limit]
     levels = request.cluster.levels
     wider = replace(levels[-1], count=2 * levels[-1].count)
     doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
-    if mode.shape in ("any", "straight") and _least_memory(Planner(doubled, planner.name)) <= limit:
+    if mode.shape not in ("one", "one-stage") and _least_memory(Planner(doubled, planner.name)) <= limit:
         ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
     size = request.minibatch_size
     ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
@@ -462,14 +587,16 @@ def _why_nothing_fits(planner: Planner) -> str:
 
 def _least_memory(planner: Planner) -> float:
     """Return the bytes on a worker that a mode's leanest plan needs, within one part in a thousand."""
-    whole = planner.placed("", (Stage(0, len(planner.work.states) - 1, 1),)).stages[0].memory_bytes
+    if planner.mode.chunks > 1:
+        return min((found.memory_bytes for found in planner.candidates_without_limit()), default=math.inf)
+    whole = planner.estimate("", (SearchStage(0, len(planner.work.states) - 1, 1),)).memory_bytes
     if planner.mode.shape in ("one", "one-stage"):
         return whole
     low, high = 0.0, 64 * whole + 1
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         rule = planner.memory(middle)
-        if planner.mode.weights in (STASH, VERTICAL_SYNC):
+        if planner.mode.weight_versions != 1:
             rule = replace(rule, depth_at_most=1)
         if _any_straight(planner, rule):
             high = middle

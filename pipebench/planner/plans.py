@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pipebench.cluster import Cluster
+from pipebench.model.plan import Plan
 from pipebench.planner.cost_models import CostModel
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import Mode
@@ -38,58 +39,45 @@ class Request:
 
 
 @dataclass(frozen=True)
-class PlannedStage:
-    """One stage of a plan; seconds are per minibatch.
+class StageEstimate:
+    """What one stage of a plan comes to; seconds are per minibatch.
 
     Attributes:
-        layers: indices into the profile's layers.
-        first_layer, last_layer: their names.
-        replicas: workers that run it.
         compute_s, sync_s, transfer_s: computing, summing gradients, and sending and receiving, each on its own.
         stage_s: what the cost model makes of them together.
         memory_bytes: what one replica keeps at most.
         in_flight: minibatches (or microbatches) in flight on one replica.
-        devices: of its replicas.
     """
 
-    layers: tuple[int, ...]
-    first_layer: str
-    last_layer: str
-    replicas: int
     compute_s: float
     sync_s: float
     transfer_s: float
     stage_s: float
     memory_bytes: float
     in_flight: int
-    devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanEstimate:
     """A plan, and what it comes to.
 
     Attributes:
-        mode: the mode it is for.
+        plan: the plan; its layers are counted along `order`.
+        order: indices into the profile's layers: other than ascending only where cuts may be anywhere in the graph.
         found_by: the algorithm that found it.
-        stages: in order.
-        starts: positions of the later stages' first layers in `order`.
-        order: layers in the order of the stages.
-        depth: minibatches in flight per input-stage replica.
+        stages: what every stage comes to.
         microbatches, accumulate: as in `Request`.
-        bottleneck_s: seconds per minibatch of the slowest stage or port, by the cost model.
+        bottleneck_s: seconds per minibatch of the slowest worker or port, by the cost model.
         port_s: those of the busiest port between components.
         minibatch_s: predicted seconds per minibatch: simulated, or the bottleneck of a cluster too large to simulate.
         num_bytes: payload per minibatch by kind, whatever the cost model makes of it.
         is_simulated: whether the simulator gave `minibatch_s`.
     """
 
-    mode: str
-    found_by: str
-    stages: tuple[PlannedStage, ...]
-    starts: tuple[int, ...]
+    plan: Plan
     order: tuple[int, ...]
-    depth: int
+    found_by: str
+    stages: tuple[StageEstimate, ...]
     microbatches: int
     accumulate: int
     bottleneck_s: float
@@ -99,21 +87,15 @@ class Planned:
     is_simulated: bool = False
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        """Replicas per stage."""
-        return tuple(stage.replicas for stage in self.stages)
+    def memory_bytes(self) -> float:
+        """What the fullest worker keeps at most, of all its stages."""
+        return max(sum(stage.memory_bytes for stage in stages) for stages in self.by_position)
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        """The device of every worker, workers numbered stage by stage."""
-        return tuple(device for stage in self.stages for device in stage.devices)
-
-    @property
-    def config(self) -> str:
-        """The papers' notation: `15-1`, `straight`, `16`."""
-        if len(self.stages) > 1 and set(self.replicas) == {1}:
-            return "straight"
-        return "-".join(map(str, self.replicas))
+    def by_position(self) -> list[tuple[StageEstimate, ...]]:
+        """The stages of every position in the pipeline: one, or as many as there are chunks per worker."""
+        step = len(self.plan.positions)
+        return [self.stages[position::step] for position in range(step)]
 
 
 @dataclass(frozen=True)
@@ -133,10 +115,10 @@ class Comparison:
         at_most: how many times the smallest bottleneck that of a search for `best` can be; 1 if all were exact.
     """
 
-    best: Planned
-    others: tuple[Planned, ...]
-    dp: Planned
-    shapes: tuple[Planned, ...]
+    best: PlanEstimate
+    others: tuple[PlanEstimate, ...]
+    dp: PlanEstimate
+    shapes: tuple[PlanEstimate, ...]
     refused: dict[str, str]
     took_s: dict[str, float]
     num_states: int

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
-from pipebench.model.plan import Plan, make_plan
+from pipebench.errors import PlanError
+from pipebench.model.plan import Plan
 from pipebench.model.sampling import Sampler
 from pipebench.planner.cost_models import CostModel
-from pipebench.planner.flat import Stage
+from pipebench.planner.flat import SearchStage
 from pipebench.planner.states import States
-from pipebench.profile.model import LayerProfile, Profile, Rows
+from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import Mode
-from pipebench.schedule.pipeline import Edge, Pipeline, noam
+from pipebench.schedule.pipeline import Edge, Pipeline
+from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
 
@@ -25,10 +27,11 @@ class Course:
     pipeline: Pipeline
     costs: Costs
     cluster: Cluster
+    devices: tuple[int, ...]
     sampler: Sampler
 
 
-def arrange(states: States, stages: Sequence[Stage]) -> tuple[tuple[int, ...], list[int]]:
+def arrange(states: States, stages: Sequence[SearchStage]) -> tuple[tuple[int, ...], list[int]]:
     """Return the layers in the order that a plan's stages hold them, and where its later stages begin in that order.
 
     Layers that the states leave out (model inputs, results nobody reads) are left out.
@@ -59,21 +62,22 @@ def make_pipeline(
     rows: Sequence[LayerProfile],
     mode: Mode,
     *,
-    depth: int | None = None,
     microbatches: int = 1,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     shares_norm: bool = False,
 ) -> Pipeline:
     """Return the pipeline's shape: the plan's stages under the mode's order of work.
 
     Args:
-        plan: stages and what crosses between them.
+        plan: the plan.
         rows: the layers the plan is of, at any size.
         mode: the mode.
-        depth: minibatches in flight per input-stage replica; None for the mode's, or NOAM.
         microbatches: units per minibatch.
-        accumulate: blocks of minibatches per flush.
+        accumulate: blocks of minibatches per update; None for the mode's.
         shares_norm: whether all stages agree on the gradient's norm before an update.
+
+    Raises:
+        PlanError: an update covers fewer minibatches than the mode needs.
     """
     edges = tuple(
         Edge(source, target, any(rows[value].gradient_bytes for value in values))
@@ -82,20 +86,26 @@ def make_pipeline(
     loads = tuple(
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
-    depth = mode.depth or depth or noam(plan.replicas)
-    return Pipeline(plan.replicas, edges, mode.order, mode.flushes, depth, microbatches, accumulate, loads, shares_norm)
+    accumulate = accumulate or mode.accumulate or plan.depth
+    if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < plan.depth:
+        raise PlanError(
+            f"parallelism.accumulate: got {accumulate}, weights {mode.weights} need at least as many minibatches per "
+            f"update as are in flight, {plan.depth}"
+        )
+    return Pipeline(
+        plan.replicas, edges, mode.order, mode.flush, plan.depth, microbatches, accumulate, loads, shares_norm,
+        weights=mode.weights, chunks=plan.chunks,
+    )  # fmt: skip
 
 
 def course_of(
     profile: Profile,
     cluster: Cluster,
     model: CostModel,
-    starts: Sequence[int],
-    replicas: Sequence[int],
+    plan: Plan,
     mode: Mode,
     minibatch_size: int,
     *,
-    depth: int | None = None,
     microbatches: int = 1,
     accumulate: int = 1,
 ) -> tuple[Course, int]:
@@ -103,26 +113,23 @@ def course_of(
 
     Args:
         profile: the model, its layers in the order of the plan.
-        cluster: where the plan runs, its workers placed.
+        cluster: where the plan runs.
         model: how times add up.
-        starts: first layers of the stages after the first.
-        replicas: replicas per stage.
+        plan: of those layers.
         mode: order of work and weight policy.
         minibatch_size: samples; the profile has it, or its microbatches.
-        depth: see `make_pipeline`, like the rest.
         microbatches: units per minibatch.
         accumulate: blocks of minibatches per flush.
     """
     rows = next(iter(profile.layers.values()))
-    plan = make_plan(Rows.of(rows), starts, replicas)
-    pipeline = make_pipeline(plan, rows, mode, depth=depth, microbatches=microbatches, accumulate=accumulate)
-    costs = model.simulated(stage_costs(profile, plan, recompute=mode.recompute), replicas)
-    period = pipeline.block * (accumulate if pipeline.flushes else 1)
+    pipeline = make_pipeline(plan, rows, mode, microbatches=microbatches, accumulate=accumulate)
+    costs = model.simulated(stage_costs(profile, plan), plan.replicas)
+    period = pipeline.period
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else _FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = period * rounds
     sampler = Sampler(16 * count * minibatch_size, minibatch_size, 0)
-    return Course(pipeline, costs, model.links(cluster), sampler), count
+    return Course(pipeline, costs, model.links(cluster), plan.devices, sampler), count
 
 
 def predict(course: Course, count: int) -> float:

@@ -30,13 +30,13 @@ from pipebench.recipe.leaves import (
     expected_type,
     is_expression,
 )  # fmt: skip
+from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.recipe.validate import check
 from pipebench.recipe.yaml_file import read_mapping
-from pipebench.schedule.modes import AUTO, MODES, ONE
-from pipebench.schedule.notation import parse_plan
+from pipebench.schedule.modes import AUTO, MODES
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,16 @@ def _default_microbatches(draft: Draft) -> int:
     Or fewer: as many as divide a minibatch. A plan that is left to the planner counts as straight, as it is in modes
     that flush. One where `accumulate` fills the pipeline with whole minibatches, or where nothing is cut.
     """
-    keys = ("mode", "plan", "weights", "accumulate")
-    mode, plan, weights, accumulate = (draft.get(f"parallelism.{key}") for key in keys)
+    keys = ("mode", "plan", "flush", "accumulate")
+    mode, plan, flush, accumulate = (draft.get(f"parallelism.{key}") for key in keys)
     cluster, minibatch_size = draft.get("@cluster"), draft.get("train.minibatch_size")
-    if UNUSABLE in (mode, plan, weights, accumulate, cluster, minibatch_size) or mode == AUTO:
+    if UNUSABLE in (mode, plan, flush, accumulate, cluster, minibatch_size) or mode == AUTO:
         return 1
     row = MODES[mode]
-    if not row.microbatches or (weights or row.weights) != ONE or accumulate > 1:
+    if not row.microbatches or not (row.flush if flush is None else flush) or (accumulate or 1) > 1:
         return 1
-    stages = cluster.num_workers if plan == AUTO else len(parse_plan(plan, row, cluster.num_workers))
+    replicas = asked_replicas(plan, row, cluster.num_workers)
+    stages = cluster.num_workers if replicas is None else len(replicas)
     return next(count for count in range(stages, 0, -1) if minibatch_size % count == 0)
 
 
@@ -269,7 +270,7 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
 
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths that are seen from their recipe's folder absolute, so that the recipe means the same anywhere."""
-    for key in (("cluster", "name"), ("engine", "timing")):
+    for key in (("cluster", "name"), ("engine", "timing"), ("parallelism", "plan")):
         section, leaf = resolved[key[0]], found.get(key)
         given = section[key[1]] if isinstance(section, dict) else None
         if leaf is not None and isinstance(given, str) and "." in given:

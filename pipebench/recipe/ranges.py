@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pipebench.recipe.engines import ENGINES
-from pipebench.schedule.modes import AUTO, MODES, ORDERS, WEIGHT_POLICIES
+from pipebench.schedule.modes import AUTO, MODES
+from pipebench.schedule.orders import ORDERS
+from pipebench.schedule.weights import WEIGHT_POLICIES
 
 
 def _within(smallest: float, largest: float) -> Callable[[float], bool]:
@@ -17,8 +19,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.schedule.name": ("constant", "step", "cosine", "polynomial"),
     "parallelism.mode": (*MODES, AUTO),
     "parallelism.cost_model": ("overlap", "sosp19", "artifact"),  # as in planner.cost_models, which takes NumPy to load
-    "parallelism.order": ORDERS,
-    "parallelism.weights": WEIGHT_POLICIES,
+    "parallelism.order": tuple(ORDERS),
+    "parallelism.weights": tuple(WEIGHT_POLICIES),
     "engine.kind": tuple(ENGINES),
     "engine.device": ("auto", "cpu", "cuda"),
 }
@@ -54,4 +56,5 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cluster.servers": (lambda servers: servers >= 1, "a whole number of at least 1"),  # at most: the cluster's rule
     "parallelism.microbatches": _COUNT,
     "parallelism.accumulate": _COUNT,
+    "parallelism.chunks": _COUNT,
 }

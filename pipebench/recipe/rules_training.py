@@ -9,12 +9,16 @@ from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.leaves import ARGUMENTS, TARGETED
+from pipebench.recipe.parallelism import COLUMNS
+from pipebench.recipe.plan_file import form_problems, is_plan_file, load_plan
 from pipebench.recipe.ranges import CHOICES
-from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
+from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
-from pipebench.schedule.modes import ALL_FORWARDS, AUTO, MODES, ONE, ORDERS, WEIGHT_POLICIES
+from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
+from pipebench.schedule.orders import ORDERS
+from pipebench.schedule.weights import WEIGHT_POLICIES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _TIMINGS = ("auto", "measured", "analytic")
@@ -97,13 +101,13 @@ def _periods(evaluate_every: Mapping[str, Any], checkpoint_every: Mapping[str, A
             yield f"train.{name}", f"got {both} of epochs and minibatches, allowed is exactly one"
 
 
-@rule("parallelism.mode", "parallelism.plan", "parallelism.order", "parallelism.weights", "parallelism.recompute")
-def _mode_auto(mode: str, plan: Any, order: str | None, weights: str | None, recompute: bool | None) -> Problems:
+@rule("parallelism.mode", "parallelism.plan", *(f"parallelism.{name}" for name in COLUMNS))
+def _mode_auto(mode: str, plan: Any, *columns: Any) -> Problems:
     if mode != AUTO:
         return
     if plan != AUTO:
         yield "parallelism.plan", f"got {shown(plan)} with mode auto, which plans every mode: allowed is auto"
-    for name, value in (("order", order), ("weights", weights), ("recompute", recompute)):
+    for name, value in zip(COLUMNS, columns, strict=True):
         if value is not None:
             yield (
                 f"parallelism.{name}",
@@ -117,8 +121,40 @@ def _depth_of_auto(depth: Any, mode: str) -> Problems:
         yield "parallelism.depth", f"got {shown(depth)} with mode auto: allowed is auto"
 
 
+@rule(
+    "@cluster",
+    *(f"parallelism.{name}" for name in ("mode", "plan", "cuts", "depth", "recompute", "chunks")),
+)
+def _plan_in_file(
+    cluster: Any,
+    mode: str,
+    given: Any,
+    cuts: list[str] | None,
+    depth: Any,
+    recompute: bool | None,
+    chunks: int | None,
+) -> Problems:
+    """Check a plan's file as far as that can be done without the model."""
+    if mode == AUTO or not is_plan_file(given):
+        return
+    if cuts is not None:
+        why = f"got {shown(cuts)} with a plan's file, which says itself where stages begin"
+        yield "parallelism.cuts", f"{why}: allowed is null"
+    try:
+        form = load_plan(given)
+    except RecipeError as error:
+        yield from (("parallelism.plan", str(fault)) for fault in error.faults)
+        return
+    asked = ParallelismRecipe(mode, given, depth=depth, recompute=recompute, chunks=chunks)
+    problems = form_problems(form, asked, cluster.num_workers)
+    for where, problem in problems:
+        yield "parallelism.plan", f"{given}: {where}: {problem}"
+
+
 @rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts")
 def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problems:
+    if is_plan_file(plan):
+        return
     if mode == AUTO or (plan == AUTO and MODES[mode].shape not in ("one", "one-stage")):
         if cuts is not None:
             given = f"got {shown(cuts)} with plan auto, which cuts by itself"
@@ -142,28 +178,55 @@ def _depth(depth: Any) -> Problems:
         yield "parallelism.depth", f"got {shown(depth)}, allowed is auto (NOAM) or a whole number of at least 1"
 
 
-@rule("parallelism.mode", "parallelism.weights", "parallelism.order")
-def _order(mode: str, weights: str | None, order: str | None) -> Problems:
+@rule("parallelism.mode", "parallelism.order", "parallelism.flush", "parallelism.weights", "parallelism.chunks")
+def _columns(mode: str, order: str | None, flush: bool | None, weights: str | None, chunks: int | None) -> Problems:
+    """Order, weights and chunks have to suit each other and the flush."""
     if mode == AUTO:
         return
-    weights, order = weights or MODES[mode].weights, order or MODES[mode].order
-    if order == ALL_FORWARDS and weights != ONE:
-        key = "parallelism.weights" if MODES[mode].order == ALL_FORWARDS else "parallelism.order"
-        allowed = f"weights: {ONE}, which flushes, or order: {ORDERS[1]}"
-        yield key, f"got order {order} with weights {weights}, {order} ends in a flush: allowed is {allowed}"
+    row = MODES[mode]
+    given = {"order": order, "flush": flush, "weights": weights, "chunks": chunks}
+    order, weights = order or row.order, weights or row.weights
+    flush, chunks = row.flush if flush is None else flush, chunks or row.chunks
+    told = "a flush" if flush else "no flush"
+
+    def blamed(*names: str) -> str:
+        return f"parallelism.{next((name for name in names if given[name] is not None), names[0])}"
+
+    if ORDERS[order].needs_flush and not flush:
+        others = [name for name, each in ORDERS.items() if not each.needs_flush]
+        allowed = f"flush: true, or order: {' or '.join(others)}"
+        yield blamed("order", "flush"), f"got order {order} with {told}, it ends in one: allowed is {allowed}"
+    if WEIGHT_POLICIES[weights].needs_flush != flush:
+        others = [name for name, each in WEIGHT_POLICIES.items() if each.needs_flush == flush]
+        allowed = f"flush: {str(not flush).lower()}, or weights: {' or '.join(others)}"
+        yield blamed("weights", "flush"), f"got weights {weights} with {told}: allowed is {allowed}"
+    if chunks > 1 and not ORDERS[order].takes_chunks:
+        others = [name for name, each in ORDERS.items() if each.takes_chunks]
+        allowed = f"chunks: 1, or order: {' or '.join(others)}"
+        yield blamed("chunks", "order"), f"got {chunks} chunks with order {order}: allowed is {allowed}"
 
 
-@rule("parallelism.mode", "parallelism.weights", "parallelism.microbatches", "parallelism.accumulate")
-def _microbatches(mode: str, weights: str | None, microbatches: int, accumulate: int) -> Problems:
+@rule(
+    "parallelism.mode",
+    "parallelism.flush",
+    "parallelism.weights",
+    "parallelism.microbatches",
+    "parallelism.accumulate",
+)
+def _microbatches(
+    mode: str, flush: bool | None, weights: str | None, microbatches: int, accumulate: int | None
+) -> Problems:
     if mode == AUTO:
         return
-    flushes = (weights or MODES[mode].weights) == ONE
-    takers = [name for name, row in MODES.items() if row.microbatches]
-    if microbatches > 1 and not (flushes and MODES[mode].microbatches):
-        why = f"mode {mode} doesn't cut minibatches" if flushes else f"mode {mode} has no flush here"
+    row = MODES[mode]
+    flush, policy = row.flush if flush is None else flush, WEIGHT_POLICIES[weights or row.weights]
+    takers = [name for name, each in MODES.items() if each.microbatches]
+    if microbatches > 1 and not (flush and row.microbatches):
+        why = f"mode {mode} doesn't cut minibatches" if flush else f"mode {mode} has no flush here"
         yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {' or '.join(takers)}"
-    if accumulate > 1 and not flushes:
-        allowed = f"1, or weights: {ONE} (one of {', '.join(WEIGHT_POLICIES)})"
+    if (accumulate or 1) > 1 and not flush and not policy.accumulates:
+        others = [name for name, each in WEIGHT_POLICIES.items() if each.accumulates]
+        allowed = f"1, flush: true, or weights: {' or '.join(others)}"
         yield "parallelism.accumulate", f"got {accumulate}, mode {mode} has no flush here: allowed is {allowed}"
 
 

@@ -10,11 +10,12 @@ from pipebench.errors import PlanError, choice
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.options import OF_PAIRS, option_problems, options
+from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import ALLOWED, is_target, target_in
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.schedule.modes import AUTO, MODES
-from pipebench.schedule.notation import parse_plan, streams_problem
+from pipebench.schedule.notation import streams_problem
 
 _MOST_PROCESSES = 1024
 FRACTIONS = ("top1", "top5", "token_accuracy", "meteor")
@@ -190,10 +191,10 @@ def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str,
     if not dataset.sequential or mode == AUTO:
         return
     try:
-        replicas = parse_plan(plan, MODES[mode], cluster.num_workers)
-    except PlanError:  # auto, which the planner keeps to these plans, or what another rule complains of
+        replicas = asked_replicas(plan, MODES[mode], cluster.num_workers)
+    except PlanError:  # another rule complains of it
         return
-    problem = streams_problem(replicas, streams or 1)
+    problem = None if replicas is None else streams_problem(replicas, streams or 1)  # the planner sees to it itself
     if problem is not None:
         yield "train.streams", f"got {problem}"
 

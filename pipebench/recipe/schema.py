@@ -123,16 +123,19 @@ class ParallelismRecipe:
 
     Attributes:
         mode: a row of `pipebench/schedule/modes.py`, or `auto`: the one that the planner predicts to be fastest.
-        plan: `auto` (the planner's), `straight`, or replicas per stage the papers' way: `15-1`, `2-1-1`, `16`.
+        plan: `auto` (the planner's), `straight`, replicas per stage the papers' way: `15-1`, `2-1-1`, `16`, or a file
+            that `pipebench plan --out` wrote: `plan.json`.
         cuts: first layer of every stage but the first; null cuts where the cost model says.
         cost_model: what the planner minimises: `overlap`, `sosp19` or `artifact`.
         depth: minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit.
         microbatches: microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer
             that divide a minibatch, and 1 with `accumulate`.
-        accumulate: whole minibatches per input-stage round and update (flushing modes).
+        accumulate: whole minibatches of every replica per update; null: the mode's own, 1, or as many as are in flight.
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
-        order: `all-forwards` or `1f1b`; null: the mode's own.
-        weights: `one`, `stash`, `stash-vertical-sync` or `none`; null: the mode's own.
+        order: `all-forwards`, `1f1b` or `interleaved`; null: the mode's own, like the next three.
+        flush: whether every update empties the pipeline.
+        weights: `one`, `stash`, `stash-vertical-sync`, `double-buffer` or `none`.
+        chunks: stages per worker (`interleaved` and `all-forwards`).
     """
 
     mode: str = MISSING
@@ -141,10 +144,12 @@ class ParallelismRecipe:
     cost_model: str = "overlap"
     depth: Any = "auto"
     microbatches: int = 1
-    accumulate: int = 1
+    accumulate: int | None = None
     recompute: bool | None = None
     order: str | None = None
+    flush: bool | None = None
     weights: str | None = None
+    chunks: int | None = None
 
 
 @dataclass(frozen=True)

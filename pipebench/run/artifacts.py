@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from pipebench.model.device import commit_diff
+from pipebench.planner.plans import Comparison
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.decision import plan_form
 from pipebench.run.request import recipe_yaml
 from pipebench.show import pictures
 from pipebench.show.trace import write_trace
@@ -44,32 +45,27 @@ def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[st
     """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
     log.text("recipe.yaml", recipe_yaml(loaded))
     log.text("profile.json", write_profile(job.profile))
-    log.text("plan.json", _plan_json(job))
+    log.text("plan.json", plan_form(job).text())
+    if job.comparison is not None:
+        log.text("modes.json", _modes_json(job.comparison))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
     difference = commit_diff()
     if difference:
         log.text("changes.diff", difference)
 
 
-def _plan_json(job: Job) -> str:
-    setup = job.setup
-    names = [layer.name for layer in setup.graph.layers]
-    stages = [{"layers": names[s.start : s.stop], "replicas": s.replicas} for s in setup.plan.stages]
-    depths = list(setup.pipeline.warmups)
-    told: dict[str, Any] = {"plan": str(setup.plan), "stages": stages, "depths": depths}
-    told["devices"] = [setup.cluster.device_of(worker) for worker in range(setup.pipeline.num_workers)]
-    if job.comparison is not None:
-        told["modes_compared"] = [
-            {
-                "mode": each.mode,
-                "plan": each.config,
-                "predicted_minibatch_s": each.minibatch_s,
-                "memory_bytes": max(stage.memory_bytes for stage in each.stages),
-            }
-            for each in (job.comparison.best, *job.comparison.others)
-        ]
-        told["modes_refused"] = job.comparison.refused
-    return json.dumps(told, indent=1)
+def _modes_json(comparison: Comparison) -> str:
+    """Return what the planner made of every mode, where the recipe left the choice to it."""
+    compared = [
+        {
+            "mode": each.plan.mode,
+            "plan": str(each.plan),
+            "predicted_minibatch_s": each.minibatch_s,
+            "memory_bytes": each.memory_bytes,
+        }
+        for each in (comparison.best, *comparison.others)
+    ]
+    return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
 def record_timeline(log: RunLog, timeline: Timeline) -> None:

@@ -18,11 +18,14 @@ from pipebench.cluster import Cluster
 from pipebench.distributed.launch_child import end_with
 from pipebench.distributed.launch_failure import signal_name
 from pipebench.errors import UserError, WorkersFailedError
+from pipebench.profile.stored import read_profile, write_profile
+from pipebench.recipe.plan_file import parse_plan_file
 from pipebench.recipe.schema import Recipe
-from pipebench.train.decision import Decided
-from pipebench.train.prepare import choose_device, prepare
+from pipebench.run.decision import decision_of
+from pipebench.train.prepare import Decision, choose_device, prepare
 
 _FAILED = 3
+_HERE = "the process that decides"
 _KINDS = (
     errors.UserCodeError,
     errors.GraphError,
@@ -37,7 +40,7 @@ def measures_on_gpu(recipe: Recipe, cluster: Cluster) -> bool:
     return profiles.is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda"
 
 
-def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None]) -> Decided:
+def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None]) -> Decision:
     """Decide a run in a process of its own: its memory, on GPUs too, is free again when this returns.
 
     Whatever ends this call, Ctrl-C or the end of this process included, ends that process.
@@ -76,14 +79,15 @@ def _ask(process: "subprocess.Popen[bytes]", recipe: Recipe, cluster: Cluster) -
         pass
 
 
-def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Callable[[int, int], None]) -> Decided:
+def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Callable[[int, int], None]) -> Decision:
     """Read what the process says until it has decided."""
     for line in answers:
         kind, *values = json.loads(line)
         if kind == "progress":
             on_progress(*values)
         elif kind == "decided":
-            return Decided.from_json(values[0].encode(), "the process that decides")
+            plan, profile = values
+            return Decision(parse_plan_file(plan, _HERE), read_profile(profile), _HERE)
         else:
             raise getattr(errors, kind)(values[0])
     code = process.wait()
@@ -103,12 +107,12 @@ def main(words: Sequence[str]) -> None:
 
         recipe, cluster, sys.path[:] = pickle.load(sys.stdin.buffer)  # our parent's own words
         try:
-            decided = Decided.of(prepare(recipe, cluster, lambda *done: say("progress", *done), trains=False))
+            decision = decision_of(prepare(recipe, cluster, lambda *done: say("progress", *done), trains=False))
         except UserError as error:
             kinds = (kind.__name__ for kind in type(error).__mro__ if kind in _KINDS)
             say(next(kinds), str(error))
         else:
-            say("decided", decided.to_json())
+            say("decided", decision.plan.text(), write_profile(decision.profile))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ from pipebench.run.suite import Suite
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy
-from pipebench.train.decision import Decided
 from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.prepare import Job
+from pipebench.train.prepare import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import simulate_epoch
@@ -31,7 +30,7 @@ from pipebench.train.virtual import on_virtual_clock
 class EngineRuns(Protocol):
     """How runs with one kind of engine are made."""
 
-    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided | None:
+    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
         """Refuse, before any recipe runs, what only the traced model shows to be wrong.
 
         Args:

@@ -67,7 +67,7 @@ def _plain(
     """Train in a plain loop, in place."""
     weights = Weights(_module(start), partial(make_optimizer, recipe))
     for step, lr in zip(gradients, rates, strict=True):
-        weights.update([gradient.clone() for gradient in step], lr)
+        weights.update([gradient.clone() for gradient in step], lr, keep_from=weights.newest.number + 1)
     return [parameter.detach() for parameter in weights.newest.parameters]
 
 
@@ -83,7 +83,7 @@ def _moving(
     for index, step, lr in zip(count(), gradients, rates, strict=False):
         weights.newest.users += 1
         held.append(weights.newest)
-        weights.update([gradient.clone() for gradient in step], lr)
+        weights.update([gradient.clone() for gradient in step], lr, keep_from=weights.newest.number + 1)
         if len(held) > 1:
             weights.release(held.pop(0))
         if index + 1 == _RESTORED_AT:

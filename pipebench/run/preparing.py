@@ -24,5 +24,5 @@ def prepare_job(loaded: LoadedRecipe, *, apart: bool = False, tells: bool = Fals
     recipe, cluster = loaded.recipe, loaded.cluster
     with faults_of(loaded), console.preparing(recipe.name, tells=tells) as on_progress:
         if apart and measures_on_gpu(recipe, cluster):
-            how["decided"] = decided_apart(recipe, cluster, on_progress)
+            how["kept"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from pipebench.distributed.launch_worker import fail_stalled, launched_by_us, on
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.setup import ranks_of
 from pipebench.errors import WorkersFailedError, printable
-from pipebench.files import replace as replace_file
 from pipebench.model.device import torch_settings
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
@@ -32,58 +30,43 @@ from pipebench.profile.together import mean_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run.artifacts import collected_log
+from pipebench.run.decision import decision_of, keep_decision, kept_decision, read_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.preparing import prepare_job
 from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
+from pipebench.schedule.notation import format_plan
 from pipebench.show.progress import Silent
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy
-from pipebench.train.decision import Decided
 from pipebench.train.interfaces import OnLoss, OnPoint, OnUnit, Progress
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.prepare import Job, ProfiledModel, kept_profile, travelling_sizes
+from pipebench.train.prepare import Decision, Job, ProfiledModel, travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 from pipebench.train.resume import load_checked, newest, nothing_to_go_on_from
 
 _LOG = logging.getLogger("pipebench.run")
-_DECIDED, _RESTARTS = "decided.json", "TORCHELASTIC_RESTART_COUNT"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
 _MEASURED = "measured"
 
 
-def kept_decision(folder: RunFolder | None, changes: Sequence[str]) -> Decided | None:
-    """Return what was decided for a run under these changes; None if nothing was, or for others.
-
-    Raises:
-        UserError: the file can't be read, or isn't a decision.
-    """
-    if folder is None or not (folder.path / _DECIDED).exists():
-        return None
-    decided = _read_decision(folder)
-    return decided if decided.changes == tuple(changes) else None
-
-
-def _read_decision(folder: RunFolder) -> Decided:
-    return Decided.from_json(folder.read_bytes(_DECIDED), str(folder.path / _DECIDED))
-
-
 class DistributedRuns:
     """A process per worker; this one starts them. See `pipebench.run.one_process.EngineRuns`."""
 
-    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decided:
+    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision:
         """Return what is decided for all processes of a run, with every seed."""
         kept = kept_decision(suite.resumed, suite.overrides)
-        return kept or Decided.of(prepare_job(loaded, trains=False, apart=True))
+        return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
     def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
         """Run in processes, which record; `tracking` is that of the command, which records a comparison at most."""
-        job = prepare_job(request.loaded, tells=True, trains=False, decided=request.decided)
+        job = prepare_job(request.loaded, tells=True, trains=False, kept=request.decision)
         return run_in_processes(request, job)
 
 
@@ -101,7 +84,7 @@ def run_in_processes(request: RunRequest, job: Job) -> RunResult:
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
     folder = suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
     if kept_decision(folder, suite.changes) is None:
-        replace_file(folder.path / _DECIDED, Decided.of(job, suite.changes).to_json().encode())
+        keep_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
         folder.result()  # what can't be read now couldn't be read at the end
         folder.update(verbose=suite.verbose)
@@ -240,17 +223,17 @@ def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
     """Prepare the recipe by what was decided; rank 0 decides where nobody has."""
     loaded, changes = request.loaded, request.suite.changes
     if world.rank == 0 and kept_decision(folder, changes) is None:
-        decided = Decided.of(prepare_job(loaded, trains=False), changes)
-        replace_file(folder.path / _DECIDED, decided.to_json().encode())
+        keep_decision(folder, decision_of(prepare_job(loaded, trains=False)), changes)
     world.barrier()
-    decided = _read_decision(folder)
-    check_world_size(world.size, sum(decided.replicas), "-".join(map(str, decided.replicas)))
+    decision = read_decision(folder)
+    replicas = decision.plan.replicas
+    check_world_size(world.size, sum(replicas), format_plan(replicas))
 
     def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(loaded.recipe, known, profile, world)
 
-    together = kept_profile(decided).source == _MEASURED and world.size > 1
-    job = prepare_job(loaded, decided=decided, measure_again=measure if together else None)
+    together = decision.profile.source == _MEASURED and world.size > 1
+    job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
     costs = replace(job.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
     return replace(job, setup=replace(job.setup, device=world.device, costs=costs))
 

@@ -11,7 +11,7 @@ from pipebench.run import folder as run_folder
 from pipebench.run.folder import RunFolder
 from pipebench.run.suite import Suite
 from pipebench.tracking import RunLog
-from pipebench.train.decision import Decided
+from pipebench.train.prepare import Decision
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class RunRequest:
         name: what the run is called.
         suite: how the command runs its recipes.
         parent: the comparison or the group of seeds it belongs to, or MLflow's id of that.
-        decided: what was decided for the run before; None where one process runs it.
+        decision: what was decided for the run before; None where one process runs it.
     """
 
     loaded: LoadedRecipe
     name: str
     suite: Suite
     parent: RunLog | str | None = None
-    decided: Decided | None = None
+    decision: Decision | None = None
 
     @property
     def words(self) -> Sequence[str]:

@@ -57,8 +57,8 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
     try:
-        for each, decided in zip(loaded, decisions, strict=True):
-            request = RunRequest(each, each.recipe.name, suite, parent, decided)
+        for each, decision in zip(loaded, decisions, strict=True):
+            request = RunRequest(each, each.recipe.name, suite, parent, decision)
             results += _run_with_seeds(request, seeds, tracking, begin)
             if results[-1].outcome == INTERRUPTED:
                 break

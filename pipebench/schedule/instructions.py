@@ -34,7 +34,7 @@ _LETTERS = {
     Op.UPDATE: "U",
 }
 _OPS = {letters: op for op, letters in _LETTERS.items()}
-_TEXT = re.compile(r"([A-Z]+)(\d+)(?:([<>])(\d+))?(?:\+(\d+))?")
+_TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:([<>])(\d+))?(?:\+(\d+))?(?:@(\d+))?")
 
 
 class Instruction(NamedTuple):
@@ -42,22 +42,32 @@ class Instruction(NamedTuple):
 
     Attributes:
         op: what to do.
+        stage: the stage it is done for, one of the worker's. A wait for the norm is for all of them: the first.
         number: the unit (a minibatch, or one microbatch of it) it is about; for waits and updates, the round.
-        peer: the other worker of a send or receive, else -1.
+        peer: the other stage of a send or receive, else -1. The unit tells which of its replicas that is.
         reduce: the round whose all-reduce a backward starts, else -1.
+        version: the weights that a forward or backward uses; of an update, the oldest that the stage may still be
+            asked for afterwards. Versions count the stage's updates since the drain. -1 for everything else.
     """
 
     op: Op
+    stage: int
     number: int
     peer: int = -1
     reduce: int = -1
+    version: int = -1
 
     def __str__(self) -> str:
-        """Return the text form, e.g. `F3`, `SA3>1` (to worker 1), `RA3<0`, `B3+1` (starts all-reduce 1), `U1`."""
+        """Return the text form: the stage, what it does, the unit or round, and what else there is to know.
+
+        `2F3@1` is the forward of unit 3 at stage 2 with version 1, `0SA3>1` sends its activation to stage 1, `1RA3<0`
+        receives it there, `0B3+1@1` starts all-reduce 1, `0U1@2` makes update 1.
+        """
         arrow = ">" if self.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) else "<"
         peer = f"{arrow}{self.peer}" if self.peer >= 0 else ""
         reduce = f"+{self.reduce}" if self.reduce >= 0 else ""
-        return f"{_LETTERS[self.op]}{self.number}{peer}{reduce}"
+        version = f"@{self.version}" if self.version >= 0 else ""
+        return f"{self.stage}{_LETTERS[self.op]}{self.number}{peer}{reduce}{version}"
 
 
 def parse(text: str) -> Instruction:
@@ -67,10 +77,12 @@ def parse(text: str) -> Instruction:
         ValueError: the text isn't one.
     """
     match = _TEXT.fullmatch(text)
-    if match is None or match[1] not in _OPS:
-        raise ValueError(f"{text!r} is not an instruction; expected one of {', '.join(_OPS)} and a number, e.g. F3")
-    _, number, _, peer, reduce = match.groups()
-    return Instruction(_OPS[match[1]], int(number), int(peer or -1), int(reduce or -1))
+    if match is None or match[2] not in _OPS:
+        raise ValueError(
+            f"{text!r} is not an instruction; expected a stage, one of {', '.join(_OPS)} and a number, e.g. 0F3"
+        )
+    stage, letters, number, _, *rest = match.groups()
+    return Instruction(_OPS[letters], int(stage), int(number), *(-1 if part is None else int(part) for part in rest))
 
 
 def render(instructions: Iterable[Instruction]) -> str:

@@ -4,12 +4,15 @@ A recipe names a row, and may overwrite its columns to get a combination no pape
 """
 
 from dataclasses import dataclass
+from typing import Final
 
-ALL_FORWARDS, ONE_F_ONE_B = "all-forwards", "1f1b"
-ONE, STASH, VERTICAL_SYNC, NONE = "one", "stash", "stash-vertical-sync", "none"
+from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B
+from pipebench.schedule.pipeline import STASH
+from pipebench.schedule.weights import DOUBLE_BUFFER, ONE, WEIGHT_POLICIES
+
+KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations; swapping isn't done yet
 AUTO = "auto"  # leaves the choice of a mode, or of a plan, to the planner
-ORDERS = (ALL_FORWARDS, ONE_F_ONE_B)
-WEIGHT_POLICIES = (ONE, STASH, VERTICAL_SYNC, NONE)
+ALL_REDUCE, WHOLE = "all-reduce", "whole"
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,15 @@ class Mode:
     Attributes:
         summary: one line for people.
         shape: plans it takes: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one
-            worker per stage) or `any`.
-        order: `all-forwards` (every forward of a flush, then every backward, in reverse) or `1f1b`.
-        weights: `one` version (the mode flushes at every update); or no flush, with versions kept in a `stash`,
-            `stash-vertical-sync` (all stages use the input stage's version) or `none` (the broken naive pipeline).
+            worker per stage), `equal` (equally many workers per stage) or `any`.
+        order: the order of work, a name in `orders.ORDERS`.
+        flush: whether every update empties the pipeline.
+        weights: how weight versions are numbered, a name in `weights.WEIGHT_POLICIES`.
+        sync: how replicas of a stage agree: `all-reduce` of their gradients at every update.
+        accumulate: minibatches of every replica per update, unless the recipe says otherwise: a number, or None for as
+            many as are in flight.
+        chunks: stages per worker, unless the recipe says otherwise.
+        backward: how a backward runs: `whole`, in one piece.
         depth: minibatches in flight per input-stage replica; None for NOAM.
         microbatches: whether a minibatch may be cut into microbatches.
         recompute: whether activations are computed again for the backward, unless the recipe says otherwise.
@@ -31,24 +39,36 @@ class Mode:
     summary: str
     shape: str
     order: str
+    flush: bool
     weights: str
+    sync: str = ALL_REDUCE
+    accumulate: int | None = 1
+    chunks: int = 1
+    backward: str = WHOLE
     depth: int | None = None
     microbatches: bool = False
     recompute: bool = False
 
     @property
-    def flushes(self) -> bool:
-        """Whether the pipeline is emptied as part of every update."""
-        return self.weights == ONE
+    def weight_versions(self) -> int | None:
+        """Weight versions that a replica keeps; None for one per minibatch in flight."""
+        return WEIGHT_POLICIES[self.weights].versions
 
 
-MODES: dict[str, Mode] = {
-    "single": Mode("one worker, one minibatch at a time", "one", ONE_F_ONE_B, ONE, depth=1),
-    "dp": Mode("bulk-synchronous data parallelism (BSP)", "one-stage", ONE_F_ONE_B, ONE, depth=1),
-    "model": Mode("model parallelism, one minibatch in the pipeline", "straight", ONE_F_ONE_B, ONE, depth=1),
+MODES: Final[dict[str, Mode]] = {
+    "single": Mode("one worker, one minibatch at a time", "one", ONE_F_ONE_B, True, ONE, depth=1),
+    "dp": Mode("bulk-synchronous data parallelism (BSP)", "one-stage", ONE_F_ONE_B, True, ONE, depth=1),
+    "model": Mode("model parallelism, one minibatch in the pipeline", "straight", ONE_F_ONE_B, True, ONE, depth=1),
     "gpipe": Mode(
-        "GPipe: all forwards, all backwards, flush", "any", ALL_FORWARDS, ONE, microbatches=True, recompute=True
+        "GPipe: all forwards, all backwards, flush", "any", ALL_FORWARDS, True, ONE, microbatches=True, recompute=True
     ),
-    "pipedream-flush": Mode("1F1B with a flush at every update", "any", ONE_F_ONE_B, ONE, microbatches=True),
-    "pipedream": Mode("1F1B-RR without a flush, weight stashing", "any", ONE_F_ONE_B, STASH),
-}
+    "pipedream-flush": Mode("1F1B with a flush at every update", "any", ONE_F_ONE_B, True, ONE, microbatches=True),
+    "interleaved": Mode(
+        "1F1B with a flush, several stages per worker", "equal", INTERLEAVED, True, ONE, chunks=2, microbatches=True
+    ),
+    "pipedream": Mode("1F1B-RR without a flush, weight stashing", "any", ONE_F_ONE_B, False, STASH),
+    "pipedream-2bw": Mode(
+        "1F1B without a flush, gradients accumulated, two weight versions", "equal", ONE_F_ONE_B, False, DOUBLE_BUFFER,
+        accumulate=None,
+    ),
+}  # fmt: skip

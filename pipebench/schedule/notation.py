@@ -12,13 +12,16 @@ SHAPES = {
     "one": "a single worker: `auto` or `1`",
     "one-stage": "one stage on all its workers: `auto` or a number such as `4`",
     "straight": "one worker per stage: `auto`, `straight` or e.g. `1-1-1-1`",
+    "equal": "`auto`, `straight` or equally many workers for every stage such as `2-2-2`",
     "any": "`auto`, `straight` or replicas per stage such as `2-1-1`",
 }
 _NOTATION = re.compile(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", re.ASCII)
 
 
 def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
-    """Return the replicas of every stage. `auto` is the planner's to resolve where a mode takes more than one plan.
+    """Return the replicas of every stage, or of every position where workers have several stages.
+
+    `auto` is the planner's to resolve where a mode takes more than one plan.
 
     Args:
         given: `auto` (single workers and single stages only), `straight`, a number of workers, or replicas per stage
@@ -62,7 +65,8 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     if text == STRAIGHT:
         return (1,) * num_workers
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
-        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or replicas per stage such as 15-1, 2-1-1 or 16")
+        others = "replicas per stage such as 15-1, 2-1-1 or 16, or a plan's file such as plan.json"
+        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or {others}")
     return tuple(int(part) for part in text.split("-"))
 
 
@@ -77,4 +81,6 @@ def _has_shape(replicas: Sequence[int], shape: str) -> bool:
         return tuple(replicas) == (1,)
     if shape == "one-stage":
         return len(replicas) == 1
+    if shape == "equal":
+        return len(set(replicas)) == 1
     return shape == "any" or set(replicas) == {1}

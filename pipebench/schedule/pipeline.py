@@ -1,21 +1,19 @@
-"""The schedule: what every worker does, in which order, as data.
-
-A schedule is a pure function of the pipeline's shape and of how many minibatches run until the next drain. It knows
-no model, no time and no tensor; simulator, engines, pictures and tests all read it.
+"""The shape of a pipeline: its stages, who runs them, and how minibatches are numbered and grouped.
 
 Units. What travels is a unit: a minibatch, or one microbatch of it. Units are numbered so that unit u runs on replica
 u mod r of every stage, forward and backward alike (1F1B-RR, PipeDream section 3.2). Microbatches of the minibatches
 of one block (as many as the least common multiple of the replica counts) are interleaved to keep that true.
+
+Positions. The workers stand in a row of positions, each with as many workers as its stages have replicas. A stage has a
+position to itself, or, with several chunks per worker, shares it: of P positions, stage s stands at position s mod P.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.modes import ALL_FORWARDS
-from pipebench.schedule.short_group import short_group_orders
+STASH = "stash"
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,18 @@ class Pipeline:
     """The shape of a pipeline and its order of work.
 
     Attributes:
-        replicas: replicas per stage; workers are numbered stage by stage.
+        replicas: replicas per stage; workers are numbered position by position.
         edges: which stages exchange values.
-        order: `all-forwards` or `1f1b`.
+        order: the order of work, a name in `orders.ORDERS`.
         flushes: whether every update empties the pipeline.
         depth: minibatches in flight per input-stage replica (1F1B only).
         microbatches: units per minibatch.
-        accumulate: blocks of minibatches per flush.
+        accumulate: blocks of minibatches per flush; without a flush, minibatches of every replica per update.
         loads: stages that read fields of the dataset.
         shares_norm: whether all stages agree on the gradient's global norm before an update (clipping in flushing
             modes).
+        weights: how weight versions are numbered, a name in `weights.WEIGHT_POLICIES`.
+        chunks: stages per worker.
     """
 
     replicas: tuple[int, ...]
@@ -58,6 +58,8 @@ class Pipeline:
     accumulate: int = 1
     loads: tuple[int, ...] = (0,)
     shares_norm: bool = False
+    weights: str = STASH
+    chunks: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -65,18 +67,28 @@ class Pipeline:
         return len(self.replicas)
 
     @property
+    def num_positions(self) -> int:
+        """Number of positions, which is that of the stages where each worker has one."""
+        return len(self.replicas) // self.chunks
+
+    @cached_property
     def num_workers(self) -> int:
         """Number of workers."""
-        return sum(self.replicas)
+        return sum(self.replicas[: self.num_positions])
 
     @cached_property
     def block(self) -> int:
         """Minibatches that give every replica of every stage equally many: lcm of the replica counts."""
         return math.lcm(*self.replicas)
 
+    @property
+    def period(self) -> int:
+        """Minibatches after which the list of every worker repeats itself, and every stage has made whole updates."""
+        return self.block * self.accumulate
+
     @cached_property
     def warmups(self) -> tuple[int, ...]:
-        """Depth d_s of every stage: how many units a replica runs forward before its first backward.
+        """Depth d_s of every stage in 1F1B: how many units a replica runs forward before its first backward.
 
         d_s = min(ceil(sum of r_t for t >= s, over r_s), 1 + floor((d_t - 1) r_t / r_s) for t < s), d_0 = depth:
         the second bound is what the stages before can have sent while they wait for the first backward.
@@ -88,17 +100,49 @@ class Pipeline:
             depths.append(min(math.ceil(sum(self.replicas[stage:]) / r), *bounds))
         return tuple(depths)
 
+    @cached_property
+    def first_workers(self) -> tuple[int, ...]:
+        """The worker of every stage's first replica; those of the others follow it."""
+        starts = [sum(self.replicas[:position]) for position in range(self.num_positions)]
+        return tuple(starts) * self.chunks
+
     def worker(self, stage: int, unit: int) -> int:
         """Return the worker that runs a unit at a stage."""
-        return sum(self.replicas[:stage]) + unit % self.replicas[stage]
+        return self.first_workers[stage] + unit % self.replicas[stage]
+
+    def workers_of(self, stage: int) -> range:
+        """Return the workers that run a stage, in order of its replicas."""
+        first = self.first_workers[stage]
+        return range(first, first + self.replicas[stage])
 
     @cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """Stage and replica index of every worker."""
-        return tuple((stage, replica) for stage, r in enumerate(self.replicas) for replica in range(r))
+    def _positions(self) -> tuple[tuple[int, int], ...]:
+        """Position and replica index of every worker."""
+        counts = self.replicas[: self.num_positions]
+        return tuple((position, replica) for position, r in enumerate(counts) for replica in range(r))
+
+    def stages_of(self, worker: int) -> range:
+        """Return the stages that a worker runs, ascending."""
+        return range(self._positions[worker][0], self.num_stages, self.num_positions)
+
+    def replica_of(self, worker: int) -> int:
+        """Return which replica of its stages a worker is."""
+        return self._positions[worker][1]
+
+    @cached_property
+    def worker_names(self) -> tuple[str, ...]:
+        """Return a name per worker: `stage 1`, `stage 0 replica 2` where a stage is replicated, or `stages 0, 4`."""
+        names = []
+        for worker in range(self.num_workers):
+            stages = self.stages_of(worker)
+            name = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+            names.append(f"{name} replica {self.replica_of(worker)}" if self.replicas[stages[0]] > 1 else name)
+        return tuple(names)
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return the minibatch (numbered since the drain) and the microbatch that a unit is."""
+        if self.microbatches == 1:
+            return unit, 0
         block, within = divmod(unit, self.block * self.microbatches)
         microbatch, position = divmod(within, self.block)
         return block * self.block + position, microbatch
@@ -109,6 +153,13 @@ class Pipeline:
         start = block * self.block * self.microbatches + position
         return [start + index * self.block for index in range(self.microbatches)]
 
+    def own_units(self, stage: int, worker: int, units: Sequence[int]) -> Sequence[int]:
+        """Return those of the units that a worker runs at a stage; they are ascending."""
+        r, replica = self.replicas[stage], self.replica_of(worker)
+        if isinstance(units, range):
+            return units[(replica - units.start) % r :: r]
+        return [unit for unit in units if unit % r == replica]
+
     def round_minibatches(self, stage: int, round_index: int, num_minibatches: int) -> range:
         """Return the minibatches whose mean gradient is one update of a stage; the last round may be short."""
         size = self.round_size(stage)
@@ -116,7 +167,7 @@ class Pipeline:
 
     def round_size(self, stage: int) -> int:
         """Return how many minibatches one update of a stage averages over."""
-        return self.block * self.accumulate if self.flushes else self.replicas[stage]
+        return (self.block if self.flushes else self.replicas[stage]) * self.accumulate
 
     def label(self, unit: int) -> str:
         """Return a unit's short name: `3`, or `3.1` for microbatch 1 of minibatch 3."""
@@ -127,100 +178,3 @@ class Pipeline:
 def noam(replicas: Sequence[int]) -> int:
     """Return NOAM = ceil(workers / replicas of the input stage), PipeDream section 3.2."""
     return math.ceil(sum(replicas) / replicas[0])
-
-
-def programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
-    """Return every worker's list of instructions for `num_minibatches` minibatches between two drains, lazily."""
-    return [
-        (_flushing if pipeline.flushes else _without_flush)(pipeline, stage, replica, num_minibatches)
-        for stage, replica in pipeline.places
-    ]
-
-
-def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
-    """Return every worker's list for an evaluation: forwards only, whole minibatches dealt round-robin."""
-
-    def program(stage: int, replica: int) -> Iterator[Instruction]:
-        for unit in range(replica, num_minibatches, pipeline.replicas[stage]):
-            yield from _forward(pipeline, stage, unit)
-
-    return [program(stage, replica) for stage, replica in pipeline.places]
-
-
-def _without_flush(p: Pipeline, stage: int, replica: int, num_minibatches: int) -> Iterator[Instruction]:
-    """1F1B-RR: warm up, then one forward and one backward in turn; every round of backwards is an update."""
-    r = p.replicas[stage]
-    units = range(replica, num_minibatches, r)
-    for forward, unit in _one_f_one_b(units, p.warmups[stage]):
-        if forward:
-            yield from _forward(p, stage, unit)
-        else:
-            yield from _backward(p, stage, unit, unit // r)
-            yield from _update(p, stage, unit // r)
-    if num_minibatches % r > 0 and replica >= num_minibatches % r:  # the last round is short and has no unit for us
-        yield from _update(p, stage, num_minibatches // r, idle=True)
-
-
-def _flushing(p: Pipeline, stage: int, replica: int, num_minibatches: int) -> Iterator[Instruction]:
-    """Group after group: all its units forward and backward, then one update."""
-    group_size = p.block * p.accumulate
-    for group in range(math.ceil(num_minibatches / group_size)):
-        minibatches = range(group * group_size, min((group + 1) * group_size, num_minibatches))
-        every_unit = sorted(unit for minibatch in minibatches for unit in p.units(minibatch))
-        units = [unit for unit in every_unit if unit % p.replicas[stage] == replica]
-        if p.order == ALL_FORWARDS:
-            steps = [(True, unit) for unit in units] + [(False, unit) for unit in reversed(units)]
-        elif len(minibatches) == group_size:
-            steps = list(_one_f_one_b(units, p.warmups[stage]))
-        else:
-            worker = sum(p.replicas[:stage]) + replica
-            steps = short_group_orders(p.replicas, p.warmups, every_unit)[worker]
-        last = len(steps) - 1
-        for position, (forward, unit) in enumerate(steps):
-            if forward:
-                yield from _forward(p, stage, unit)
-            else:
-                yield from _backward(p, stage, unit, group if position == last else -1)
-        yield from _update(p, stage, group, idle=not units)
-
-
-def _one_f_one_b(units: Sequence[int], warmup: int) -> Iterator[tuple[bool, int]]:
-    """Yield (is it a forward, unit): `warmup` forwards, then backward and forward in turn, then backwards."""
-    for unit in units[:warmup]:
-        yield True, unit
-    for position, unit in enumerate(units):
-        yield False, unit
-        if position + warmup < len(units):
-            yield True, units[position + warmup]
-
-
-def _forward(p: Pipeline, stage: int, unit: int) -> Iterator[Instruction]:
-    if stage in p.loads:
-        yield Instruction(Op.LOAD_INPUT, unit)
-    for edge in p.edges:
-        if edge.target == stage:
-            yield Instruction(Op.RECEIVE_ACTIVATION, unit, p.worker(edge.source, unit))
-    yield Instruction(Op.FORWARD, unit)
-    for edge in p.edges:
-        if edge.source == stage:
-            yield Instruction(Op.SEND_ACTIVATION, unit, p.worker(edge.target, unit))
-
-
-def _backward(p: Pipeline, stage: int, unit: int, reduce: int) -> Iterator[Instruction]:
-    """Gradients that meet come from the last reader first; they leave before any wait, or some plans deadlock."""
-    for edge in sorted(p.edges, key=lambda edge: -edge.target):
-        if edge.source == stage and edge.has_gradient:
-            yield Instruction(Op.RECEIVE_GRADIENT, unit, p.worker(edge.target, unit))
-    yield Instruction(Op.BACKWARD, unit, reduce=reduce if p.replicas[stage] > 1 else -1)
-    for edge in p.edges:
-        if edge.target == stage and edge.has_gradient:
-            yield Instruction(Op.SEND_GRADIENT, unit, p.worker(edge.source, unit))
-
-
-def _update(p: Pipeline, stage: int, round_index: int, *, idle: bool = False) -> Iterator[Instruction]:
-    """An idle replica, one without a unit in the round, joins the all-reduce in its wait, with zeros."""
-    if p.replicas[stage] > 1:
-        yield Instruction(Op.WAIT_ALL_REDUCE, round_index, reduce=round_index if idle else -1)
-    if p.shares_norm:
-        yield Instruction(Op.WAIT_NORM, round_index)
-    yield Instruction(Op.UPDATE, round_index)

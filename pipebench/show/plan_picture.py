@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
-from pipebench.planner.plans import Planned
+from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.model import LayerProfile
 from pipebench.show import profile_picture
 from pipebench.show.plan_report import Answer, bottleneck_of
@@ -49,53 +49,54 @@ def plan_figure(answer: Answer) -> "Figure":
     """Return the picture that `draw_plan` writes."""
     from matplotlib.figure import Figure
 
-    plan = answer.comparison.best
+    found = answer.comparison.best
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
-    _draw_layers(layers, answer.rows, plan)
-    _draw_stages(stages, plan)
+    _draw_layers(layers, answer.rows, found)
+    _draw_stages(stages, found)
     cluster = answer.request.cluster
-    bottleneck = f"bottleneck: {bottleneck_of(answer, plan)}, {seconds(plan.bottleneck_s)} per minibatch"
-    heading = f"{answer.name}: {shortened(plan.config, 60)} ({plan.mode}), {cluster.num_workers:,} workers"
+    bottleneck = f"bottleneck: {bottleneck_of(answer, found)}, {seconds(found.bottleneck_s)} per minibatch"
+    heading = f"{answer.name}: {shortened(str(found.plan), 60)} ({found.plan.mode}), {cluster.num_workers:,} workers"
     figure.suptitle(f"{_ascii(heading, 120)}\ncost model {answer.request.model.name}; {bottleneck}", fontsize=10)
     return figure
 
 
-def cut_bytes(rows: Sequence[LayerProfile], plan: Planned) -> list[int]:
+def cut_bytes(rows: Sequence[LayerProfile], found: PlanEstimate) -> list[int]:
     """Return the bytes of activations that cross every cut, values that skip stages included."""
-    place = {layer: position for position, layer in enumerate(plan.order)}
-    place[len(rows) - 1] = len(plan.order)  # the loss, at the end of the last stage
-    crossing = [0] * len(plan.starts)
+    starts = [stage.start for stage in found.plan.stages[1:]]
+    place = {layer: position for position, layer in enumerate(found.order)}
+    place[len(rows) - 1] = len(found.order)  # the loss, at the end of the last stage
+    crossing = [0] * len(starts)
     last_reader: dict[int, int] = {}
     for reader, row in enumerate(rows):
         for read in row.reads:
             if reader in place and read in place:
                 last_reader[read] = max(last_reader.get(read, 0), place[reader])
-    for index, start in enumerate(plan.starts):
+    for index, start in enumerate(starts):
         crossing[index] = sum(
             rows[read].output_bytes for read, reader in last_reader.items() if place[read] < start <= reader
         )
     return crossing
 
 
-def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], plan: Planned) -> None:
-    ordered = [rows[layer] for layer in plan.order]
-    bounds = [0, *plan.starts, len(ordered)]
+def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate) -> None:
+    ordered = [rows[layer] for layer in found.order]
+    bounds = [0, *(stage.stop for stage in found.plan.stages)]
     heights = [row.forward_s + row.backward_s for row in ordered]
     top = max(heights, default=0.0) or 1.0
     # A stage's name and the bytes of the cut behind it share a line only where there is room.
-    many = len(plan.stages) > _MOST_STAGES_LABELLED
-    for index, stage in enumerate(plan.stages):
+    many = len(found.stages) > _MOST_STAGES_LABELLED
+    for index, stage in enumerate(found.plan.stages):
         start, stop = bounds[index], bounds[index + 1]
         colour = _STAGE_COLOURS[index % len(_STAGE_COLOURS)]
         axes.bar(range(start, stop), heights[start:stop], 0.85, color=colour, linewidth=0)
         axes.axvspan(start - 0.5, stop - 0.5, color=colour, alpha=0.08, linewidth=0)
-        if not many or index % (len(plan.stages) // _MOST_STAGES_LABELLED + 1) == 0:
+        if not many or index % (len(found.stages) // _MOST_STAGES_LABELLED + 1) == 0:
             upright = 100 * (stop - start) / len(ordered) < _ROOMY_LAYERS
             name = f"{index} x {stage.replicas:,}" if upright else f"stage {index} x {stage.replicas:,}"
             place = (start + stop - 1) / 2
             axes.text(place, 1.28 * top, name, ha="center", va="center", rotation=90 if upright else 0, fontsize=8)
-    for index, num in enumerate(cut_bytes(rows, plan)):
+    for index, num in enumerate(cut_bytes(rows, found)):
         border = bounds[index + 1] - 0.5
         axes.axvline(border, color="#333333", linewidth=0.8, linestyle="--")
         if not many:
@@ -114,21 +115,21 @@ def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], plan: Planned) -> N
     )
 
 
-def _draw_stages(axes: "Axes", plan: Planned) -> None:
+def _draw_stages(axes: "Axes", found: PlanEstimate) -> None:
     width = 0.27
     for number, (attribute, label, colour) in enumerate(_PARTS):
-        places = [index + (number - 1) * width for index in range(len(plan.stages))]
-        heights = [getattr(stage, attribute) for stage in plan.stages]
+        places = [index + (number - 1) * width for index in range(len(found.stages))]
+        heights = [getattr(stage, attribute) for stage in found.stages]
         axes.bar(places, heights, width, color=colour, label=label, linewidth=0)
-    positions = range(len(plan.stages))
-    totals = [stage.stage_s for stage in plan.stages]
+    positions = range(len(found.stages))
+    totals = [stage.stage_s for stage in found.stages]
     left, right = ([index + side for index in positions] for side in (-0.45, 0.45))
     axes.hlines(totals, left, right, colors="#D55E00", linewidth=1.6, label="in all, by the cost model")
-    axes.axhline(plan.bottleneck_s, color="#D55E00", linewidth=1.0, linestyle="--", label="bottleneck")
-    step = -(-len(plan.stages) // _MOST_LABELS)
-    names = [f"{index} x {stage.replicas:,}" for index, stage in enumerate(plan.stages)][::step]
-    axes.set_xticks(range(0, len(plan.stages), step), names, rotation=90 if len(plan.stages) > 20 else 0, fontsize=8)
-    axes.set_xlim(-0.6, len(plan.stages) - 0.4)
+    axes.axhline(found.bottleneck_s, color="#D55E00", linewidth=1.0, linestyle="--", label="bottleneck")
+    step = -(-len(found.stages) // _MOST_LABELS)
+    names = [f"{index} x {stage.replicas:,}" for index, stage in enumerate(found.plan.stages)][::step]
+    axes.set_xticks(range(0, len(found.stages), step), names, rotation=90 if len(found.stages) > 20 else 0, fontsize=8)
+    axes.set_xlim(-0.6, len(found.stages) - 0.4)
     axes.set_xlabel("stage x replicas", fontsize=8)
     _finish(axes, "per minibatch")
     axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5)

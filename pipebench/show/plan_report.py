@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -14,12 +14,13 @@ from rich.text import Text
 from pipebench.cluster import Cluster
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
+from pipebench.model.plan import stage_of_layers
+from pipebench.model.plan_layers import form_of
 from pipebench.planner.planner import MOST_COMPONENTS, searches_levels
-from pipebench.planner.plans import Comparison, Planned, PlannedStage, Request
+from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
-from pipebench.schedule.pipeline import noam
 from pipebench.show.console import new_table, print_plain, print_table, standard_output
 from pipebench.show.profile_report import shortened
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
@@ -33,6 +34,7 @@ _CAUSES = {
     WAITING: "wait for minibatches to come back from later stages",
     LOADING: "loading of data",
 }
+_PARTS = {"compute_s": COMPUTE, "sync_s": SYNC, "transfer_s": TRANSFER}
 _ALMOST = 1e-6  # relative: times closer than this are the same
 _DIFFERS = 1.1
 _HELPS = 1.02  # times as fast, for one more minibatch in flight to be the remedy
@@ -62,7 +64,7 @@ class Answer:
     comparison: Comparison
     says_samples: bool
     spare_s: float | None = None
-    given: Planned | None = None
+    given: PlanEstimate | None = None
     total_s: float = 0.0
 
     @property
@@ -87,6 +89,11 @@ class Answer:
         part = -(-whole // self.comparison.best.microbatches)
         return layers[part if part in layers else whole]
 
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of the layers in the order of the best plan."""
+        return [self.rows[layer].name for layer in self.comparison.best.order]
+
 
 @dataclass(frozen=True)
 class Bottleneck:
@@ -101,16 +108,18 @@ class Bottleneck:
         return f"stage {self.stage}'s {_CAUSES[self.cause]}"
 
 
-def bottleneck_of(answer: Answer, plan: Planned) -> Bottleneck:
+def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
     """Return what a plan's bottleneck is: the largest part of the slowest stage, or the busiest port."""
-    index = max(range(len(plan.stages)), key=lambda i: plan.stages[i].stage_s)
-    stage = plan.stages[index]
-    if plan.port_s > stage.stage_s * (1 + _ALMOST):
+    if found.plan.chunks > 1:
+        return _of_several_stages(found)
+    index = max(range(len(found.stages)), key=lambda i: found.stages[i].stage_s)
+    stage = found.stages[index]
+    if found.port_s > stage.stage_s * (1 + _ALMOST):
         return Bottleneck(None, PORT)
-    if plan.bottleneck_s > stage.stage_s * (1 + _ALMOST):
+    if found.bottleneck_s > stage.stage_s * (1 + _ALMOST):
         return Bottleneck(None, RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
-    unit_size = -(-answer.request.minibatch_size // plan.microbatches)
-    load_s = answer.request.profile.load_s.get(unit_size, 0.0) * plan.microbatches / stage.replicas
+    unit_size = -(-answer.request.minibatch_size // found.microbatches)
+    load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
     if answer.request.model.has_ports and 0 < stage.stage_s <= load_s * (1 + _ALMOST):
         return Bottleneck(index, LOADING)
     if 0 < stage.stage_s <= stage.transfer_s * (1 + _ALMOST):
@@ -123,6 +132,22 @@ def bottleneck_of(answer: Answer, plan: Planned) -> Bottleneck:
     return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
 
 
+def _of_several_stages(found: PlanEstimate) -> Bottleneck:
+    """Return the bottleneck of a plan with several stages per worker: that of the worker whose stages take longest."""
+    sums = [
+        (
+            sum(stage.stage_s for stage in stages),
+            {part: sum(getattr(stage, part) for stage in stages) for part in _PARTS},
+        )
+        for stages in found.by_position
+    ]
+    position = max(range(len(sums)), key=lambda index: sums[index][0])
+    stage_s, parts = sums[position]
+    if found.port_s > stage_s * (1 + _ALMOST):
+        return Bottleneck(None, PORT)
+    return Bottleneck(position, _PARTS[max(parts, key=lambda part: parts[part])])
+
+
 def plan_json(answer: Answer) -> str:
     """Return everything as JSON, numbers unrounded; docs/planner.md says what every key is."""
     comparison, request = answer.comparison, answer.request
@@ -132,9 +157,10 @@ def plan_json(answer: Answer) -> str:
         "name": answer.name,
         **_summary(answer, best),
         "bottleneck": {"stage": bottleneck.stage, "cause": bottleneck.cause},
-        "stages": [_stage_json(stage) for stage in best.stages],
-        "idle_workers": request.cluster.num_workers - sum(best.replicas),
-        "noam": noam(best.replicas),
+        "plan": form_of(best.plan, answer.layer_names).data(),
+        "stages": [asdict(stage) for stage in best.stages],
+        "idle_workers": request.cluster.num_workers - len(best.plan.devices),
+        "noam": best.plan.noam,
         "depth_lowered_for_memory": _depth_is_lowered(answer),
         "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in _ties(answer)],
         "speedup_over_dp": _over(dp.minibatch_s, best.minibatch_s),
@@ -142,11 +168,11 @@ def plan_json(answer: Answer) -> str:
         **{f"dp_{key}": value for key, value in _summary(answer, dp).items() if key in _DP_KEYS},
         "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
         "dp_fits_in_memory": "dp" not in comparison.refused,
-        "others": [_summary(answer, plan) for plan in comparison.others],
+        "others": [_summary(answer, found) for found in comparison.others],
         "refused": comparison.refused,
         "shapes": [
-            {"shape": plan.found_by, "config": plan.config, "bottleneck_s": plan.bottleneck_s}
-            for plan in comparison.shapes
+            {"shape": found.found_by, "config": str(found.plan), "bottleneck_s": found.bottleneck_s}
+            for found in comparison.shapes
         ],
         "cost_model": request.model.name,
         "cluster": _cluster_json(request.cluster),
@@ -185,7 +211,9 @@ def print_plan(answer: Answer, console: Console | None = None) -> None:
     console = console or standard_output()
     best = answer.comparison.best
     print_plain(console, "")
-    print_plain(console, Text.assemble(f"{printable(answer.name)}: ", (f"{best.config} ({best.mode})", "bold green")))
+    print_plain(
+        console, Text.assemble(f"{printable(answer.name)}: ", (f"{best.plan} ({best.plan.mode})", "bold green"))
+    )
     _print_facts(console, _questions(answer))
     print_table(console, _stage_table(answer, narrow=console.width < _ROOMY_WIDTH), indent=2)
     _print_facts(console, _reasons(answer))
@@ -238,13 +266,15 @@ def _stage_table(answer: Answer, *, narrow: bool) -> Table:
         column.no_wrap = column.header != "layers"
     table.columns[1].justify = "left"
     width = _NAME_WIDTH // 2 if narrow else _NAME_WIDTH - 4 * (limit is not None)
-    for index, stage in enumerate(best.stages):
-        names = [shortened(name, width) for name in (stage.first_layer, stage.last_layer)]
-        layers = names[0] if len(stage.layers) == 1 else f"{names[0]}..{names[1]} ({len(stage.layers)})"
+    all_names = answer.layer_names
+    for index, (place, stage) in enumerate(zip(best.plan.stages, best.stages, strict=True)):
+        own = all_names[place.start : place.stop]
+        names = [shortened(name, width) for name in (own[0], own[-1])]
+        layers = names[0] if len(own) == 1 else f"{names[0]}..{names[1]} ({len(own)})"
         table.add_row(
             f"{index}{' <' if index == slowest else ''}",
             layers,
-            f"{stage.replicas:,}",
+            f"{place.replicas:,}",
             *(seconds(value) for value in (stage.compute_s, stage.sync_s, stage.transfer_s, stage.stage_s)),
             _share(stage.stage_s, best.bottleneck_s),
             num_bytes(stage.memory_bytes) + (f" ({percent(stage.memory_bytes / limit)})" if limit else ""),
@@ -269,16 +299,18 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "data parallel", _beside_dp(answer, best, dp)
     if answer.given is not None:
         over = _over(answer.given.minibatch_s, best.minibatch_s)
-        text = (
-            f"{shortened(answer.given.config, _PLAN_WIDTH)}, {_rate(answer, answer.given)}: {_prediction(answer.given)}"
-        )
+        config = shortened(str(answer.given.plan), _PLAN_WIDTH)
+        text = f"{config}, {_rate(answer, answer.given)}: {_prediction(answer.given)}"
         yield "recipe's plan", text + (f"; the plan above is {over:.2f}x as fast" if over is not None else "")
     yield f"bytes per {answer.unit}", f"{_bytes_text(answer, best)}; data parallel: {_bytes_text(answer, dp)}"
-    idle = cluster.num_workers - sum(best.replicas)
+    idle = cluster.num_workers - len(best.plan.devices)
     if idle:
         yield "workers idle", f"{idle:,} of {cluster.num_workers:,}: no plan that was found to use more is faster"
     if _depth_is_lowered(answer):
-        yield "depth", f"{best.depth}, below NOAM's {noam(best.replicas)}: more in flight doesn't fit in memory"
+        yield (
+            "depth",
+            f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory",
+        )
     for name, layers, stage in _ties(answer):
         yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
 
@@ -291,17 +323,17 @@ def _mode_table(answer: Answer) -> Table:
     for column in table.columns:
         column.no_wrap = column.header not in ("plan", "found by")
     table.columns[2].justify = "left"
-    for plan in (best, *answer.comparison.others):
-        flush = f", flush per {plan.accumulate}" if plan.accumulate > 1 else ""
+    for found in (best, *answer.comparison.others):
+        flush = f", flush per {found.accumulate}" if found.accumulate > 1 else ""
         table.add_row(
-            plan.mode,
-            f"{shortened(plan.config, _PLAN_WIDTH)}{_stages_text(plan)}{flush}",
-            plan.found_by,
-            number(answer.size / plan.minibatch_s) if plan.minibatch_s > 0 else UNKNOWN,
-            _share(best.minibatch_s, plan.minibatch_s),
-            num_bytes(_memory(plan)),
-            num_bytes(sum(plan.num_bytes.values()) / answer.size),
-            style="bold" if plan is best else "",
+            found.plan.mode,
+            f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}{flush}",
+            found.found_by,
+            number(answer.size / found.minibatch_s) if found.minibatch_s > 0 else UNKNOWN,
+            _share(best.minibatch_s, found.minibatch_s),
+            num_bytes(found.memory_bytes),
+            num_bytes(sum(found.num_bytes.values()) / answer.size),
+            style="bold" if found is best else "",
         )
     return table
 
@@ -309,20 +341,20 @@ def _mode_table(answer: Answer) -> Table:
 def _rest(answer: Answer) -> Iterator[tuple[str, str]]:
     comparison = answer.comparison
     yield from comparison.refused.items()
-    for plan in comparison.shapes:
-        text = f"{shortened(plan.config, _PLAN_WIDTH)}{_stages_text(plan)}"
-        yield plan.found_by, f"{text}, bottleneck {seconds(plan.bottleneck_s)}, memory not weighed"
+    for found in comparison.shapes:
+        text = f"{shortened(str(found.plan), _PLAN_WIDTH)}{_stages_text(found)}"
+        yield found.found_by, f"{text}, bottleneck {seconds(found.bottleneck_s)}, memory not weighed"
     rest_s = max(0.0, answer.total_s - sum(comparison.took_s.values()))
     parts = {**comparison.took_s, "model, profile and the rest": rest_s}
     text = ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
     yield "took", f"{seconds(answer.total_s)}: {text}"
 
 
-def _parts(plan: Planned, bottleneck: Bottleneck) -> str:
+def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
     if bottleneck.stage is None:
         return ""
-    stage = plan.stages[bottleneck.stage]
-    others = sorted((each.stage_s for i, each in enumerate(plan.stages) if i != bottleneck.stage), reverse=True)
+    stage = found.stages[bottleneck.stage]
+    others = sorted((each.stage_s for i, each in enumerate(found.stages) if i != bottleneck.stage), reverse=True)
     following = f"; the next stage takes {seconds(others[0])}" if others else ""
     parts = f"computing {seconds(stage.compute_s)}"
     parts += f", gradient sum {seconds(stage.sync_s)}" if stage.sync_s else ""
@@ -330,43 +362,43 @@ def _parts(plan: Planned, bottleneck: Bottleneck) -> str:
     return f" ({parts}){following}"
 
 
-def _prediction(plan: Planned) -> str:
-    if not plan.is_simulated:
+def _prediction(found: PlanEstimate) -> str:
+    if not found.is_simulated:
         return "the bottleneck, as so large a plan isn't simulated"
-    return f"{seconds(plan.minibatch_s)} per minibatch in the simulator, {_times(plan)} the bottleneck"
+    return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {_times(found)} the bottleneck"
 
 
-def _times(plan: Planned) -> str:
-    return ratio(plan.minibatch_s / plan.bottleneck_s) if plan.bottleneck_s > 0 else UNKNOWN
+def _times(found: PlanEstimate) -> str:
+    return ratio(found.minibatch_s / found.bottleneck_s) if found.bottleneck_s > 0 else UNKNOWN
 
 
-def _why_it_differs(answer: Answer, plan: Planned) -> str:
+def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
     """Return why the simulator is more than a tenth away from the bottleneck; empty if it isn't."""
-    if not plan.is_simulated or plan.minibatch_s <= plan.bottleneck_s * _DIFFERS:
-        faster = plan.is_simulated and plan.minibatch_s * _DIFFERS < plan.bottleneck_s
+    if not found.is_simulated or found.minibatch_s <= found.bottleneck_s * _DIFFERS:
+        faster = found.is_simulated and found.minibatch_s * _DIFFERS < found.bottleneck_s
         return "faster than the bottleneck: the cost model charges for what the simulator overlaps" if faster else ""
-    if answer.mode.flushes and len(plan.stages) > 1:
-        every = f"{plan.accumulate} minibatches" if plan.accumulate > 1 else "minibatch"
+    if answer.mode.flush and len(found.stages) > 1:
+        every = f"{found.accumulate} minibatches" if found.accumulate > 1 else "minibatch"
         if answer.mode.depth == 1:
             return "slower than the bottleneck: one minibatch at a time, so one stage works and the others wait"
         return f"slower than the bottleneck: the pipeline fills and drains at every update, every {every}"
-    if len(plan.stages) == 1:
+    if len(found.stages) == 1:
         return "slower than the bottleneck: gradients that are summed late are not hidden behind the backward"
-    if answer.spare_s is not None and answer.spare_s > plan.minibatch_s / _HELPS:
+    if answer.spare_s is not None and answer.spare_s > found.minibatch_s / _HELPS:
         return "slower than the bottleneck: transfers of several stages take turns, which the cost model doesn't count"
     reason = (
-        f"slower than the bottleneck: minibatches wait for transfers, and with {plan.depth} in flight per input-stage "
-        "replica (NOAM) none is to spare"
+        f"slower than the bottleneck: minibatches wait for transfers, and with {found.plan.depth} in flight per "
+        "input-stage replica (NOAM) none is to spare"
     )
     if answer.spare_s is not None:
-        reason += f"; with parallelism.depth={plan.depth + 1} it would be {seconds(answer.spare_s)}"
+        reason += f"; with parallelism.depth={found.plan.depth + 1} it would be {seconds(answer.spare_s)}"
     return reason
 
 
-def _beside_dp(answer: Answer, best: Planned, dp: Planned) -> str:
+def _beside_dp(answer: Answer, best: PlanEstimate, dp: PlanEstimate) -> str:
     fits = "" if "dp" not in answer.comparison.refused else ", and does not fit in memory"
     text = f"{_rate(answer, dp)}, {seconds(dp.minibatch_s)} per minibatch{fits}; "
-    if best.config == dp.config and best.minibatch_s == dp.minibatch_s:
+    if best.plan.replicas == dp.plan.replicas and best.minibatch_s == dp.minibatch_s:
         return f"{text}the best plan is data parallelism on all workers"
     predicted, modelled = _over(dp.minibatch_s, best.minibatch_s), _over(dp.bottleneck_s, best.bottleneck_s)
     if predicted is None or modelled is None:
@@ -376,22 +408,18 @@ def _beside_dp(answer: Answer, best: Planned, dp: Planned) -> str:
     return text + (f" ({ratio(modelled)} by the bottlenecks alone, {seconds(dp.bottleneck_s)} for dp)" if far else "")
 
 
-def _rate(answer: Answer, plan: Planned) -> str:
-    return f"{number(answer.size / plan.minibatch_s)} {answer.units}/s" if plan.minibatch_s > 0 else "no time at all"
+def _rate(answer: Answer, found: PlanEstimate) -> str:
+    return f"{number(answer.size / found.minibatch_s)} {answer.units}/s" if found.minibatch_s > 0 else "no time at all"
 
 
-def _bytes_text(answer: Answer, plan: Planned) -> str:
-    kinds = [f"{kind} {num_bytes(plan.num_bytes[kind] / answer.size)}" for kind in _KINDS if plan.num_bytes[kind]]
-    total = sum(plan.num_bytes.values()) / answer.size
+def _bytes_text(answer: Answer, found: PlanEstimate) -> str:
+    kinds = [f"{kind} {num_bytes(found.num_bytes[kind] / answer.size)}" for kind in _KINDS if found.num_bytes[kind]]
+    total = sum(found.num_bytes.values()) / answer.size
     return f"{num_bytes(total)}{' (' + ', '.join(kinds) + ')' if len(kinds) > 1 else ''}" if kinds else "nothing"
 
 
-def _stages_text(plan: Planned) -> str:
-    return f" ({len(plan.stages)} stages)" if plan.config == "straight" or len(plan.stages) > 8 else ""
-
-
-def _memory(plan: Planned) -> float:
-    return max(stage.memory_bytes for stage in plan.stages)
+def _stages_text(found: PlanEstimate) -> str:
+    return f" ({len(found.stages)} stages)" if str(found.plan) == "straight" or len(found.stages) > 8 else ""
 
 
 def _share(part: float, whole: float) -> str:
@@ -404,14 +432,14 @@ def _over(whole: float, part: float) -> float | None:
 
 def _depth_is_lowered(answer: Answer) -> bool:
     best = answer.comparison.best
-    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flushes
-    return not asked and best.depth < noam(best.replicas)
+    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
+    return not asked and best.plan.depth < best.plan.noam
 
 
 def _ties(answer: Answer) -> list[tuple[str, list[str], int]]:
     """Return tied parameters: name, layers, and the stage that has them all."""
     rows, best = answer.rows, answer.comparison.best
-    stage_of = {layer: index for index, stage in enumerate(best.stages) for layer in stage.layers}
+    stage_of = dict(zip(best.order, stage_of_layers(best.plan.stages), strict=True))
     users: dict[str, list[int]] = {}
     for layer in sorted(stage_of):
         for name in rows[layer].parameters:
@@ -434,58 +462,27 @@ def _cluster_text(cluster: Cluster) -> str:
     return f"{cluster.num_workers:,} workers: {levels}; {memory}"
 
 
-def _summary(answer: Answer, plan: Planned) -> dict[str, Any]:
-    rate, known = _over(1.0, plan.minibatch_s), answer.says_samples
-    sent = {**plan.num_bytes, "total": sum(plan.num_bytes.values())}
+def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+    rate, known = _over(1.0, found.minibatch_s), answer.says_samples
+    sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
     return {
-        "mode": plan.mode,
-        "config": plan.config,
-        "found_by": plan.found_by,
-        "replicas": list(plan.replicas),
-        "depth": plan.depth,
-        "microbatches": plan.microbatches,
-        "accumulate": plan.accumulate,
-        "bottleneck_s": plan.bottleneck_s,
-        "port_s": plan.port_s,
-        "minibatch_s": plan.minibatch_s,
-        "is_simulated": plan.is_simulated,
+        "mode": found.plan.mode,
+        "config": str(found.plan),
+        "found_by": found.found_by,
+        "replicas": list(found.plan.replicas),
+        "depth": found.plan.depth,
+        "microbatches": found.microbatches,
+        "accumulate": found.accumulate,
+        "bottleneck_s": found.bottleneck_s,
+        "port_s": found.port_s,
+        "minibatch_s": found.minibatch_s,
+        "is_simulated": found.is_simulated,
         "minibatches_per_s": rate,
         "samples_per_s": rate * answer.size if known and rate is not None else None,
         "bytes_per_minibatch": sent,
         "bytes_per_sample": {kind: value / answer.size for kind, value in sent.items()} if known else None,
-        "memory_bytes": _memory(plan),
+        "memory_bytes": found.memory_bytes,
     }
-
-
-def _stage_json(stage: PlannedStage) -> dict[str, Any]:
-    return {
-        "first_layer": stage.first_layer,
-        "last_layer": stage.last_layer,
-        "num_layers": len(stage.layers),
-        "replicas": stage.replicas,
-        "compute_s": stage.compute_s,
-        "sync_s": stage.sync_s,
-        "transfer_s": stage.transfer_s,
-        "stage_s": stage.stage_s,
-        "memory_bytes": stage.memory_bytes,
-        "in_flight": stage.in_flight,
-        "devices": _runs(stage.devices),
-    }
-
-
-def _runs(devices: Sequence[int]) -> list[list[int]]:
-    """Return devices as runs, [first, last] each.
-
-    >>> _runs([0, 1, 2, 5])
-    [[0, 2], [5, 5]]
-    """
-    runs: list[list[int]] = []
-    for device in sorted(devices):
-        if runs and runs[-1][1] == device - 1:
-            runs[-1][1] = device
-        else:
-            runs.append([device, device])
-    return runs
 
 
 def _cluster_json(cluster: Cluster) -> Mapping[str, Any]:

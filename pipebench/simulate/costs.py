@@ -88,13 +88,12 @@ class Costs:
     host: HostCosts = NO_HOST_COSTS
 
 
-def stage_costs(profile: Profile, plan: Plan, *, recompute: bool) -> Costs:
+def stage_costs(profile: Profile, plan: Plan) -> Costs:
     """Sum a profile over the stages of a plan.
 
     Args:
         profile: layer costs at every size that travels.
-        plan: which layers make a stage, and what crosses.
-        recompute: whether a backward computes the forward again first.
+        plan: which layers make a stage, what crosses, and whether a backward computes the forward again first.
     """
     rows = next(iter(profile.layers.values()))
     loss = len(rows) - 1
@@ -104,7 +103,7 @@ def stage_costs(profile: Profile, plan: Plan, *, recompute: bool) -> Costs:
         indices = [*range(stage.start, stage.stop), *([loss] if stage.stop == loss else [])]
         forward: dict[int, float] = {n: sum(at[i].forward_s for i in indices) for n, at in profile.layers.items()}
         backward = {n: sum(at[i].backward_s for i in indices) for n, at in profile.layers.items()}
-        if recompute:
+        if stage.recomputes:
             backward = {n: seconds + forward[n] for n, seconds in backward.items()}
         reads_inputs = any(rows[i].inputs for i in range(stage.start, stage.stop))
         load = {n: profile.load_s.get(n, 0.0) if reads_inputs else 0.0 for n in profile.layers}

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from pipebench.cluster import Cluster, Level
 from pipebench.schedule.instructions import Op
-from pipebench.schedule.pipeline import Pipeline, programs
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
@@ -13,9 +14,17 @@ _LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 
 
 def draw_cells(
-    pipeline: Pipeline, num_minibatches: int, forward: Sequence[int], backward: Sequence[int], *, first: int = 0
+    pipeline: Pipeline,
+    num_minibatches: int,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    *,
+    first: int = 0,
+    versions: bool = False,
 ) -> list[list[str]]:
     """Return what every worker does in every unit of time: `F3`, `B3` or "" (idle); communication is free.
+
+    Where workers have several stages the stage stands first: `2F3`.
 
     Args:
         pipeline: the pipeline.
@@ -23,6 +32,7 @@ def draw_cells(
         forward: units of time of a forward, per stage.
         backward: likewise.
         first: number of the first unit (0, or 1 as in some papers).
+        versions: tell the weight version too: `F3@1`.
     """
     stages = tuple(StageCosts({1: f}, {1: b}, {1: 0.0}, 0.0) for f, b in zip(forward, backward, strict=True))
     nothing = {(edge.source, edge.target): {1: 0} for edge in pipeline.edges}
@@ -32,21 +42,14 @@ def draw_cells(
         pipeline, programs(pipeline, num_minibatches), Costs(stages, nothing, nothing), network, lambda _: 1
     )
     for event in simulation:
-        if event.instruction.op in _LETTERS:
+        op, stage, number, _, _, version = event.instruction
+        if op in _LETTERS:
             row, start, end = cells[event.worker], round(event.start_s), round(event.end_s)
             row += [""] * (start - len(row))
-            row += [f"{_LETTERS[event.instruction.op]}{event.instruction.number + first}"] * (end - start)
+            cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number + first}"
+            row += [f"{cell}@{version}" if versions else cell] * (end - start)
     width = max(map(len, cells))
     return [row + [""] * (width - len(row)) for row in cells]
-
-
-def worker_names(replicas: Sequence[int]) -> tuple[str, ...]:
-    """Return a name per worker: `stage 1`, or `stage 0 replica 2` where a stage is replicated."""
-    return tuple(
-        f"stage {stage} replica {replica}" if r > 1 else f"stage {stage}"
-        for stage, r in enumerate(replicas)
-        for replica in range(r)
-    )
 
 
 def draw(
@@ -56,6 +59,7 @@ def draw(
     backward: Sequence[int],
     *,
     width: int | None = None,
+    versions: bool = False,
 ) -> str:
     """Return `draw_cells` as text, `.` for idle.
 
@@ -65,9 +69,10 @@ def draw(
         forward: units of time of a forward, per stage.
         backward: likewise.
         width: the most characters a line may have; what doesn't fit is left out at the right, by whole units.
+        versions: see `draw_cells`.
     """
-    rows = draw_cells(pipeline, num_minibatches, forward, backward)
-    names = worker_names(pipeline.replicas)
+    rows = draw_cells(pipeline, num_minibatches, forward, backward, versions=versions)
+    names = pipeline.worker_names
     cell_width = max(len(cell) for row in rows for cell in row)
     margin = max(map(len, names))
     # A name and each cell are followed by two blanks, the last cell by none.

@@ -7,7 +7,6 @@ from typing import Any
 
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.drawing import worker_names
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import BACKWARD, EVALUATE, FORWARD, SEND, UPDATE, WAIT, Span, Timeline, Transfer
 
@@ -89,13 +88,13 @@ class Meter:
         """Return the recorded part."""
         spans = tuple(sorted(self._spans, key=lambda span: (span.start_s, span.worker)))
         transfers = tuple(sorted(self._transfers, key=lambda transfer: transfer.start_s))
-        found = Timeline(worker_names(self._pipeline.replicas), spans, transfers, self._truncated)
+        found = Timeline(self._pipeline.worker_names, spans, transfers, self._truncated)
         return found.shifted(-self.origin_s) if self.origin_s else found
 
 
 def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
     """Return what a timeline shows of an event."""
-    start_s, end_s, worker, (op, number, _, _), _ = event
+    start_s, end_s, worker, (op, _, number, *_), _ = event
     if op is Op.UPDATE:
         return Span(worker, UPDATE, f"U{number}", start_s, end_s, -1)
     if op in (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM):

@@ -4,8 +4,9 @@ A transfer between two workers crosses one level, the innermost that joins them,
 outgoing port and the receiving component's incoming port of that level for bytes / bandwidth seconds, whole, at the
 level's goodput (bandwidth times efficiency). Its last byte arrives one latency later.
 
-Who asks first goes first, but nobody waits for nothing: a transfer that waits for the port at its other end leaves its
-own port to whoever can be done before it starts.
+Transfers take their ports in the order in which they are asked for, with one exception. A transfer may have to wait
+although its own port is free, because the port at its other end is taken. A later transfer may then use the free port
+first, if it is over before the waiting one starts.
 """
 
 import bisect
@@ -34,8 +35,21 @@ def ring_bytes(num_bytes: int, size: int) -> list[int]:
 class Network:
     """Grants links by time of request and counts payload bytes, by kind and level, once, at the sender."""
 
-    def __init__(self, cluster: Cluster, observe: Callable[[Transfer], None] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        devices: Sequence[int] | None = None,
+        observe: Callable[[Transfer], None] | None = None,
+    ) -> None:
+        """Take the links.
+
+        Args:
+            cluster: their levels.
+            devices: of every worker; None where worker i is on device i.
+            observe: is told of every transfer.
+        """
         self.cluster = cluster
+        self.devices = range(cluster.num_workers) if devices is None else devices
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self._taken: dict[_Port, list[tuple[float, float]]] = {}  # from, to; in order, what is over left out
         self._paths: dict[tuple[int, int], tuple[int, _Port, _Port]] = {}
@@ -58,7 +72,7 @@ class Network:
 
         2 (r - 1) steps, each as slow as the ring's slowest link (bandwidth-optimal ring; PipeDream section 3.1).
         """
-        size, ring = len(workers), self.cluster.ring(workers)
+        size, ring = len(workers), sorted(workers, key=self.devices.__getitem__)
         paths = [self._path(worker, ring[(i + 1) % size]) for i, worker in enumerate(ring)]
         levels = [self.cluster.levels[index] for index, _, _ in paths]
         ports = {port for _, outgoing, incoming in paths for port in (outgoing, incoming)}
@@ -94,8 +108,9 @@ class Network:
     def _path(self, sender: int, receiver: int) -> tuple[int, _Port, _Port]:
         path = self._paths.get((sender, receiver))
         if path is None:
-            index = self.cluster.level_between(sender, receiver)
-            outgoing = (index, self.cluster.component(sender, index), True)
-            incoming = (index, self.cluster.component(receiver, index), False)
+            sending, receiving = self.devices[sender], self.devices[receiver]
+            index = self.cluster.level_between(sending, receiving)
+            outgoing = (index, self.cluster.component(sending, index), True)
+            incoming = (index, self.cluster.component(receiving, index), False)
             path = self._paths[sender, receiver] = (index, outgoing, incoming)
         return path

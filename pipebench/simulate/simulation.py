@@ -54,7 +54,7 @@ class _Reduction:
 
 
 _Bucket = tuple[int, int, int, _Reduction]  # stage, round, index of the bucket
-_Message = tuple[Op, int, int, int]  # kind of send, unit, sender, receiver
+_Message = tuple[Op, int, int, int]  # kind of send, unit, the stage it leaves, the one that reads it
 
 
 class Simulation:
@@ -119,27 +119,27 @@ class Simulation:
 
     def _run(self, worker: int, now_s: float) -> Iterator[Event]:
         """Execute a worker's instructions until one takes time."""
-        stage = self._pipeline.places[worker][0]
-        costs = self._costs.stages[stage]
+        stages = self._costs.stages
         for instruction in self._programs[worker]:
-            op, number = instruction.op, instruction.number
+            op, stage, number, _, reduce, _ = instruction
             if op is Op.FORWARD or op is Op.BACKWARD:
+                costs = stages[stage]
                 duration = (costs.forward_s if op is Op.FORWARD else costs.backward_s)[self._size_of(number)]
-                if instruction.reduce >= 0:
-                    self._join(stage, instruction.reduce, now_s, duration)
+                if reduce >= 0:
+                    self._join(stage, reduce, now_s, duration)
             elif op is Op.UPDATE:
-                duration = costs.update_s
+                duration = stages[stage].update_s
             elif op is Op.SEND_ACTIVATION or op is Op.SEND_GRADIENT:
-                duration = self._send(worker, stage, instruction, now_s)
+                duration = self._send(worker, instruction, now_s)
                 if duration == 0:
                     yield Event(now_s, now_s, worker, instruction)
                     continue
             else:
-                ready = self._ready(worker, stage, instruction, now_s)
+                ready = self._ready(worker, instruction, now_s)
                 if ready is None:
                     return
                 ready_s, sent_s = ready
-                host_s = self._host_s(stage, instruction)
+                host_s = self._host_s(instruction)
                 if host_s > 0:
                     ready_s = max(ready_s, now_s) + host_s
                 if ready_s <= now_s:
@@ -152,27 +152,27 @@ class Simulation:
             return
         self._running.discard(worker)
 
-    def _send(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> float:
+    def _send(self, worker: int, instruction: Instruction, now_s: float) -> float:
         """Let a message set out; return the seconds that sending it keeps the worker."""
-        op, unit, peer, _ = instruction
-        other, size = self._pipeline.places[peer][0], self._size_of(unit)
+        op, stage, unit, other, _, _ = instruction
+        size, peer = self._size_of(unit), self._pipeline.worker(other, unit)
         if op is Op.SEND_ACTIVATION:
             kind, label, num_bytes = ACTIVATION, "F", self._costs.activation_bytes[stage, other][size]
         else:
             kind, label, num_bytes = GRADIENT, "B", self._costs.gradient_bytes[other, stage][size]
         arrival_s = self._network.send(kind, f"{label}{self._pipeline.label(unit)}", worker, peer, num_bytes, now_s)
-        message = (op, unit, worker, peer)
+        message = (op, unit, stage, other)
         receiver = self._receiving.pop(message, None)
         if receiver is None:
             self._arrivals[message] = (arrival_s, now_s)
         else:
-            host_s = self._host_s(other, receiver[1])
+            host_s = self._host_s(receiver[1])
             self._push(max(arrival_s, now_s) + host_s, peer, (*receiver, now_s))
         return self._costs.host.message(num_bytes) if size else 0.0
 
-    def _host_s(self, stage: int, instruction: Instruction) -> float:
+    def _host_s(self, instruction: Instruction) -> float:
         """Return what a wait's communication takes of the waiting worker's own processor."""
-        op, number, peer, _ = instruction
+        op, stage, number, other, _, _ = instruction
         host = self._costs.host
         if host == NO_HOST_COSTS:
             return 0.0
@@ -181,14 +181,14 @@ class Simulation:
             return host.all_reduce(sum(bucket.num_bytes for bucket in buckets), self._pipeline.replicas[stage])
         if op not in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT) or self._size_of(number) == 0:
             return 0.0
-        other, size = self._pipeline.places[peer][0], self._size_of(number)
+        size = self._size_of(number)
         if op is Op.RECEIVE_ACTIVATION:
             return host.message(self._costs.activation_bytes[other, stage][size])
         return host.message(self._costs.gradient_bytes[stage, other][size])
 
-    def _ready(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
+    def _ready(self, worker: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
         """Return when a blocking instruction can end and when what it waits for set out; None if unknown yet."""
-        op, number, peer, _ = instruction
+        op, stage, number, other, _, _ = instruction
         if op is Op.LOAD_INPUT:
             return self._load(worker, stage, number, now_s), math.inf
         if op is Op.WAIT_ALL_REDUCE:
@@ -199,7 +199,7 @@ class Simulation:
             self._join(_EVERY_STAGE, number, now_s, 0.0)
             return self._wait_for_reduction(worker, _EVERY_STAGE, instruction, now_s)
         sent_as = Op.SEND_ACTIVATION if op is Op.RECEIVE_ACTIVATION else Op.SEND_GRADIENT
-        message = (sent_as, number, peer, worker)
+        message = (sent_as, number, other, stage)
         arrival = self._arrivals.pop(message, None)
         if arrival is None:
             self._receiving[message] = (now_s, instruction)
@@ -245,15 +245,14 @@ class Simulation:
     def _reduced(self, stage: int, round_index: int, reduction: _Reduction, end_s: float) -> None:
         reduction.end_s = end_s
         for worker, since_s, instruction in self._waiting.pop((stage, round_index), ()):
-            end_here_s = max(end_s, since_s) + self._host_s(stage, instruction)
+            end_here_s = max(end_s, since_s) + self._host_s(instruction)
             self._push(end_here_s, worker, (since_s, instruction, reduction.all_joined_s))
 
     def _group(self, stage: int) -> tuple[Sequence[Bucket], range, str]:
         """Return what is all-reduced, among whom, and the kind of bytes it is."""
         if stage == _EVERY_STAGE:
             return _NORM, range(self._pipeline.num_workers), CONTROL
-        first = self._pipeline.worker(stage, 0)
-        return self._costs.stages[stage].buckets, range(first, first + self._pipeline.replicas[stage]), ALL_REDUCE
+        return self._costs.stages[stage].buckets, self._pipeline.workers_of(stage), ALL_REDUCE
 
     def _wait_for_reduction(
         self, worker: int, stage: int, instruction: Instruction, now_s: float
@@ -269,11 +268,13 @@ class Simulation:
         return reduction.end_s, reduction.all_joined_s
 
     def _deadlock(self) -> str:
-        places = self._pipeline.places
-        receiving = [(message[3], *waiting) for message, waiting in sorted(self._receiving.items())]
+        pipeline = self._pipeline
+        receiving = [
+            (pipeline.worker(stage, unit), *waiting) for (_, unit, _, stage), waiting in sorted(self._receiving.items())
+        ]
         reducing = [waiter for _, waiters in sorted(self._waiting.items()) for waiter in waiters]
         stuck = [
-            f"worker {worker} (stage {places[worker][0]}) waits in {instruction} since {since_s:g} s"
+            f"worker {worker} ({pipeline.worker_names[worker]}) waits in {instruction} since {since_s:g} s"
             for worker, since_s, instruction in (*receiving, *reducing)
         ]
         return "the schedule deadlocks:\n  " + "\n  ".join(stuck)

@@ -6,14 +6,15 @@ all further periods cost that constant: only fill, a few periods and drain are s
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.schedule.instructions import Op
-from pipebench.schedule.pipeline import Pipeline, programs
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
@@ -38,6 +39,10 @@ class Course(Protocol):
     @property
     def cluster(self) -> Cluster:
         """Where it runs."""
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """The device of every worker."""
 
     @property
     def sampler(self) -> Sampler:
@@ -81,8 +86,7 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
         num_minibatches: length of the segment, up to one epoch.
         meter: records the timeline of the part that is really simulated.
     """
-    period = course.pipeline.block * (course.pipeline.accumulate if course.pipeline.flushes else 1)
-    found = _steady_state(course, num_minibatches, period)
+    found = _steady_state(course, num_minibatches, course.pipeline.period)
     if found is None:
         return simulate_all(course, num_minibatches, meter)
     steady, period = found
@@ -93,7 +97,7 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
 
 def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
     """Simulate every instruction of a segment."""
-    network = Network(course.cluster, meter.transfer if meter else None)
+    network = Network(course.cluster, course.devices, meter.transfer if meter else None)
     adder = meter or Meter(course.pipeline)
     busy_s, stall_s = adder.busy_s, adder.stall_s
     simulation = Simulation(
@@ -127,14 +131,16 @@ def _steady_state(course: Course, num_minibatches: int, block: int) -> tuple[int
     The period is a few blocks: links that two stages share can make blocks differ in turn. None if it never repeats.
     """
     pipeline = course.pipeline
-    ends: list[list[float]] = [[] for _ in pipeline.places]
-    own = [block * pipeline.microbatches // pipeline.replicas[stage] for stage, _ in pipeline.places]
+    workers = range(pipeline.num_workers)
+    ends: list[list[float]] = [[] for _ in workers]
+    stages = map(pipeline.stages_of, workers)
+    own = [sum(block * pipeline.microbatches // pipeline.replicas[stage] for stage in each) for each in stages]
     in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / block) * block
     simulation = Simulation(
         pipeline,
         programs(pipeline, num_minibatches),
         course.costs,
-        Network(course.cluster),
+        Network(course.cluster, course.devices),
         _sizes(course, num_minibatches),
     )
     for event in simulation:

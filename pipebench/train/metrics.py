@@ -144,9 +144,9 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
 def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return a row per stage; `facts` as `sum_facts` returns them."""
     rows = describe_stages(job)
-    for worker, (stage, _) in enumerate(job.setup.pipeline.places):
-        row = rows[stage]
-        versions, peak = facts["weight_versions_max"][worker], facts["peak_bytes"][worker]
-        row["weight_versions_max"] = max(row.get("weight_versions_max", 0), versions)
-        row["peak_memory_bytes"] = max(row.get("peak_memory_bytes", 0), peak)
+    pipeline = job.setup.pipeline
+    for row in rows:
+        workers = pipeline.workers_of(row["index"])
+        row["weight_versions_max"] = max(facts["weight_versions_max"][worker] for worker in workers)
+        row["peak_memory_bytes"] = max(facts["peak_bytes"][worker] for worker in workers)
     return tuple(rows)

@@ -5,11 +5,11 @@ Every step is a function of what the steps before it gave, so that each can be c
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,11 +17,12 @@ from torch import nn
 from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
-from pipebench.errors import PlanError, ProfileError, TracingError
+from pipebench.errors import Fault, PlanError, RecipeError, TracingError, choice
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.own_schedule import own_schedule
-from pipebench.model.plan import Plan, explicit_plan, make_plan
+from pipebench.model.plan import Plan, make_plan, starts_of_cuts
+from pipebench.model.plan_layers import layer_problems, plan_of, refuse
 from pipebench.model.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.model.trace_check import check_traced
 from pipebench.planner.compare import compare
@@ -30,18 +31,18 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.model import Profile
-from pipebench.profile.stored import read_profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.parallelism import resolve
-from pipebench.recipe.schema import Recipe, TrainRecipe
+from pipebench.recipe.plan_file import PlanForm, form_problems, is_plan_file, load_plan
+from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.weightless import weightless
-from pipebench.schedule.modes import AUTO
+from pipebench.schedule.modes import AUTO, KEEP, MODES, RECOMPUTE
 from pipebench.schedule.notation import parse_plan, streams_problem
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
-from pipebench.train.decision import ANEW, Decided
+from pipebench.train.kept_plan import ANEW, kept_plan
 from zoo.plain import seeded
 from zoo.registry import Dataset
 
@@ -68,13 +69,27 @@ class Job:
     comparison: Comparison | None = None
 
 
+class Decision(NamedTuple):
+    """What all processes of a run must agree on.
+
+    Attributes:
+        plan: the plan.
+        profile: the layer costs that it was made for.
+        source: the plan's file.
+    """
+
+    plan: PlanForm
+    profile: Profile
+    source: str
+
+
 def prepare(
     recipe: Recipe,
     cluster: Cluster,
     on_progress: Callable[[int, int], None] | None = None,
     *,
     trains: bool = True,
-    decided: Decided | None = None,
+    kept: Decision | None = None,
     measure_again: Callable[["ProfiledModel", Profile], Profile] | None = None,
 ) -> Job:
     """Make a recipe ready to run.
@@ -84,55 +99,54 @@ def prepare(
         cluster: the cluster it names.
         on_progress: told of (layers profiled, layers to profile).
         trains: False if only its shape is looked at: then, as in a simulation, there are no weights.
-        decided: profile and plan that were made before; None makes them.
+        kept: plan and profile that were made before; None makes them.
         measure_again: returns the profile that costs are taken from, where it isn't the one that the plan is from.
 
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
     trains = trains and engine_kind(recipe).trains
-    kept = None if decided is None else kept_profile(decided)
-    known = profile_model(recipe, cluster, on_progress, trains=trains, kept=kept)
+    known = profile_model(recipe, cluster, on_progress, trains=trains, kept=None if kept is None else kept.profile)
     dataset, graph, profile = known.dataset, known.graph, known.profile
     sampler, held_out = samplers(recipe.train, dataset)
     comparison = None
     if recipe.parallelism.mode == AUTO:
-        if decided is None:
+        if kept is None:
             comparison = compare(plan_request(recipe, cluster, profile, dataset), None)
-        chosen = comparison.best.mode if comparison is not None else cast("Decided", decided).mode
+            chosen = comparison.best.plan.mode
+        else:
+            chosen = kept.plan.mode
+            if chosen not in MODES:
+                raise RecipeError([Fault(kept.source, "mode", f"{choice(chosen[:60], MODES)}; {ANEW}")])
         recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen))
     mode = resolve(recipe.parallelism)
-    if decided is not None:
-        decided.check(recipe.parallelism, cluster, graph, sampler.streams)
-    if decided is None:
-        plan, devices, depth = choose_plan(recipe, cluster, graph, profile, dataset)
+    if kept is None:
+        plan = choose_plan(recipe, cluster, graph, profile, dataset)
     else:
-        plan, devices, depth = make_plan(graph, decided.starts, decided.replicas), decided.devices, decided.depth
+        asked, workers = recipe.parallelism, cluster.num_workers
+        plan = kept_plan(kept.plan, kept.source, asked, workers, graph, sampler.streams)
     if measure_again is not None:
         profile = measure_again(known, profile)
     pipeline = make_pipeline(
         plan,
         next(iter(profile.layers.values())),
         mode,
-        depth=depth,
         microbatches=recipe.parallelism.microbatches if mode.microbatches else 1,
-        accumulate=recipe.parallelism.accumulate,
-        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flushes and len(plan.stages) > 1,
+        accumulate=mode.accumulate,
+        shares_norm=recipe.train.optimizer.clip_norm is not None and mode.flush and len(plan.stages) > 1,
     )
     setup = Setup(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
-        costs=stage_costs(profile, plan, recompute=mode.recompute),
+        costs=stage_costs(profile, plan),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
-        cluster=cluster.placed(devices),
+        cluster=cluster,
         dataset=dataset,
         sampler=sampler,
         held_out=held_out,
         make_optimizer=partial(make_optimizer, recipe.train.optimizer),
         lr=learning_rate(recipe.train, pipeline, sampler.num_samples),
-        weights=mode.weights,
-        recompute=mode.recompute,
         clip_norm=recipe.train.optimizer.clip_norm,
         seed=recipe.train.seed,
         device=known.device,
@@ -275,18 +289,6 @@ def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) ->
         return as_one_layer(model, fed)
 
 
-def kept_profile(decided: Decided) -> Profile:
-    """Return the profile that a plan was made from.
-
-    Raises:
-        ProfileError: it isn't whole.
-    """
-    try:
-        return read_profile(decided.profile)
-    except ProfileError as error:
-        raise ProfileError(f"profile {KEPT}: {error}; {ANEW}") from None
-
-
 def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:
     """Refuse an embedding with fewer rows than the data set has ids: a lookup would fail somewhere in the run."""
     fields = dict(zip(graph.inputs, dataset.inputs, strict=True))
@@ -310,17 +312,15 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         model=find_cost_model(parallelism.cost_model),
         minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
         microbatches=parallelism.microbatches,
-        accumulate=parallelism.accumulate,
+        accumulate=1 if parallelism.mode == AUTO else resolve(parallelism).accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=None if parallelism.mode == AUTO else resolve(parallelism),
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
     )
 
 
-def choose_plan(
-    recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset
-) -> tuple[Plan, Sequence[int], int | None]:
-    """Return the recipe's plan, the device of every worker, and the depth if it isn't NOAM.
+def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset) -> Plan:
+    """Return the recipe's plan.
 
     Raises:
         PlanError: the model, the cluster or its memory doesn't allow it.
@@ -329,18 +329,54 @@ def choose_plan(
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
     if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
-        found = planner.best()
-        return make_plan(graph, found.starts, found.replicas), found.devices, found.depth
+        return _over(graph, planner.best().plan)
+    if is_plan_file(parallelism.plan):
+        return plan_of_file(parallelism, cluster.num_workers, graph, planner.request.streams)
     replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
     problem = streams_problem(replicas, planner.request.streams)
     if problem is not None:
         raise PlanError(f"train.streams: got {problem}")
-    depth = planner.request.depth
-    if parallelism.cuts is not None:
-        plan = explicit_plan(graph, parallelism.cuts, replicas)
-    else:
-        plan = make_plan(graph, planner.starts_of(replicas), replicas)
-    return plan, planner.devices_of(replicas, [stage.start for stage in plan.stages[1:]]), depth
+    cuts = parallelism.cuts
+    starts = planner.starts_of(replicas) if cuts is None else starts_of_cuts(graph, cuts)
+    plan = make_plan(
+        graph,
+        starts,
+        replicas * mode.chunks,
+        mode=parallelism.mode,
+        depth=mode.depth or planner.request.depth,
+        chunks=mode.chunks,
+        memory=RECOMPUTE if mode.recompute else KEEP,
+    )
+    return plan.on(planner.devices_of(replicas, starts))
+
+
+def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None) -> Plan:
+    """Return the plan of the file that a recipe names.
+
+    Raises:
+        RecipeError: with everything that is wrong with it.
+    """
+    form = load_plan(parallelism.plan)
+    problems = [*form_problems(form, parallelism, num_workers)]
+    problem = streams_problem(form.replicas, streams)
+    if problem is not None:
+        problems.append(("stages", f"train.streams is {problem}"))
+    refuse(parallelism.plan, [*problems, *layer_problems(form, graph)])
+    return plan_of(form, graph)
+
+
+def _over(graph: LayerGraph, plan: Plan) -> Plan:
+    """Return a plan of a profile's layers as one of the graph's, which are as many; the graph knows buffers, too."""
+    return make_plan(
+        graph,
+        [stage.start for stage in plan.stages[1:]],
+        plan.replicas,
+        mode=plan.mode,
+        devices=plan.devices,
+        depth=plan.depth,
+        chunks=plan.chunks,
+        memory=[policy for stage in plan.stages for policy in stage.memory],
+    )
 
 
 def learning_rate(train: TrainRecipe, pipeline: Pipeline, num_train: int) -> Callable[[int, int, int], float]:

@@ -74,7 +74,7 @@ def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
 def taken_by(job: Job) -> str:
     """Return what decides whether what workers counted can be added to: the engine and the plan."""
     setup = job.setup
-    return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.cluster.devices}"
+    return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}"
 
 
 def earlier_workers(progress: Progress, *, same_workers: bool) -> EarlierWorkers:

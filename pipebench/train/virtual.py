@@ -13,7 +13,7 @@ def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
         meter = Meter(job.setup.pipeline)
-        network = Network(job.setup.cluster, meter.transfer)
+        network = Network(job.setup.cluster, job.setup.devices, meter.transfer)
         return VirtualEngine(job.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
 
     return make

@@ -13,13 +13,13 @@ from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, Stage, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Planned, Request
+from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.predict import Course, arranged, course_of
 from pipebench.schedule.modes import MODES
-from pipebench.schedule.pipeline import programs
+from pipebench.schedule.programs import programs
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
 from reports.studies.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
@@ -74,7 +74,7 @@ class Row:
     subject: Subject
     cluster: Cluster
     found_by: str
-    plan: Planned
+    plan: PlanEstimate
     cause: str
 
     @property
@@ -85,16 +85,16 @@ class Row:
     @property
     def text(self) -> str:
         """The plan in a few words."""
-        size = f" of {len(self.plan.stages)}" if self.plan.config == "straight" else ""
-        return f"{self.plan.config}{size} ({self.found_by})"
+        size = f" of {len(self.plan.stages)}" if str(self.plan.plan) == "straight" else ""
+        return f"{self.plan.plan}{size} ({self.found_by})"
 
 
 class _RingsApart(Network):
     """Rings have ports of their own."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster)
-        self._others = Network(cluster)
+    def __init__(self, cluster: Cluster, devices: Sequence[int]) -> None:
+        super().__init__(cluster, devices)
+        self._others = Network(cluster, devices)
 
     def all_reduce(self, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float) -> float:
         return self._others.all_reduce(kind, label, workers, num_bytes, now_s)
@@ -104,7 +104,7 @@ class _NoQueues(Network):
     """No transfer waits for a port."""
 
     def send(self, kind: str, label: str, sender: int, receiver: int, num_bytes: int, now_s: float) -> float:
-        level = self.cluster.levels[self.cluster.level_between(sender, receiver)]
+        level = self.cluster.levels[self.cluster.level_between(self.devices[sender], self.devices[receiver])]
         return now_s + num_bytes / level.goodput_bytes_per_s + level.latency_s
 
 
@@ -123,7 +123,7 @@ def steady_s(course: Course, count: int, network: type[Network]) -> float:
             course.pipeline,
             programs(course.pipeline, number),
             course.costs,
-            network(course.cluster),
+            network(course.cluster, course.devices),
             lambda _: size,
         )
         for _ in simulation:
@@ -132,29 +132,28 @@ def steady_s(course: Course, count: int, network: type[Network]) -> float:
     return (ends[1] - ends[0]) / count
 
 
-def plans(planner: Planner) -> Iterator[tuple[str, Planned]]:
+def plans(planner: Planner) -> Iterator[tuple[str, PlanEstimate]]:
     """Yield the plans of the rule with what made them."""
     work, model, where = planner.work, planner.request.model, planner.request.cluster
     count = where.num_workers
-    yield "data parallel", planner.placed("", (Stage(0, len(work.states) - 1, count),))
+    yield "data parallel", planner.estimate("", (SearchStage(0, len(work.states) - 1, count),))
     for replicas in SHAPES:
         if sum(replicas) > count:
             continue
         try:
-            yield "shape", planner.placed("", plan_fixed(work, model, where, replicas))
+            yield "shape", planner.estimate("", plan_fixed(work, model, where, replicas))
         except PlanError:  # fewer layers than stages
             continue
     for level in where.levels:
         for width in (None, 1):
             stages = plan_flat(FlatProblem(work, model, level, count, None, width))
             assert stages is not None  # without a limit on memory there is a plan
-            yield f"flat, {level.name}{', straight' if width else ''}", planner.placed("", stages)
+            yield f"flat, {level.name}{', straight' if width else ''}", planner.estimate("", stages)
     if len(where.levels) > 1:
         nested = plan_hierarchical(HierarchicalProblem(work, model, where.levels))
         assert nested is not None
-        stages, devices = tuple(x.stage for x in nested.stages), tuple(x.workers for x in nested.stages)
         seconds = None if model.has_ports else nested.bottleneck_s
-        yield "hierarchical", planner.placed("", stages, devices, bottleneck_s=seconds)
+        yield "hierarchical", planner.estimate("", nested.stages, nested.devices, bottleneck_s=seconds)
 
 
 def judge(subject: Subject, where: Cluster, model: CostModel) -> list[Row]:
@@ -164,26 +163,24 @@ def judge(subject: Subject, where: Cluster, model: CostModel) -> list[Row]:
     rows: list[Row] = []
     known = set()
     for found_by, unpredicted in plans(planner):
-        key = (unpredicted.order, unpredicted.starts, unpredicted.replicas, unpredicted.devices)
+        key = (unpredicted.order, unpredicted.plan.stages)
         if key in known:
             continue
         known.add(key)
-        mark = "*" if key == (chosen.order, chosen.starts, chosen.replicas, chosen.devices) else ""
-        plan = planner.predicted(unpredicted)
+        mark = "*" if key == (chosen.order, chosen.plan.stages) else ""
+        plan = planner.with_prediction(unpredicted)
         rows.append(Row(subject, where, found_by + mark, plan, _cause(subject, where, model, plan)))
     return rows
 
 
-def _cause(subject: Subject, where: Cluster, model: CostModel, plan: Planned) -> str:
+def _cause(subject: Subject, where: Cluster, model: CostModel, plan: PlanEstimate) -> str:
     excess = plan.minibatch_s / plan.bottleneck_s - 1
     if abs(plan.bottleneck_s / plan.minibatch_s - 1) < _SMALL:
         return ""
     if excess < 0:
         return "charged"
     course, count = course_of(
-        *(arranged(subject.profile, plan.order), where.placed(plan.devices), model, plan.starts, plan.replicas),
-        *(MODES["pipedream"], subject.size),
-        depth=plan.depth,
+        arranged(subject.profile, plan.order), where, model, plan.plan, MODES["pipedream"], subject.size
     )
     for name, network in (("rings", _RingsApart), ("queues", _NoQueues), ("way", _Instant)):
         if steady_s(course, count, network) / plan.bottleneck_s - 1 < excess / 2:
@@ -247,7 +244,7 @@ def _explained(different: Sequence[tuple[Row, Row]]) -> str:
                     f"{row.text} {1e3 * row.plan.bottleneck_s:.1f} / {1e3 * row.plan.minibatch_s:.1f}"
                     for row in (slower, faster)
                 ),
-                f"{worse.cause}, {worse.plan.config} {100 * worse.error:+.0f} %" if worse.cause else "closer than 5 %",
+                f"{worse.cause}, {worse.plan.plan} {100 * worse.error:+.0f} %" if worse.cause else "closer than 5 %",
             )
         )
     head = ("model", "cluster", "slower by the planner, ms planner / simulator", "faster by the planner", "cause")

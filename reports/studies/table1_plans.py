@@ -14,7 +14,7 @@ from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Planned, Request
+from pipebench.planner.plans import PlanEstimate, Request
 from reports.studies.planned_models import (
     Subject,
     TableRow,
@@ -105,10 +105,10 @@ class Choice:
         limited: the best plan within the cluster's memory, or None if nothing fits.
     """
 
-    plan: Planned
-    dp: Planned
-    theirs: Planned | None
-    limited: Planned | None
+    plan: PlanEstimate
+    dp: PlanEstimate
+    theirs: PlanEstimate | None
+    limited: PlanEstimate | None
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def choose(subject: Subject, where: Cluster, model: CostModel, row: TableRow) ->
     free = replace(where, memory_bytes=None)
     request = Request(subject.profile, free, model, subject.size)
     planner = Planner(request, "pipedream")
-    dp = planner.predicted(_fixed(planner, (row.workers,)))
+    dp = planner.with_prediction(_fixed(planner, (row.workers,)))
     try:
-        theirs = planner.predicted(_fixed(planner, row.replicas))
+        theirs = planner.with_prediction(_fixed(planner, row.replicas))
     except PlanError:
         theirs = None
     try:
@@ -158,23 +158,23 @@ def choose(subject: Subject, where: Cluster, model: CostModel, row: TableRow) ->
     return Choice(planner.best(), dp, theirs, limited)
 
 
-def _fixed(planner: Planner, replicas: tuple[int, ...]) -> Planned:
+def _fixed(planner: Planner, replicas: tuple[int, ...]) -> PlanEstimate:
     request = planner.request
-    return planner.placed("", plan_fixed(planner.work, request.model, request.cluster, replicas))
+    return planner.estimate("", plan_fixed(planner.work, request.model, request.cluster, replicas))
 
 
-def _speedup(plan: Planned | None, dp: Planned) -> str:
+def _speedup(plan: PlanEstimate | None, dp: PlanEstimate) -> str:
     return "-" if plan is None else f"{dp.minibatch_s / plan.minibatch_s:.2f}"
 
 
-def _is(plan: Planned, row: TableRow) -> bool:
-    return plan.replicas == row.replicas
+def _is(plan: PlanEstimate, row: TableRow) -> bool:
+    return plan.plan.replicas == row.replicas
 
 
-def _config(plan: Planned, row: TableRow) -> str:
+def _config(plan: PlanEstimate, row: TableRow) -> str:
     """Return a plan's config; a straight plan that leaves workers idle says how many stages it has."""
-    is_shorter = plan.config == "straight" and len(plan.stages) < row.workers
-    return f"straight of {len(plan.stages)}" if is_shorter else plan.config
+    is_shorter = str(plan.plan) == "straight" and len(plan.stages) < row.workers
+    return f"straight of {len(plan.stages)}" if is_shorter else str(plan.plan)
 
 
 def variations(case: Case) -> Iterator[tuple[str, Subject, Cluster, CostModel]]:
@@ -213,9 +213,7 @@ def reasons(case: Case) -> str:
         plan = Planner(Request(subject.profile, where, model, subject.size), "pipedream").best()
         if _is(plan, case.row):
             same.append(text)
-        elif plan.config.lower() == case.row.config.lower() and not (
-            _has_links(text) and any(map(_has_links, shorter))
-        ):
+        elif str(plan.plan) == case.row.config.lower() and not (_has_links(text) and any(map(_has_links, shorter))):
             shorter.append(f"{text} ({_config(plan, case.row)})")
     return "; ".join([*same, *shorter]) or "none of the variations"
 

@@ -21,7 +21,8 @@ from pipebench.model.device import torch_settings
 from pipebench.model.plan import make_plan
 from pipebench.model.stage import Stage, cut_stage
 from pipebench.recipe.schema import EngineRecipe
-from pipebench.schedule.pipeline import Pipeline, chain, programs
+from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation

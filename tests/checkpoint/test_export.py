@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from pipebench.cli.main import cli
-from pipebench.engine.setup import share_of
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.folder import RunFolder, create
 from pipebench.train.prepare import initial_model
@@ -88,10 +87,7 @@ def trained(model: str = "tied", steps: tuple[int, ...] = (4, 8)) -> tuple[RunFo
     for step in steps:
         engine.train(done, step - done)
         done = step
-        parts = [
-            folder.checkpoints.write_part(step, f"worker-{worker}", replica.state(share_of(engine.setup, worker)))
-            for worker, replica in enumerate(engine.replicas)
-        ]
+        parts = [folder.checkpoints.write_part(step, name, state) for name, state in engine.parts()]
         folder.checkpoints.commit(step, parts, {"epoch": step / 16})
     return folder, {name: value.detach().clone() for r in engine.replicas[::-1] for name, value in r.tensors().items()}
 

@@ -261,8 +261,8 @@ def test_a_replica_can_be_set_back_while_it_lives() -> None:
     state = captured(engine)
     engine.train(BEFORE, AFTER)
     ended = bits(captured(engine))
-    for worker, replica in enumerate(engine.replicas):
-        replica.restore(state, share_of(setup, worker))
+    for worker in engine.workers:
+        worker.restore(state)
     engine.train(BEFORE, AFTER)
     assert bits(captured(engine)) == ended
 
@@ -272,10 +272,7 @@ def test_through_files_nothing_changes(tmp_path: Any) -> None:
     engine = make_engine(setup())
     engine.train(0, 6)
     store = Checkpoints(tmp_path / "checkpoints")
-    parts = [
-        store.write_part(6, f"worker-{worker}", replica.state(share_of(engine.setup, worker)))
-        for worker, replica in enumerate(engine.replicas)
-    ]
+    parts = [store.write_part(6, name, state) for name, state in engine.parts()]
     store.commit(6, parts, {"epoch": 0.6})
     checkpoint, skipped = store.latest()
     assert checkpoint is not None
@@ -293,7 +290,7 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
     weight = state.parameters.pop("body.4.weight")
     engine = make_engine(make_setup(Mlp(seed=9), ([2], [1, 1])))
     before = bits(captured(engine))
-    share = share_of(engine.setup, 1)
+    share = share_of(engine.setup, 1, 0)
     with pytest.raises(CheckpointError, match=r"no body\.4\.weight, which the model has"):
         engine.replicas[1].restore(state, share)
     state.parameters["body.4.weight"] = weight[:2]

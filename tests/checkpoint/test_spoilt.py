@@ -206,7 +206,7 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "suite": (in_file("run.json", "suite", 3), "suite: got 3, allowed is text"),
     "seed": (in_file("run.json", "seed", -1), "seed: got -1, allowed is a whole number from 0"),
     "words": (in_file("run.json", "words", "abc"), "words: got 'abc', allowed is a list"),
-    "parent": (in_file("run.json", "parent_mlflow_run_id", ["x"]), "mlflow_run_id: got a list, allowed is text"),
+    "mlflow_run_id": (in_file("run.json", "mlflow_run_id", ["x"]), "mlflow_run_id: got a list, allowed is text"),
     "started_at_s": (in_file("run.json", "started_at_s", "now"), "started_at_s: got 'now'"),
     "verbose": (in_file("run.json", "verbose", None), "'verbose' is missing"),
     "recipe spoilt": (lambda left: (left.folder / "recipe.yaml").write_text("{["), "recipe.yaml"),
@@ -217,17 +217,34 @@ WAYS = {name: way for name, (way, _) in EXPECTED.items()}
 PASSED_OVER = {name: WAYS[name] for name in ("state shape", "buffer missing", "part torn", "part twice", "samples")}
 
 
-def decided(key: str, value: Any) -> Callable[[Left], None]:
-    return in_file("decided.json", key, value)
+def plan(key: str, value: Any) -> Callable[[Left], None]:
+    return in_file("plan.json", key, value)
+
+
+def stages(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Left], None]:
+    return lambda left: change_json(left.folder / "plan.json", lambda data: change(data["stages"]))
+
+
+def stage(index: int, **values: Any) -> Callable[[Left], None]:
+    return stages(lambda found: found[index].update(values))
+
+
+def move(name: str, source: int, target: int) -> Callable[[list[dict[str, Any]]], object]:
+    def change(found: list[dict[str, Any]]) -> None:
+        """A layer that moves down becomes the first of its new stage."""
+        policy = found[source]["layers"].pop(name)
+        others = found[target]["layers"]
+        found[target]["layers"] = {name: policy, **others} if target > source else {**others, name: policy}
+
+    return change
+
+
+def turn_round(found: list[dict[str, Any]]) -> None:
+    found[0]["layers"], found[1]["layers"] = found[1]["layers"], found[0]["layers"]
 
 
 def profile(change: Callable[[dict[str, Any]], object]) -> Callable[[Left], None]:
-    def apply(data: dict[str, Any]) -> None:
-        found = json.loads(data["profile"])
-        change(found)
-        data["profile"] = json.dumps(found)
-
-    return lambda left: change_json(left.folder / "decided.json", apply)
+    return lambda left: change_json(left.folder / "profile.json", change)
 
 
 def rename_layer(data: dict[str, Any]) -> None:
@@ -247,33 +264,45 @@ def drop_sizes(data: dict[str, Any]) -> None:
 
 RECORD = "record/record.jsonl"
 DECISIONS: Mapping[str, tuple[Way, str]] = {
-    "decision torn": (lambda left: os.truncate(left.folder / "decided.json", 40), "decided.json: isn't JSON"),
-    "decision a list": (lambda left: (left.folder / "decided.json").write_text("[]"), "got a list, allowed is"),
-    "decision deep": (lambda left: (left.folder / "decided.json").write_text(nested()), "decided.json: isn't JSON"),
-    "decision a folder": (lambda left: instead(Path.mkdir)(left.folder / "decided.json"), "decided.json: isn't a file"),
-    "decision a pipe": (lambda left: instead(os.mkfifo)(left.folder / "decided.json"), "decided.json: isn't a file"),
+    "plan torn": (lambda left: os.truncate(left.folder / "plan.json", 40), "plan.json: isn't JSON"),
+    "plan a list": (lambda left: (left.folder / "plan.json").write_text("[]"), "plan.json: got a list, allowed is"),
+    "plan deep": (lambda left: (left.folder / "plan.json").write_text(nested()), "plan.json: isn't JSON"),
+    "plan a folder": (lambda left: instead(Path.mkdir)(left.folder / "plan.json"), "plan.json: isn't a file"),
+    "plan a pipe": (lambda left: instead(os.mkfifo)(left.folder / "plan.json"), "plan.json: isn't a file"),
+    "plan of another version": (plan("pipebench_plan", 2), "pipebench_plan: got 2, allowed is 1"),
     "record a folder": (lambda left: instead(Path.mkdir)(left.folder / RECORD), "record.jsonl: isn't a file"),
     "record a pipe": (lambda left: instead(os.mkfifo)(left.folder / RECORD), "record.jsonl: isn't a file"),
-    "mode": (decided("mode", "gpipe"), "the kept decision, mode: got 'gpipe', allowed is pipedream"),
-    "mode unknown": (decided("mode", "magic"), "mode: got 'magic', allowed is single, dp"),
-    "starts text": (decided("starts", "3"), "starts: got '3', allowed is a list"),
-    "starts none": (decided("starts", []), "starts: got [], allowed is one for every later stage"),
-    "starts zero": (decided("starts", [0]), "starts: got [0], allowed is ascending layers from 1 to 4"),
-    "starts beyond": (decided("starts", [5]), "starts: got [5], allowed is ascending layers from 1 to 4"),
-    "starts of another cut": (decided("starts", [1]), "starts: got [1], allowed is the recipe's cuts, [4]"),
-    "replicas missing": (decided("replicas", None), "'replicas' is missing"),
-    "replicas zero": (decided("replicas", [2, 0]), "replicas[1]: got 0, allowed is a whole number from 1"),
-    "replicas of another plan": (decided("replicas", [1, 2]), "replicas: got '1-2', allowed is the recipe's plan, 2-1"),
-    "replicas too many": (decided("replicas", [4000, 1]), "replicas: got 4000-1, allowed is a plan of mode"),
-    "devices twice": (decided("devices", [0, 0, 1]), "devices: got [0, 0, 1], allowed is 3 different ones from 0 to 3"),
-    "devices too few": (decided("devices", [0]), "devices: got [0], allowed is 3 different ones"),
-    "device beyond": (decided("devices", [0, 1, 9]), "devices: got [0, 1, 9], allowed is 3 different ones"),
-    "depth zero": (decided("depth", 0), "depth: got 0, allowed is a whole number from 1"),
-    "depth too large": (decided("depth", 99), "depth: got 99, allowed is a whole number from 1 to 2"),
-    "depth a fraction": (decided("depth", 1.5), "depth: got 1.5, allowed is a whole number"),
-    "changes": (decided("changes", [1]), "changes[0]: got 1, allowed is text"),
-    "key unknown": (decided("more", 1), "unknown key 'more'"),
-    "profile text": (decided("profile", "{"), "profile of the kept decision: isn't JSON"),
+    "mode": (plan("mode", "gpipe"), "plan.json: mode: got 'gpipe', allowed is pipedream"),
+    "mode unknown": (plan("mode", "magic"), "mode: got 'magic', allowed is pipedream"),
+    "chunks": (plan("chunks", 2), "chunks: got 2, in mode pipedream allowed is 1, the stages per worker"),
+    "stages text": (plan("stages", "3"), "stages: got '3', allowed is a list"),
+    "stages none": (plan("stages", []), "stages: got 0 stages, allowed is at least one"),
+    "layers none": (stages(move("head", 1, 0)), "stages[1].layers: got no layer, allowed is at least one in every"),
+    "layer unknown": (stage(1, layers={"haed": "keep"}), "got 'haed', and the model has no such layer; did you mean"),
+    "layer missing": (stages(lambda found: found[0]["layers"].pop("norm")), "stages: missing are 'norm', allowed is"),
+    "layers out of order": (stages(turn_round), "stages[0].layers: got 'head' out of order, in the model it comes"),
+    "layers of another cut": (
+        stages(move("flat", 0, 1)),
+        "stages: got ['flat'] as first layers of the later stages, allowed are the recipe's cuts, ['head']",
+    ),
+    "memory policy": (stage(1, layers={"head": "kept"}), "layers['head']: got 'kept', allowed are keep, recompute"),
+    "memory swapped": (stage(1, layers={"head": "swap"}), "got 'swap', which is reserved: allowed are keep and"),
+    "replicas missing": (stages(lambda found: found[1].pop("replicas")), "stages[1]: 'replicas' is missing"),
+    "replicas zero": (stage(1, replicas=0), "stages[1].replicas: got 0, allowed is a whole number from 1"),
+    "replicas too many": (stage(0, replicas=4000), "stages: got 4000-1, which needs 4001 workers; the cluster has 4"),
+    "replicas of another plan": (stage(0, replicas=1, devices=[0]), "stages: got straight, allowed is 2-1, the"),
+    "devices twice": (stage(0, devices=[0, 0]), "stages[0].devices: got 0, which stage 0 stands on: allowed is every"),
+    "devices too few": (stage(0, devices=[0]), "got 1 devices, [0], allowed is 2, one for each replica"),
+    "device beyond": (stage(0, devices=[0, 9]), "stages[0].devices: got 9, allowed are 0 to 3, the cluster's devices"),
+    "depth zero": (plan("depth", 0), "depth: got 0, allowed is a whole number from 1"),
+    "depth too large": (plan("depth", 99), "depth: got 99, allowed is a whole number from 1 to 2"),
+    "depth a fraction": (plan("depth", 1.5), "depth: got 1.5, allowed is a whole number"),
+    "overrides": (
+        lambda left: (left.folder / "overrides.json").write_text("[1]"),
+        "overrides.json: [0]: got 1, allowed is text",
+    ),
+    "key unknown": (plan("more", 1), "unknown key 'more'"),
+    "profile text": (lambda left: (left.folder / "profile.json").write_text("{"), "profile.json: isn't JSON"),
     "profile negative": (profile(lambda data: data.update(update_s_per_byte=-1)), "update_s_per_byte: got -1"),
     "profile of another model": (profile(rename_layer), "of another model: layer 0 is convolution, expected is conv"),
     "profile without parameters": (profile(lose_parameters), "layer conv has 0 parameters, expected are 2"),

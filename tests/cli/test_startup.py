@@ -13,9 +13,9 @@ from pipebench.recipe.weightless import weightless
 
 SLOW = {"torch._dynamo", "sympy", "mlflow", "matplotlib", "torchvision", "pandas"}
 COMMANDS = [
-    (["--help"], SLOW | {"torch", "numpy", "omegaconf", "rich"}),
-    (["ls", "modes"], SLOW | {"torch", "numpy"}),
-    (["ls", "recipes"], SLOW | {"torch", "numpy"}),
+    (["--help"], SLOW | {"torch", "numpy", "pydantic", "omegaconf", "rich"}),
+    (["ls", "modes"], SLOW | {"torch", "numpy", "pydantic"}),
+    (["ls", "recipes"], SLOW | {"torch", "numpy", "pydantic"}),
     (["ls"], SLOW),
     (["show", "quickstart"], SLOW),
     (["plan", "quickstart"], SLOW),

@@ -22,10 +22,12 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.schedule.modes import ONE, STASH, VERTICAL_SYNC
+from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B
+from pipebench.schedule.pipeline import STASH
+from pipebench.schedule.weights import DOUBLE_BUFFER, ONE, VERTICAL_SYNC
 from pipebench.simulate.network import Network
 from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures
-from tests.support import Blobs, Mlp, flat_cluster, make_setup
+from tests.support import Blobs, Mlp, make_setup
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,23 @@ def random_case(seed: int, num_workers: int) -> Case:
     model = draw.choice(["conv", "skip", "mlp", f"random-{seed}"])
     num_layers = len(trace(model_of(model)).layers)
     replicas: list[int] = []
+    columns: dict[str, Any] = {"weights": draw.choice([ONE, ONE, STASH, STASH, VERTICAL_SYNC, DOUBLE_BUFFER])}
+    equal = draw.choice([width for width in (1, 2) if num_workers % width == 0])
     while sum(replicas) < num_workers:
         replicas.append(draw.randint(1, min(2, num_workers - sum(replicas))))
+    if columns["weights"] == DOUBLE_BUFFER:
+        replicas = [equal] * (num_workers // equal)
+    elif columns["weights"] == ONE and draw.random() < 0.4 and num_layers >= 2 * num_workers // equal:
+        replicas = [equal] * (2 * num_workers // equal)
+        columns |= {"chunks": 2}
     starts = sorted(draw.sample(range(1, num_layers), len(replicas) - 1))
-    columns: dict[str, Any] = {"weights": draw.choice([ONE, ONE, STASH, STASH, VERTICAL_SYNC])}
     if columns["weights"] == ONE:
         columns |= {"microbatches": draw.randint(1, 4), "accumulate": draw.randint(1, 2)}
-        columns["order"] = draw.choice(["1f1b", "all-forwards"])
+        columns["order"] = draw.choice([INTERLEAVED if "chunks" in columns else ONE_F_ONE_B, ALL_FORWARDS])
         columns["recompute"] = draw.random() < 0.3
     columns["depth"] = draw.choice([None, 1, 2, 3, 5])
+    if columns["weights"] == DOUBLE_BUFFER:
+        columns["accumulate"] = (columns["depth"] or len(replicas)) + draw.randint(0, 1)
     columns["clip_norm"] = draw.choice([None, None, 0.3])
     segments = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
     devices = tuple(draw.sample(range(num_workers), num_workers))
@@ -116,8 +126,7 @@ def own_optimizer(target: str) -> OptimizerRecipe:
 
 def small_setup(case: Case) -> Setup:
     """Return the setup of a case."""
-    num_workers = sum(case.replicas)
-    columns = {"cluster": flat_cluster(num_workers).placed(case.devices or tuple(range(num_workers))), **case.columns}
+    columns = {"devices": case.devices or None, **case.columns}
     return make_setup(
         model_of(case.model),
         (list(case.starts), list(case.replicas)),
@@ -167,11 +176,11 @@ def in_processes(
     for count in segments:
         done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
-    replica = engine.worker.replica
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in replica.tensors().items()}
-    bytes_sent, versions = dict(engine.num_bytes), [replica.weights.most_alive]
+    replicas = engine.worker.replicas.values()
+    tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
+    bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
     engine.close()
-    return Outcome(engine.worker.index, [tensors], losses, scores, bytes_sent, versions, done)
+    return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done)
 
 
 def virtually(case: Case) -> Outcome:
@@ -182,16 +191,15 @@ def virtually(case: Case) -> Outcome:
 def on_virtual_engine(setup: Setup, segments: Sequence[int]) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
-    engine = VirtualEngine(
-        setup, Network(setup.cluster), on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight))
-    )
+    network = Network(setup.cluster, setup.devices)
+    engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     scores, done = [], 0
     for count in segments:
         engine.train(done, count)
         done += count
         scores.append(engine.evaluate())
     tensors = [{name: tensor.detach() for name, tensor in replica.tensors().items()} for replica in engine.replicas]
-    versions = [replica.weights.most_alive for replica in engine.replicas]
+    versions = [worker.versions_max for worker in engine.workers]
     return Outcome(0, tensors, losses, scores, dict(engine.num_bytes), versions, list(segments))
 
 

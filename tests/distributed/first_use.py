@@ -81,7 +81,7 @@ def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
         with _replaced(distributed, "gains_by_rehearsal", lambda device, gains=gains: gains):
             engine = distributed.DistributedEngine(small_setup(case), world)
         engine.start_clock()
-        replica = engine.worker.replica
+        (replica,) = engine.worker.replicas.values()
         facts = engine.facts()
         del facts["meter"]
         tensors = {name: tensor.detach().clone() for name, tensor in replica.tensors().items()}

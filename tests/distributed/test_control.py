@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed.control import STOP_KEY, Control
-from pipebench.distributed.stall import Doing, describe, stall_report
-from pipebench.engine.gate import Gate, Position, admitted_program, grain
+from pipebench.distributed.stall import Activity, describe, stall_report
+from pipebench.engine.gate import Gate, Position, admitted_program
 from pipebench.schedule.instructions import Instruction, Op, parse
-from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam, programs
+from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam
+from pipebench.schedule.programs import programs
 from tests.patience import PATIENCE_S
 
 _RECEIVE_TO_SEND = Op.SEND_ACTIVATION - Op.RECEIVE_ACTIVATION
@@ -71,7 +72,7 @@ class _Agreed:
 @settings(deadline=None, max_examples=150)
 @given(pipelines(), st.integers(1, 24), st.data())
 def test_a_program_goes_over_to_the_shorter_one(pipeline: Pipeline, num_minibatches: int, data: st.DataObject) -> None:
-    size = grain(pipeline)
+    size = pipeline.period
     cuts = [*range(0, num_minibatches, size), num_minibatches]
     cut = data.draw(st.sampled_from(cuts))
     for worker in range(pipeline.num_workers):
@@ -86,7 +87,7 @@ def test_a_program_goes_over_to_the_shorter_one(pipeline: Pipeline, num_minibatc
 @given(pipelines(), st.integers(1, 24))
 def test_what_ran_before_the_stop_is_the_beginning_of_the_shorter_program(pipeline: Pipeline, count: int) -> None:
     """Whatever the cut, the instructions before the first one asked for beyond it are in both lists."""
-    for cut in range(0, count, grain(pipeline)):
+    for cut in range(0, count, pipeline.period):
         for worker, program in enumerate(programs(pipeline, cut)):
             shorter, ran = list(program), 0
             agreed = _Agreed(cut)
@@ -169,12 +170,11 @@ class _Job:
         barrier.wait(PATIENCE_S)
 
     def execute(self, worker: int, segment: int, instruction: Instruction) -> None:
-        op, number, peer, _ = instruction
-        stage = self.pipeline.places[worker][0]
+        op, stage, number, peer, *_ = instruction
         if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
-            self.box(segment, op, number, worker, peer).put(None)
+            self.box(segment, op, number, stage, peer).put(None)
         elif op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
-            self.box(segment, op + _RECEIVE_TO_SEND, number, peer, worker).get(timeout=PATIENCE_S)
+            self.box(segment, op + _RECEIVE_TO_SEND, number, peer, stage).get(timeout=PATIENCE_S)
         elif op == Op.WAIT_ALL_REDUCE:
             self.meet(self.pipeline.replicas[stage], segment, stage, number)
         elif op == Op.WAIT_NORM:
@@ -234,7 +234,7 @@ def test_all_workers_stop_at_the_same_minibatch(
         limits = {limits[segment] for limits in job.limits}
         assert len(limits) == 1
         limit = limits.pop()
-        assert limit == length or limit % math.lcm(grain(pipeline), multiple_of) == 0
+        assert limit == length or limit % math.lcm(pipeline.period, multiple_of) == 0
         for worker, program in enumerate(programs(pipeline, limit)):
             assert job.ran[worker][segment] == list(program)
     lengths_run = job.limits[0]
@@ -327,17 +327,17 @@ def test_a_stall_names_the_worker_that_computes_while_its_peer_waits(server: TCP
     second.start()
     first.begin(1, 10)
     second.begin(1, 10)
-    second.at(parse("F4"))
-    first.at(parse("RG3<1"))
+    second.at(parse("1F4"))
+    first.at(parse("0RG3<1"))
     _wait_for(lambda: len(reports) == 2)
     first.close()
     second.close()
     for report in reports:
         head, *rows = report.splitlines()
-        assert re.match(r"worker 1 \(stage 1\) has been at F4 for \d+\.\d s: ", head)
+        assert re.match(r"worker 1 \(stage 1\) has been at 1F4 for \d+\.\d s: ", head)
         assert "it runs the forward of minibatch 4; minibatches are those of segment 1" in head
         assert head.endswith("engine.stall_limit_s, is 3 s")
-        assert re.match(r"  worker 0 \(stage 0\): RG3<1 for \d+\.\d s: ", rows[0])
+        assert re.match(r"  worker 0 \(stage 0\): 0RG3<1 for \d+\.\d s: ", rows[0])
         assert rows[0].endswith("waits for the gradient of minibatch 3 from worker 1")
 
 
@@ -381,7 +381,7 @@ def test_progress_and_work_without_a_name_are_no_stall(clock: list[float]) -> No
     reports: list[str] = []
     control = Control(HashStore(), 0, 1, straight(1), stall_limit_s=2.0, on_stall=reports.append)
     numbers = itertools.count()
-    _watch(control, clock, 50, lambda: control.at(Instruction(Op.FORWARD, next(numbers))))
+    _watch(control, clock, 50, lambda: control.at(Instruction(Op.FORWARD, 0, next(numbers))))
     control.at(None)
     _watch(control, clock, 50)
     assert reports == []
@@ -405,7 +405,7 @@ def test_waiting_for_one_that_says_it_works_is_no_stall(clock: list[float], busy
 def test_time_in_which_the_process_slept_is_no_stall(clock: list[float]) -> None:
     reports: list[str] = []
     control = Control(HashStore(), 0, 1, straight(1), stall_limit_s=2.0, on_stall=reports.append)
-    control.at(Instruction(Op.FORWARD, 0))
+    control.at(Instruction(Op.FORWARD, 0, 0))
     sleeps_s = iter([0.0, 3600.0])
 
     def sleep() -> None:
@@ -459,11 +459,11 @@ def test_a_store_that_sleeps_is_reported_and_one_that_is_gone_ends_the_worker() 
         )
         peer = Control(store, 1, 2, straight(), stall_limit_s=600, heartbeat_s=0.05, on_orphan=lambda: None)
         control.start()
-        peer.at(parse("RA3<0"))
+        peer.at(parse("1RA3<0"))
         peer.start()
         _wait_for(lambda: len(control._heard) == 2)
         os.kill(launcher.pid, signal.SIGSTOP)
-        control.at(parse("B2"))
+        control.at(parse("0B2"))
         _wait_for(lambda: reports)
         assert not gone.is_set()
         launcher.kill()
@@ -471,41 +471,41 @@ def test_a_store_that_sleeps_is_reported_and_one_that_is_gone_ends_the_worker() 
         control.close()
         peer.close()
     head, note, _, last = reports[0].splitlines()
-    assert re.match(r"  worker 1 \(stage 1\): RA3<0 for \d+\.\d s: ", last)
-    assert head.startswith("worker 0 (stage 0) has been at B2")
+    assert re.match(r"  worker 1 \(stage 1\): 1RA3<0 for \d+\.\d s: ", last)
+    assert head.startswith("worker 0 (stage 0) has been at 0B2")
     assert note.startswith("the launcher's store has not answered for")
 
 
 @pytest.mark.parametrize(
     ("text", "work", "words", "waits"),
     [
-        ("L5", "", "loads microbatch 0 of minibatch 3", False),
-        ("RA3<0", "", "waits for the activation of microbatch 1 of minibatch 1 from worker 0", True),
-        ("SA3>2", "", "sends the activation of microbatch 1 of minibatch 1 to worker 2", False),
-        ("B8+1", "", "runs the backward of microbatch 0 of minibatch 4", False),
-        ("RG3<2", "", "waits for the gradient of microbatch 1 of minibatch 1 from worker 2", True),
-        ("SG3>0", "", "sends the gradient of microbatch 1 of minibatch 1 to worker 0", False),
-        ("W1", "", "waits for the all-reduce of round 1 (minibatches 4 to 6) with worker 1", True),
-        ("N0", "", "waits for the gradients' norm of round 0 (minibatches 0 to 3) from all workers", True),
-        ("U2", "", "makes the update of round 2", False),
-        ("F3", "evaluate", "runs the forward of minibatch 3 in 'evaluate'", False),
+        ("1L5", "", "loads microbatch 0 of minibatch 3", False),
+        ("1RA3<0", "", "waits for the activation of microbatch 1 of minibatch 1 from worker 0", True),
+        ("0SA3>1", "", "sends the activation of microbatch 1 of minibatch 1 to worker 2", False),
+        ("1B8+1", "", "runs the backward of microbatch 0 of minibatch 4", False),
+        ("0RG3<1", "", "waits for the gradient of microbatch 1 of minibatch 1 from worker 2", True),
+        ("1SG3>0", "", "sends the gradient of microbatch 1 of minibatch 1 to worker 0", False),
+        ("1W1", "", "waits for the all-reduce of round 1 (minibatches 4 to 6) with worker 1", True),
+        ("1N0", "", "waits for the gradients' norm of round 0 (minibatches 0 to 3) from all workers", True),
+        ("1U2", "", "makes the update of round 2", False),
+        ("1F3", "evaluate", "runs the forward of minibatch 3 in 'evaluate'", False),
     ],
 )
 def test_instructions_in_words(text: str, work: str, words: str, waits: bool) -> None:
     pipeline = Pipeline((1, 2), chain(2), "1f1b", True, 2, microbatches=2, accumulate=2, shares_norm=True)
-    assert describe(pipeline, 2, parse(text), work, 7, 1.5) == Doing(text, words, waits, 1.5)
+    assert describe(pipeline, 2, parse(text), work, 7, 1.5) == Activity(text, words, waits, 1.5)
 
 
 def test_the_culprit_is_silent_or_busy_or_the_one_that_waits_longest() -> None:
     pipeline = straight(3)
-    waits = {w: Doing(f"RA{w}<0", "waits", True, 10.0 + w) for w in range(3)}
-    busy = Doing("F1", "computes", False, 9.0)
+    waits = {w: Activity(f"RA{w}<0", "waits", True, 10.0 + w) for w in range(3)}
+    busy = Activity("F1", "computes", False, 9.0)
 
-    def culprit(doings: dict[int, Doing], silent_s: dict[int, float]) -> str:
-        return stall_report(pipeline, doings, silent_s, 10.0, segment=0).split(" (")[0]
+    def culprit(activities: dict[int, Activity], silent_s: dict[int, float]) -> str:
+        return stall_report(pipeline, activities, silent_s, 10.0, segment=0).split(" (")[0]
 
     assert culprit(waits, {}) == "worker 2"
     assert culprit(waits | {0: busy}, {}) == "worker 0"
-    assert culprit(waits | {0: Doing("F1", "computes", False, 0.1)}, {}) == "worker 2"
+    assert culprit(waits | {0: Activity("F1", "computes", False, 0.1)}, {}) == "worker 2"
     assert culprit(waits | {0: busy}, {1: 12.0}) == "worker 1"
     assert culprit({0: busy}, {1: 12.0, 2: 12.0}) == "worker 1"

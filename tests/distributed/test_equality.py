@@ -8,6 +8,7 @@ from tests.model.test_optimizer import OPTIMIZERS
 from tests.processes import Processes
 from tests.support import flat_cluster
 
+INTERLEAVED = {"weights": "one", "order": "interleaved", "chunks": 2}
 TWO = {
     "single-stage dp": Case("conv", (), (2,), {"weights": "one", "depth": 1}),
     "dp, accumulated": Case("skip", (), (2,), {"weights": "one", "depth": 1, "accumulate": 2}),
@@ -22,12 +23,25 @@ TWO = {
     "vertical sync": Case("skip", (4,), (1, 1), {"weights": "stash-vertical-sync", "depth": 3}),
     "naive": Case("mlp", (4,), (1, 1), {"weights": "none"}),
     "clipped": Case("skip", (4,), (1, 1), {"weights": "one", "microbatches": 2, "clip_norm": 0.3}),
-    "other devices": Case("conv", (4,), (1, 1), {"cluster": flat_cluster(3).placed([2, 0])}),
+    "other devices": Case("conv", (4,), (1, 1), {"cluster": flat_cluster(3), "devices": (2, 0)}),
     "clipped dp": Case("skip", (), (2,), {"weights": "one", "depth": 1, "clip_norm": 0.3}),
     "a named tuple of torch's crosses": Case("structures", (5,), (1, 1)),
     "parameters of three types": Case("mixed", (4,), (1, 1), {"sizes": (2, 4)}),
     "dp, parameters of three types": Case("mixed", (), (2,), {"weights": "one", "depth": 1, "sizes": (2, 4)}),
     "dp, parameters without a gradient": Case("frozen", (), (2,), {"weights": "one", "depth": 1}),
+    "two buffers": Case("skip", (4,), (1, 1), {"weights": "double-buffer", "accumulate": 2}, segments=(13, 4)),
+    "two buffers, depth 3, a short round": Case(
+        "conv", (4,), (1, 1), {"weights": "double-buffer", "depth": 3, "accumulate": 3}, segments=(11,)
+    ),
+    "two chunks": Case("conv", (2, 4, 6), (1, 1, 1, 1), INTERLEAVED | {"microbatches": 4}),
+    "two chunks, values stay in a worker": Case("skip", (2, 4, 6), (1, 1, 1, 1), INTERLEAVED | {"microbatches": 3}),
+    "two chunks, clipped": Case(
+        "skip", (2, 4, 6), (1, 1, 1, 1), INTERLEAVED | {"accumulate": 3, "clip_norm": 0.3, "recompute": True}
+    ),
+    "three chunks, all forwards": Case(
+        "skip", (1, 2, 4, 5, 6), (1,) * 6, INTERLEAVED | {"order": "all-forwards", "chunks": 3, "microbatches": 2}
+    ),
+    "two chunks, two replicas": Case("conv", (4,), (2, 2), INTERLEAVED | {"microbatches": 2}),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
 }
 THREE = {
@@ -38,6 +52,8 @@ THREE = {
     "1-2": Case("skip", (4,), (1, 2)),
     "2-1, gpipe": Case("skip", (4,), (2, 1), {"weights": "one", "order": "all-forwards", "microbatches": 2}),
     "clipped": Case("skip", (3, 6), (1, 1, 1), {"weights": "one", "microbatches": 2, "clip_norm": 0.3}),
+    "two buffers": Case("conv", (3, 6), (1, 1, 1), {"weights": "double-buffer", "accumulate": 3}, segments=(11, 4)),
+    "two chunks": Case("skip", (1, 2, 4, 5, 6), (1,) * 6, INTERLEAVED | {"microbatches": 4}),
 }
 THREE_REPLICAS = {"dp": Case("conv", (), (3,), {"weights": "one", "depth": 1})}
 

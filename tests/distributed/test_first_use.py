@@ -12,7 +12,8 @@ import torch
 from pipebench.distributed.channel import _ROOM_FOR_TEXT
 from pipebench.distributed.message import HEADER_BYTES
 from pipebench.schedule.instructions import Op
-from pipebench.schedule.pipeline import Pipeline, chain, noam, programs
+from pipebench.schedule.pipeline import Pipeline, chain, noam
+from pipebench.schedule.programs import programs
 from tests.distributed import zoo_cases
 from tests.distributed.cases import Case, compare, virtually
 from tests.distributed.test_equality import THREE, TWO
@@ -42,10 +43,9 @@ def gets_stuck(pipeline: Pipeline, num_minibatches: int, *, connected: bool) -> 
     callers: dict[tuple[int, int], set[int]] = {}  # of a stage's round
 
     def can(worker: int) -> bool:
-        op, number, peer, reduce = lists[worker][done[worker]]
+        op, stage, number, peer, reduce, _ = lists[worker][done[worker]]
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
-            return (op, number, peer, worker) in sent
-        stage = pipeline.places[worker][0]
+            return (op, number, peer, stage) in sent
         if op is Op.WAIT_ALL_REDUCE or (op is Op.BACKWARD and reduce >= 0):
             index = number if op is Op.WAIT_ALL_REDUCE else reduce
             members = callers.setdefault((stage, index), set())
@@ -57,11 +57,11 @@ def gets_stuck(pipeline: Pipeline, num_minibatches: int, *, connected: bool) -> 
     def go_on(worker: int) -> bool:
         before = done[worker]
         while done[worker] < len(lists[worker]) and can(worker):
-            op, number, peer, _ = lists[worker][done[worker]]
+            op, stage, number, peer, *_ = lists[worker][done[worker]]
             if op is Op.SEND_ACTIVATION:
-                sent.add((Op.RECEIVE_ACTIVATION, number, worker, peer))
+                sent.add((Op.RECEIVE_ACTIVATION, number, stage, peer))
             if op is Op.SEND_GRADIENT:
-                sent.add((Op.RECEIVE_GRADIENT, number, worker, peer))
+                sent.add((Op.RECEIVE_GRADIENT, number, stage, peer))
             done[worker] += 1
         return done[worker] > before
 

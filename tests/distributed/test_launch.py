@@ -391,8 +391,8 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
 JOB = """
 import json
 from pipebench.errors import UserError
-from pipebench.launch_worker import worker_main
-from pipebench.world import join, shared_folder_check
+from pipebench.distributed.launch_worker import worker_main
+from pipebench.distributed.world import join, shared_folder_check
 
 def listening():
     links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))

@@ -22,11 +22,11 @@ REPLICATED = Pipeline((2, 1), chain(2), "1f1b", flushes=False, depth=2)
 
 
 def play(meter: MeasuredMeter, worker: int, text: str, start_s: float = 0.0, stall_s: float = 0.0) -> float:
-    """Tell a meter of instructions in turn, each `instruction:seconds`; return when the last ended."""
+    """Tell a meter of instructions of stage 0 in turn, each `instruction:seconds`; return when the last ended."""
     for word in text.split():
         instruction, duration = word.split(":")
         end_s = start_s + float(duration)
-        meter.event(Event(start_s, end_s, worker, parse(instruction), stall_s))
+        meter.event(Event(start_s, end_s, worker, parse(f"0{instruction}"), stall_s))
         start_s = end_s
     return start_s
 
@@ -166,7 +166,7 @@ def test_a_share_that_is_missing_is_told() -> None:
 
 def test_an_event_costs_little() -> None:
     meter = MeasuredMeter(STRAIGHT, 0, rank=0)
-    event: Any = Event(0.0, 1.0, 0, parse("F0"))
+    event: Any = Event(0.0, 1.0, 0, parse("0F0"))
     begin_s = time.thread_time()  # of the processor, which others may be using
     for _ in range(20_000):
         meter.event(event)

@@ -138,7 +138,7 @@ def test_sums_of_microbatches_have_the_bits_of_those_added_after_the_backward(wi
         replica = mlp_replica()
         reducer = make(replica.weights.newest.parameters, [[7, 6, 5], [4, 3, 2, 1, 0]])
         for unit, x in enumerate(inputs):
-            replica.forward(unit, (unit, 0), [x], {}, loss=lambda output: output.square().sum())
+            replica.forward(unit, (unit, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
             last = overlaps and unit == num_units - 1
             replica.backward(unit, [], reducer.add if last else None)
         reducer.finish(replica.gradients)
@@ -160,7 +160,7 @@ def test_buckets_leave_while_the_backward_still_runs(wire: Wire) -> None:
         output.register_hook(lambda gradient: sent_before_the_end.append(len(wire.sent)))  # type: ignore[no-untyped-call]
 
     first.register_forward_hook(note)
-    replica.forward(0, (0, 0), [x], {}, loss=lambda output: output.square().sum())
+    replica.forward(0, (0, 0), [x], {}, version=0, loss=lambda output: output.square().sum())
     replica.backward(0, [], reducer.add)
     assert sent_before_the_end == [3]
     assert len(wire.sent) == 4

@@ -52,7 +52,7 @@ def work() -> float:
 def test_a_gpu_s_work_is_timed_by_its_own_events_and_reported_later(gpu: Gpu) -> None:
     found: list[Event] = []
     watch = DeviceWatch(3, lambda: 7.0, found.append)
-    instructions = [Instruction(Op.FORWARD, unit) for unit in range(3)]
+    instructions = [Instruction(Op.FORWARD, 0, unit) for unit in range(3)]
     for instruction in instructions:
         watch.timed(instruction, work)
     assert found == []
@@ -65,7 +65,7 @@ def test_many_are_reported_on_the_way(gpu: Gpu) -> None:
     found: list[Event] = []
     watch = DeviceWatch(0, lambda: 0.0, found.append)
     for unit in range(_READ_EVERY + 5):
-        watch.timed(Instruction(Op.FORWARD, unit), work)
+        watch.timed(Instruction(Op.FORWARD, 0, unit), work)
     assert len(found) == _READ_EVERY
     watch.settle()
     assert [event.instruction.number for event in found] == list(range(_READ_EVERY + 5))
@@ -74,8 +74,8 @@ def test_many_are_reported_on_the_way(gpu: Gpu) -> None:
 def test_the_host_s_clock() -> None:
     times: Any = iter([1.0, 4.0])
     found: list[Event] = []
-    HostWatch(1, lambda: next(times), found.append).timed(Instruction(Op.UPDATE, 0), lambda: 0.25)
-    assert found == [Event(1.0, 4.0, 1, Instruction(Op.UPDATE, 0), 0.25)]
+    HostWatch(1, lambda: next(times), found.append).timed(Instruction(Op.UPDATE, 0, 0), lambda: 0.25)
+    assert found == [Event(1.0, 4.0, 1, Instruction(Op.UPDATE, 0, 0), 0.25)]
 
 
 def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
@@ -92,8 +92,8 @@ def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
         return 0.0
 
     for unit in range(3):
-        watch.timed(Instruction(Op.RECEIVE_ACTIVATION, unit), wait)
-        watch.timed(Instruction(Op.FORWARD, unit), short)
+        watch.timed(Instruction(Op.RECEIVE_ACTIVATION, 0, unit), wait)
+        watch.timed(Instruction(Op.FORWARD, 0, unit), short)
     watch.settle()
     seconds = [event.end_s - event.start_s for event in found]
     assert seconds[1::2] == pytest.approx([20e-6] * 3, rel=1e-3)

@@ -172,5 +172,5 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(pinned: bool) -> Non
     setup = make_setup(Mlp(), ([4], [1, 1]))
     data.pinned = pinned
     feed = Feed(replace(setup, dataset=data, device=torch.device("cuda")), "train", 0, 2)
-    moved: list[Any] = [*feed.inputs(0, 0, ["x"]), feed.targets(0)["label"]]
+    moved: list[Any] = [*feed.inputs(0, 0, 0, ["x"]), feed.targets(0)["label"]]
     assert moved == ["on cuda, pinned"] * 2

@@ -62,7 +62,7 @@ def worst_difference(
 
     engine = make_engine(setup, observe)
     engine.train(0, NUM_MINIBATCHES)
-    stage_of = {n: setup.pipeline.places[w][0] for w, r in enumerate(engine.replicas) for n in r.weights.names}
+    stage_of = {n: r.stage.index for r in engine.replicas for n in r.weights.names}
 
     def field(name: str, k: int) -> torch.Tensor:
         return dataset.fetch("train", setup.sampler.indices(k), [name])[name]
@@ -82,7 +82,7 @@ def worst_difference(
     )
     worst = 0.0
     for worker, seen in versions.items():
-        wanted = expected[setup.pipeline.places[worker][0]][1:]
+        wanted = expected[engine.replicas[worker].stage.index][1:]
         assert len(seen) == len(wanted) > 0
         for mine, theirs in zip(seen, wanted, strict=True):
             worst = max(worst, *((mine[name] - theirs[name]).abs().max().item() for name in mine))
@@ -95,8 +95,8 @@ def test_every_version_is_the_formula_s(plan: tuple[list[int], list[int]], optim
     worst, engine = worst_difference(*plan, optimizer)
     assert worst < 1e-13
     # DESIGN 3.3: a replica of stage s holds at most d_s versions, the newest included
-    depths = [engine.setup.pipeline.warmups[stage] for stage, _ in engine.setup.pipeline.places]
-    assert all(r.weights.most_alive <= d for r, d in zip(engine.replicas, depths, strict=True))
+    depths = engine.setup.pipeline.warmups
+    assert all(r.weights.most_alive <= depths[r.stage.index] for r in engine.replicas)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(map(str, plan[1])))

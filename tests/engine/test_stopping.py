@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.engine.gate import StopRequest, grain
+from pipebench.engine.gate import StopRequest
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.simulate.network import Network
@@ -49,7 +49,7 @@ def stopped(setup: Setup, after: int) -> tuple[VirtualEngine, int]:
 @pytest.mark.parametrize("kind", SETUPS)
 def test_wherever_it_is_asked_to_stop_it_ends_as_if_a_drain_had_been_planned_there(kind: str) -> None:
     make = SETUPS[kind]
-    size = grain(make().pipeline)
+    size = make().pipeline.period
     ended: dict[int, Any] = {}
     for after in range(0, 400, 7):
         engine, done = stopped(make(), after)

@@ -38,7 +38,7 @@ class Memory(NamedTuple):
     """What fits, and how a mode fills it; `in_flight` None is 1F1B's 1 + ceil(R / m)."""
 
     limit_bytes: float
-    stashes: bool
+    versions: int | None
     recompute: bool
     state_bytes_per_byte: int
     in_flight: int | None
@@ -222,7 +222,7 @@ class Given:
         """Return what a replica keeps: versions, a gradient, optimizer state, minibatches in flight, transfers."""
         w, saved = self.weight_bytes(before, after), sum(row.saved_bytes for row in self.layers(before, after))
         received, sent = self.sent_bytes(before), self.sent_bytes(after)
-        versions = in_flight if memory.stashes else 1
+        versions = in_flight if memory.versions is None else memory.versions
         kept = saved + in_flight * received if memory.recompute else in_flight * saved
         return versions * w + w + memory.state_bytes_per_byte * w + kept + 2 * received + 2 * sent
 

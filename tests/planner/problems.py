@@ -114,7 +114,8 @@ def memories(draw: Any, given: planning.Given) -> planning.Memory | None:
         return None
     in_flight = draw(st.sampled_from([None, None, None, 1, 3]))
     at_most = draw(st.sampled_from([None, None, None, 1, 2])) if in_flight is None else None
-    rule = planning.Memory(0.0, draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 2)), in_flight, at_most)
+    versions = draw(st.sampled_from([None, 1, 2]))
+    rule = planning.Memory(0.0, versions, draw(st.booleans()), draw(st.integers(0, 2)), in_flight, at_most)
     whole = given.num_bytes(planning.EMPTY, given.whole, 1, rule)
     return rule._replace(limit_bytes=float(int(share * whole)))
 

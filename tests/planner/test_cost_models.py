@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipebench.cluster import Level
 from pipebench.errors import PlanError
-from pipebench.planner.cost_models import Block, Inner, StageTerms, Term, find_cost_model
+from pipebench.planner.cost_models import Inner, StageGrid, StageTerms, Term, find_cost_model
 from tests.oracles import planning
 from tests.planner.problems import MODELS, cases, levels, link
 
@@ -101,11 +101,11 @@ def test_replicas_that_one_term_asks_for_may_be_too_many_for_a_term_before_it() 
 def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) -> None:
     case = data.draw(cases(model))
     level = data.draw(levels(4))
-    block = Block(case.work, np.arange(len(case.states) - 1))
+    grid = StageGrid(case.work, np.arange(len(case.states) - 1))
     for first in (False, True):
         for expected_inner in (None, planning.Inner(0.125, 3)):
             inner = None if expected_inner is None else Inner(np.full((1, 1), 0.125), 3)
-            terms = case.model.terms(block, level, first=first, inner=inner)
+            terms = case.model.terms(grid, level, first=first, inner=inner)
             for m in (1, 2, 5):
                 seconds = np.broadcast_to(terms.seconds(float(m)), (len(case.states) - 1, len(case.states)))
                 for start, stop in zip(*np.nonzero(case.states.inside), strict=True):

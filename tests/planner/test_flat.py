@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipebench.cluster import Level
 from pipebench.planner import hierarchical
 from pipebench.planner.cost_models import COST_MODELS, Work
-from pipebench.planner.flat import FlatProblem, Stage, bottleneck_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import antichains, prefixes
 from pipebench.profile.graph_txt import read_graph_txt
@@ -21,7 +21,7 @@ from tests.planner.problems import MODELS, Case, cases, chain, levels, link
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles"
 
 
-def _check_plan(case: Case, problem: FlatProblem, plan: tuple[Stage, ...]) -> int:
+def _check_plan(case: Case, problem: FlatProblem, plan: tuple[SearchStage, ...]) -> int:
     """Assert that a plan is whole and costs and fits as the oracle says; return its workers."""
     states = case.states
     assert (plan[0].start, plan[-1].stop) == (0, len(states) - 1)
@@ -101,7 +101,7 @@ def test_a_model_that_takes_no_time(model: str, limit_bytes: float | None) -> No
     work = Work(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (4,)))))
     memory = None if limit_bytes is None else MemoryRule(limit_bytes)
     plan = plan_flat(FlatProblem(work, COST_MODELS[model], Level("level", 8, 1e9, 0.0), 8, memory))
-    assert plan == (Stage(0, 5, 1),)
+    assert plan == (SearchStage(0, 5, 1),)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -115,7 +115,7 @@ def test_a_bottleneck_of_nothing_that_takes_more_workers_is_found(model: str) ->
     work = Work(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (3,)))))
     memory = MemoryRule(3500.0, in_flight=1)
     plan = plan_flat(FlatProblem(work, COST_MODELS[model], Level("level", 8, 1e9, 0.0), 8, memory))
-    assert plan == (Stage(0, 3, 1), Stage(3, 4, 1))
+    assert plan == (SearchStage(0, 3, 1), SearchStage(3, 4, 1))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -140,7 +140,7 @@ def test_links_that_are_nearly_nothing_or_everything(model: str, bandwidth: floa
     assert plan is not None
     assert bottleneck_s(problem, plan) == pytest.approx(min(search.flat(link(level))), rel=1e-9)
     if bandwidth < 2:
-        assert plan == (Stage(0, 6, 1),)
+        assert plan == (SearchStage(0, 6, 1),)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pipebench.cluster import Level
 from pipebench.planner import hierarchical
 from pipebench.planner.cost_models import COST_MODELS, Work
-from pipebench.planner.flat import FlatProblem, Stage, bottleneck_s, plan_flat
-from pipebench.planner.hierarchical import HierarchicalPlan, HierarchicalProblem, PlacedStage, plan_hierarchical
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
+from pipebench.planner.hierarchical import HierarchicalPlan, HierarchicalProblem, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import prefixes
 from pipebench.profile.model import LayerProfile
@@ -25,14 +25,14 @@ DEEP_SHAPES = [(2, 1, 3), (1, 2, 3), (3, 1, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2),
 
 def _check_plan(case: Case, clusters: Sequence[Level], plan: HierarchicalPlan) -> None:
     """Assert that a plan is whole, on devices that there are, and costs and fits as the oracle says."""
-    stages = [stage for stage, _ in plan.stages]
+    stages = plan.stages
     assert (stages[0].start, stages[-1].stop) == (0, len(case.states) - 1)
     assert all(a.stop == b.start for a, b in itertools.pairwise(stages))
-    workers = [worker for _, own in plan.stages for worker in own]
+    workers = [worker for own in plan.devices for worker in own]
     assert len(workers) == len(set(workers))
     assert set(workers) <= set(range(math.prod(level.count for level in clusters)))
     placed = []
-    for stage, own in plan.stages:
+    for stage, own in zip(stages, plan.devices, strict=True):
         assert len(own) == stage.replicas >= 1
         before, after = case.members(stage.start), case.members(stage.stop)
         assert before < after
@@ -148,7 +148,8 @@ def test_replicas_of_nested_stages_stay_in_their_component() -> None:
     plan = plan_hierarchical(HierarchicalProblem(work, COST_MODELS["sosp19"], clusters))
     assert plan is not None
     assert plan.bottleneck_s == pytest.approx(1.0)
-    assert plan.stages == (PlacedStage(Stage(0, 1, 3), (0, 2, 4)), PlacedStage(Stage(1, 2, 3), (1, 3, 5)))
+    assert plan.stages == (SearchStage(0, 1, 3), SearchStage(1, 2, 3))
+    assert plan.devices == ((0, 2, 4), (1, 3, 5))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -156,7 +157,7 @@ def test_a_model_that_takes_no_time(model: str) -> None:
     work = Work(prefixes((LayerProfile("l", "ReLU", 0.0, 0.0, 0, 0), LayerProfile("loss", "loss", 0, 0, 0, 0, (0,)))))
     clusters = (Level("server", 2, 1e9, 0.0), Level("cluster", 2, 1e9, 0.0))
     plan = plan_hierarchical(HierarchicalProblem(work, COST_MODELS[model], clusters))
-    assert plan == HierarchicalPlan(0.0, (PlacedStage(Stage(0, 1, 1), (0,)),))
+    assert plan == HierarchicalPlan(0.0, (SearchStage(0, 1, 1),), ((0,),))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,13 +7,13 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.flat import Stage
+from pipebench.planner.flat import SearchStage
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Planned, Request
+from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.profile.model import LayerProfile, Profile
 
 
-def predicted(layers: Sequence[tuple[float, int]], replicas: Sequence[int], weights: int = 0) -> Planned:
+def predicted(layers: Sequence[tuple[float, int]], replicas: Sequence[int], weights: int = 0) -> PlanEstimate:
     """Return a plan with one layer per stage, given as seconds (a third forward) and output bytes; 1 byte/s links."""
     rows = [
         LayerProfile(
@@ -28,8 +28,8 @@ def predicted(layers: Sequence[tuple[float, int]], replicas: Sequence[int], weig
     cluster = Cluster("flat", "unit", None, (Level("server", sum(replicas), 1e9, 0.0),))
     planner = Planner(Request(profile, cluster, COST_MODELS["overlap"], 1), "pipedream")
     bounds = pairwise(range(len(layers) + 1))
-    plan = planner.placed("", [Stage(a, b, m) for (a, b), m in zip(bounds, replicas, strict=True)])
-    return planner.predicted(plan)
+    plan = planner.estimate("", [SearchStage(a, b, m) for (a, b), m in zip(bounds, replicas, strict=True)])
+    return planner.with_prediction(plan)
 
 
 def test_without_transfers_equal_stages_keep_each_other_busy() -> None:

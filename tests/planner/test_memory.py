@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipebench.planner.cost_models import Block
+from pipebench.planner.cost_models import StageGrid
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import prefixes
 from pipebench.profile.model import LayerProfile
@@ -23,8 +23,8 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
         behind = np.array(
             [0.0 if stop == last else data.draw(st.integers(0, 40)) for stop in range(start + 1, last + 1)]
         )
-        block = Block(case.work, np.array([start]), start + 1)
-        least = memory.least(block, behind)
+        grid = StageGrid(case.work, np.array([start]), start + 1)
+        least = memory.least(grid, behind)
         for stop in np.flatnonzero(case.states.inside[start]):
             before, after = case.members(start), case.members(int(stop))
             for in_flight in (1, 2, 5):
@@ -34,7 +34,7 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
             fitting = [m for m in range(1, 42) if case.search.given.fits(before, after, m, Fraction(workers), rule)]
             assert least[stop - start - 1] == min(fitting, default=np.inf)
             for m in (1, 2, 7):
-                fits = memory.fits(block, m, workers)[0, stop - start - 1]
+                fits = memory.fits(grid, m, workers)[0, stop - start - 1]
                 assert fits == case.search.given.fits(before, after, m, Fraction(workers), rule)
 
 
@@ -43,7 +43,8 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
     [
         (MemoryRule(0), 3 * 100 + 100 + 3 * 30 + 2 * (7 + 5)),
         (MemoryRule(0, state_bytes_per_byte=2.0), 3 * 100 + 100 + 200 + 3 * 30 + 2 * (7 + 5)),
-        (MemoryRule(0, stashes=False), 100 + 100 + 3 * 30 + 2 * (7 + 5)),
+        (MemoryRule(0, versions=1), 100 + 100 + 3 * 30 + 2 * (7 + 5)),
+        (MemoryRule(0, versions=2), 2 * 100 + 100 + 3 * 30 + 2 * (7 + 5)),
         (MemoryRule(0, recompute=True), 3 * 100 + 100 + 30 + 3 * 7 + 2 * (7 + 5)),
     ],
 )

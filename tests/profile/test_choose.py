@@ -244,6 +244,18 @@ def test_a_wrong_value_is_one_sentence_that_says_where(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("where", [("state_bytes_per_byte",), ("layers", "4", 1, "reads")], ids=str)
+def test_nothing_may_be_left_out_of_a_file(tmp_path: Path, where: tuple[Any, ...]) -> None:
+    data = json.loads(write_profile(small()))
+    inner = data
+    for key in where[:-1]:
+        inner = inner[key]
+    del inner[where[-1]]
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=rf": '{where[-1]}' is missing$"):
+        load_profile(tmp_path / "p.json")
+
+
 @pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:30])
 def test_a_malformed_file_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"

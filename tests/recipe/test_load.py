@@ -264,7 +264,7 @@ def test_loaded_recipes_compare(write: Write) -> None:
         (["parallelism.microbatches=1"], 1),
         (["parallelism.microbatches=8"], 8),
         (["parallelism.accumulate=4"], 1),
-        (["parallelism.weights=stash", "parallelism.order=1f1b"], 1),
+        (["parallelism.weights=stash", "parallelism.order=1f1b", "parallelism.flush=false"], 1),
         (["parallelism.mode=pipedream-flush"], 4),
         (["parallelism.mode=pipedream"], 1),
         (["parallelism.mode=model"], 1),

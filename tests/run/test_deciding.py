@@ -12,14 +12,13 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
-from pipebench.profile.stored import write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.run import preparing, processes
 from pipebench.run.deciding import decided_apart
+from pipebench.run.decision import decision_of
 from pipebench.run.request import RunRequest
-from pipebench.train.decision import Decided
-from pipebench.train.prepare import Job, prepare
+from pipebench.train.prepare import Decision, Job, prepare
 
 SMALL = (
     "model.width=0.05", "parallelism.plan=1-1", "train.target=null", "train.max_epochs=1", "train.minibatch_size=250",
@@ -57,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def decide(*words: str) -> tuple[Decided, list[tuple[int, int]]]:
+def decide(*words: str) -> tuple[Decision, list[tuple[int, int]]]:
     loaded = load("quickstart/pipedream", [*SMALL, *words])
     cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
     told: list[tuple[int, int]] = []
@@ -93,12 +92,12 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
     asked, started = [], []
     decided = prepare_here()
 
-    def apart(recipe: Any, *_: object) -> Decided:
+    def apart(recipe: Any, *_: object) -> Decision:
         asked.append(recipe.name)
         return decided
 
     def run_in_processes(request: RunRequest, job: Job) -> Any:
-        started.append((request.name, job.recipe.train.seed, write_profile(job.profile) == decided.profile))
+        started.append((request.name, job.recipe.train.seed, job.profile == decided.profile))
         raise WorkersFailedError(3)
 
     monkeypatch.setattr(preparing, "decided_apart", apart)
@@ -109,20 +108,20 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
     assert started == [("quickstart-pipedream-seed1", 1, True)]
 
 
-def prepare_here(*words: str) -> Decided:
+def prepare_here(*words: str) -> Decision:
     loaded = load("quickstart/pipedream", [*SMALL, *words])
     cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
-    return Decided.of(prepare(loaded.recipe, cluster, trains=False))
+    return decision_of(prepare(loaded.recipe, cluster, trains=False))
 
 
 @pytest.mark.usefixtures("here")
 def test_what_is_decided_is_what_this_process_would_have_decided() -> None:
     decided, told = decide()
-    assert decided == prepare_here()
+    assert decided[:2] == prepare_here()[:2]
     measured, told = decide("cluster.name=local")
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1] > 0
-    assert prepare_here("cluster.name=local") == measured, "it is in the cache"
+    assert prepare_here("cluster.name=local")[:2] == measured[:2], "it is in the cache"
 
 
 @pytest.mark.usefixtures("here")
@@ -195,4 +194,4 @@ def test_ctrl_c_ends_the_process_that_decides(monkeypatch: pytest.MonkeyPatch) -
 def test_deciding_leaves_nothing_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_lazy_init", forbid)
     decided, _ = decide("cluster.name=local", "engine.device=cuda")
-    assert '"measured"' in decided.profile
+    assert decided.profile.source == "measured"

@@ -9,7 +9,7 @@ import torch
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.flat import Stage
+from pipebench.planner.flat import SearchStage
 from pipebench.planner.planner import Planner
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
@@ -48,9 +48,9 @@ def test_mode_auto_is_the_mode_predicted_to_be_fastest_and_keeps_the_others() ->
     assert given.comparison is not None
     seconds = [given.comparison.best.minibatch_s, *(other.minibatch_s for other in given.comparison.others)]
     assert seconds == sorted(seconds)
-    assert {given.comparison.best.mode, *(other.mode for other in given.comparison.others)} == set(MODES)
-    assert given.recipe.parallelism.mode == given.comparison.best.mode
-    assert given.setup.plan.replicas == given.comparison.best.replicas
+    assert {given.comparison.best.plan.mode, *(other.plan.mode for other in given.comparison.others)} == set(MODES)
+    assert given.recipe.parallelism.mode == given.comparison.best.plan.mode
+    assert given.setup.plan.replicas == given.comparison.best.plan.replicas
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
     planner = Planner(
         plan_request(given.recipe, given.cluster, given.profile, setup.dataset), given.recipe.parallelism.mode
     )
-    planned = planner.placed("", [Stage(*vars(stage).values()) for stage in setup.plan.stages])
+    planned = planner.estimate("", [SearchStage(each.start, each.stop, each.replicas) for each in setup.plan.stages])
     peaks: dict[int, int] = {}
-    for worker, (stage, _) in enumerate(setup.pipeline.places):
-        peaks[stage] = max(peaks.get(stage, 0), engine.peak_bytes[worker])
+    for stage in range(setup.pipeline.num_stages):
+        peaks[stage] = max(engine.peak_bytes[worker] for worker in setup.pipeline.workers_of(stage))
     for index, foretold in enumerate(planned.stages):
         sent = planner.work.states.sent_bytes
         stops = [setup.plan.stages[index].start, setup.plan.stages[index].stop]
@@ -92,21 +92,21 @@ def test_memory_decides_depth_and_refusal() -> None:
     needed = Planner(plan_request(loaded.recipe, cluster, prepared("quickstart").profile, Blobs()), "pipedream").best()
     most = max(stage.memory_bytes for stage in needed.stages)
     smaller = prepared("quickstart", "parallelism.plan=auto", cluster=replace(cluster, memory_bytes=int(0.5 * most)))
-    assert smaller.setup.plan.replicas != needed.replicas or smaller.setup.pipeline.depth < needed.depth
+    assert smaller.setup.plan.replicas != needed.plan.replicas or smaller.setup.pipeline.depth < needed.plan.depth
     with pytest.raises(PlanError, match=r"no plan of mode pipedream fits: the leanest needs .* more than the 10.0 kB"):
         prepared("quickstart", "parallelism.plan=auto", cluster=replace(cluster, memory_bytes=10_000))
 
 
-def two_servers(devices: tuple[int, ...]) -> Cluster:
+def two_servers() -> Cluster:
     levels = (Level("server", 2, 1e6, 1e-3), Level("cluster", 2, 1e5, 1e-3))
-    return Cluster("two servers", "unit", None, levels).placed(devices)
+    return Cluster("two servers", "unit", None, levels)
 
 
 def test_where_workers_stand_changes_times_and_levels_but_not_what_is_computed() -> None:
     """A hierarchical plan, 2-2 with every minibatch inside one server, against the same plan stage by stage."""
     weights, num_bytes = [], []
     for devices in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        setup = make_setup(Mlp(), ([3], [2, 2]), cluster=two_servers(devices))
+        setup = make_setup(Mlp(), ([3], [2, 2]), cluster=two_servers(), devices=devices)
         engine = make_engine(setup)
         engine.train(0, 12)
         weights.append(parameters_of(engine))
@@ -122,8 +122,7 @@ def test_where_workers_stand_changes_times_and_levels_but_not_what_is_computed()
 
 
 def test_a_ring_follows_the_devices_whatever_the_workers_numbers() -> None:
-    cluster = two_servers((0, 2, 1, 3))
-    network = Network(cluster)
+    network = Network(two_servers(), (0, 2, 1, 3))
     network.all_reduce("all-reduce", "", range(4), 400, 0.0)
     # 4 members pass on 150 bytes in each of 2 x 3 steps over 4; two of the four links leave a server.
     assert network.num_bytes["all-reduce", "server"] == network.num_bytes["all-reduce", "cluster"] == 1200
@@ -153,7 +152,7 @@ def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: 
     setup = given.setup
     request = plan_request(given.recipe, given.cluster, given.profile, setup.dataset)
     planner = Planner(request, given.recipe.parallelism.mode)
-    planned = planner.placed("", [Stage(*vars(stage).values()) for stage in setup.plan.stages])
+    planned = planner.estimate("", [SearchStage(each.start, each.stop, each.replicas) for each in setup.plan.stages])
     sent: Counter[str] = Counter()
     for sign, count in ((1, 96), (-1, 48)):  # whole rounds and flushes; what 48 more minibatches send
         for (kind, _), num_bytes in simulate_all(setup, count).num_bytes.items():

@@ -84,13 +84,12 @@ def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() ->
 def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -> None:
     result = run("modes/auto", *SHORT, "engine.kind=simulated")
     assert result.exit_code == 0, result.output
-    (told,) = [
-        json.loads(path.read_text()) for path in folder.rglob("plan.json") if "modes_compared" in path.read_text()
-    ]
-    seconds = [each["predicted_minibatch_s"] for each in told["modes_compared"]]
+    (path,) = folder.rglob("modes.json")
+    told, plan = json.loads(path.read_text()), json.loads(path.with_name("plan.json").read_text())
+    seconds = [each["predicted_minibatch_s"] for each in told["compared"]]
     assert len(seconds) == 6
     assert seconds == sorted(seconds)
-    assert told["plan"] == told["modes_compared"][0]["plan"]
+    assert plan["mode"] == told["compared"][0]["mode"]
 
 
 def test_seeds_of_several_recipes_are_a_row_per_recipe() -> None:

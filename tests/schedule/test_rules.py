@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pipebench.errors import ScheduleError
 from pipebench.schedule.instructions import Instruction, Op, parse, render
-from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam, programs
+from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam
+from pipebench.schedule.programs import programs
 from pipebench.simulate.drawing import draw_cells
 
 
@@ -42,7 +43,8 @@ def test_no_pipeline_deadlocks(pipeline: Pipeline, num_minibatches: int, data: s
 @settings(deadline=None, max_examples=150)
 @given(pipelines(), st.integers(1, 30))
 def test_every_unit_once_forward_and_backward_on_its_replica(pipeline: Pipeline, num_minibatches: int) -> None:
-    for (stage, replica), program in zip(pipeline.places, programs(pipeline, num_minibatches), strict=True):
+    for worker, program in enumerate(programs(pipeline, num_minibatches)):
+        (stage,), replica = pipeline.stages_of(worker), pipeline.replica_of(worker)
         steps = list(program)
         wanted = sorted(
             unit
@@ -61,7 +63,8 @@ def test_every_unit_once_forward_and_backward_on_its_replica(pipeline: Pipeline,
 @settings(deadline=None, max_examples=150)
 @given(pipelines(), st.integers(1, 30))
 def test_in_flight_stays_within_the_depth(pipeline: Pipeline, num_minibatches: int) -> None:
-    for (stage, _), program in zip(pipeline.places, programs(pipeline, num_minibatches), strict=True):
+    for worker, program in enumerate(programs(pipeline, num_minibatches)):
+        (stage,) = pipeline.stages_of(worker)
         in_flight = most = 0
         for instruction in program:
             in_flight += {Op.FORWARD: 1, Op.BACKWARD: -1}.get(instruction.op, 0)
@@ -75,7 +78,8 @@ def test_in_flight_stays_within_the_depth(pipeline: Pipeline, num_minibatches: i
 @settings(deadline=None, max_examples=100)
 @given(pipelines(), st.integers(1, 30))
 def test_every_round_is_reduced_once_by_every_replica(pipeline: Pipeline, num_minibatches: int) -> None:
-    for (stage, _), program in zip(pipeline.places, programs(pipeline, num_minibatches), strict=True):
+    for worker, program in enumerate(programs(pipeline, num_minibatches)):
+        (stage,) = pipeline.stages_of(worker)
         rounds = math.ceil(num_minibatches / pipeline.round_size(stage))
         steps = list(program)
         assert [i.number for i in steps if i.op is Op.UPDATE] == list(range(rounds))
@@ -87,12 +91,12 @@ def test_every_round_is_reduced_once_by_every_replica(pipeline: Pipeline, num_mi
 @given(pipelines(), st.integers(1, 30))
 def test_every_send_meets_one_receive(pipeline: Pipeline, num_minibatches: int) -> None:
     sent: dict[tuple[str, int, int, int], int] = defaultdict(int)
-    for worker, program in enumerate(programs(pipeline, num_minibatches)):
-        for op, number, peer, _ in program:
+    for program in programs(pipeline, num_minibatches):
+        for op, stage, number, peer, *_ in program:
             if op is Op.SEND_ACTIVATION or op is Op.SEND_GRADIENT:
-                sent[op.name[5:], number, worker, peer] += 1
+                sent[op.name[5:], number, stage, peer] += 1
             elif op is Op.RECEIVE_ACTIVATION or op is Op.RECEIVE_GRADIENT:
-                sent[op.name[8:], number, peer, worker] -= 1
+                sent[op.name[8:], number, peer, stage] -= 1
     assert set(sent.values()) <= {0}
 
 
@@ -109,24 +113,24 @@ def test_a_missing_instruction_is_a_deadlock_that_says_who_waits(removed: Op, mo
         return [iter(program) for program in whole]
 
     monkeypatch.setattr(drawing, "programs", without)
-    with pytest.raises(ScheduleError, match=r"worker \d \(stage \d\) waits in R[AG]\d<\d"):
+    with pytest.raises(ScheduleError, match=r"worker \d \(stage \d\) waits in \dR[AG]\d<\d"):
         draw_cells(Pipeline((1, 1, 1), chain(3), "1f1b", False, 3), 6, [1] * 3, [1] * 3)
 
 
-@given(st.sampled_from(list(Op)), st.integers(0, 10**6), st.integers(-1, 99), st.integers(-1, 99))
-def test_text_form_round_trips(op: Op, number: int, peer: int, reduce: int) -> None:
-    instruction = Instruction(op, number, peer, reduce)
+@given(st.sampled_from(list(Op)), st.tuples(*[st.integers(0, 10**6)] * 2), st.tuples(*[st.integers(-1, 99)] * 3))
+def test_text_form_round_trips(op: Op, place: tuple[int, int], rest: tuple[int, int, int]) -> None:
+    instruction = Instruction(op, *place, *rest)
     assert parse(str(instruction)) == instruction
 
 
 def test_text_form_of_a_worker() -> None:
     pipeline = Pipeline((2, 1), chain(2), "1f1b", False, 2)
     first = list(programs(pipeline, 3)[0])
-    assert render(first) == "L0 F0 SA0>2 L2 F2 SA2>2 RG0<2 B0+0 W0 U0 RG2<2 B2+1 W1 U1"
-    assert render(programs(pipeline, 3)[1]) == "L1 F1 SA1>2 RG1<2 B1+0 W0 U0 W1+1 U1"
+    assert render(first) == ("0L0 0F0@0 0SA0>1 0L2 0F2@0 0SA2>1 0RG0<1 0B0+0@0 0W0 0U0@1 0RG2<1 0B2+1@0 0W1 0U1@2")
+    assert render(programs(pipeline, 3)[1]) == "0L1 0F1@0 0SA1>1 0RG1<1 0B1+0@0 0W0 0U0@1 0W1+1 0U1@2"
 
 
-@pytest.mark.parametrize("text", ["", "F", "X3", "F3>", "3F", "F-1"])
+@pytest.mark.parametrize("text", ["", "F", "F3", "0X3", "0F3>", "3F", "0F-1", "0F3@"])
 def test_what_is_no_instruction_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not an instruction"):
         parse(text)

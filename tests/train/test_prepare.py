@@ -100,7 +100,7 @@ class TestPlansForText:
         comparison = prepare(recipe, load_cluster("cluster-a", 1)).comparison
         assert comparison is not None
         assert "train.streams is 3 with plan 4" in comparison.refused["dp"]
-        assert comparison.best.mode != "dp"
+        assert comparison.best.plan.mode != "dp"
 
     def test_a_plan_that_tears_a_stream_apart_is_refused(self) -> None:
         """Where validation can't see it: the plan is given after the recipe was checked."""

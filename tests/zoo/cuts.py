@@ -124,7 +124,9 @@ def _cut(graph: LayerGraph, plan: Plan, dataset: Dataset, fields: Fields) -> dic
         inputs = [fields[_field(graph, dataset, name)].clone() for name in stage.inputs]
         received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
         last = loss_function if stage.is_last else None
-        given, loss = replica.forward(0, (0, 0), inputs, received, Place("train", 0, 0, starts=True), loss=last)
+        given, loss = replica.forward(
+            0, (0, 0), inputs, received, Place("train", 0, 0, starts=True), version=0, loss=last
+        )
         values |= given
     arriving: dict[int, list[torch.Tensor]] = {}
     for replica in reversed(replicas):  # the last reader's gradients come first

@@ -28,9 +28,11 @@ class Ours:
         self._engine.close()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the newest parameters of this process's stage by the model's names."""
-        weights = self._engine.worker.replica.weights
-        return dict(zip(weights.names, weights.newest.parameters, strict=True))
+        """Return the newest parameters of this process's stages by the model's names."""
+        found: dict[str, torch.Tensor] = {}
+        for replica in self._engine.worker.replicas.values():
+            found |= zip(replica.weights.names, replica.weights.newest.parameters, strict=True)
+        return found
 
     def sent_bytes(self) -> dict[str, int]:
         """Return the payload this process has sent so far, by kind."""

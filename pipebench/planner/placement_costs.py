@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipebench.cluster import Cluster, Level
-from pipebench.planner.cost_models import Block, CostModel, StageTerms, Work
-from pipebench.planner.flat import Stage
+from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, Work
+from pipebench.planner.flat import SearchStage
 
 LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
 
@@ -53,7 +53,7 @@ def placed_s(
     work: Work,
     model: CostModel,
     cluster: Cluster,
-    stages: Sequence[Stage],
+    stages: Sequence[SearchStage],
     devices: Sequence[Sequence[int]],
     *,
     ways: bool = True,
@@ -73,8 +73,8 @@ def placed_s(
     for index, stage in enumerate(stages):
         # Gradients are summed where the replicas are, and values may come from further away.
         level = cluster.levels[spanned(cluster, devices[index])]
-        block = Block(work, np.array([stage.start]), stage.stop)
-        terms = model.terms(block, level, first=stage.start == 0) if ways else StageTerms(model.paces(block, level))
+        grid = StageGrid(work, np.array([stage.start]), stage.stop)
+        terms = model.terms(grid, level, first=stage.start == 0) if ways else StageTerms(model.paces(grid, level))
         own_s = float(terms.seconds(float(stage.replicas)).flat[0])
         seconds.append(max(own_s, *model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)))
     ports = [0.0]
@@ -89,7 +89,7 @@ def placed_s(
 
 
 def _port_bytes(
-    work: Work, stages: Sequence[Stage], devices: Sequence[Sequence[int]], size: int
+    work: Work, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], size: int
 ) -> dict[tuple[int, bool], float]:
     """Return the payload per minibatch by (component of `size` devices, whether it leaves)."""
     states = work.states

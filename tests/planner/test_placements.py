@@ -1,4 +1,4 @@
-"""Where the workers of a given plan stand: every seating that matters is listed, and a clearly faster one is taken."""
+"""Where a given plan's workers stand: every placement that matters is listed, and a clearly faster one is taken."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.placement import along
+from pipebench.planner.placement_costs import along
+from pipebench.planner.placements import placements
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Planned, Request
-from pipebench.planner.seating import seatings
+from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
@@ -45,9 +45,9 @@ def planner(
 
 def given(
     where: Cluster, replicas: Sequence[int], layers: Sequence[tuple[int, int]], mode: str = "pipedream"
-) -> Planned:
+) -> PlanEstimate:
     """Return the plan with one layer per stage."""
-    return planner(where, layers, mode=mode).given(replicas, range(1, len(replicas)))
+    return planner(where, layers, mode=mode).for_replicas(replicas, range(1, len(replicas)))
 
 
 def brute_force(where: Cluster, count: int) -> list[tuple[int, ...]]:
@@ -69,7 +69,7 @@ def brute_force(where: Cluster, count: int) -> list[tuple[int, ...]]:
 )
 def test_nothing_to_choose_from(counts: tuple[int, ...], replicas: tuple[int, ...]) -> None:
     """Where only names of servers and minibatches differ, workers stand along the devices; so do the published 15-1."""
-    assert [[*map(tuple, along(replicas))]] == seatings(cluster(*counts), replicas)
+    assert [[*map(tuple, along(replicas))]] == placements(cluster(*counts), replicas)
 
 
 COUNTS = [(2, 4), (4, 2), (2, 2, 2), (8, 4), (4, 64)]
@@ -79,14 +79,14 @@ REPLICAS = [(3, 1, 1), (2, 2, 2), (3, 3), (4, 2, 1, 1), (1,) * 8, (5, 3), (10, 4
 @pytest.mark.parametrize(
     ("counts", "replicas"), [(c, r) for c in COUNTS for r in REPLICAS if sum(r) <= math.prod(c)], ids=str
 )
-def test_every_seating_takes_the_first_devices_once(counts: tuple[int, ...], replicas: tuple[int, ...]) -> None:
+def test_every_placement_takes_the_first_devices_once(counts: tuple[int, ...], replicas: tuple[int, ...]) -> None:
     where = cluster(*counts)
-    found = seatings(where, replicas)
+    found = placements(where, replicas)
     assert found[0] == [*map(tuple, along(replicas))]
     assert len({tuple(each) for each in found}) == len(found)
-    for seating in found:
-        assert [len(own) for own in seating] == [*replicas]
-        assert sorted(itertools.chain(*seating)) == list(range(sum(replicas)))
+    for placement in found:
+        assert [len(own) for own in placement] == [*replicas]
+        assert sorted(itertools.chain(*placement)) == list(range(sum(replicas)))
 
 
 @pytest.mark.parametrize(
@@ -101,51 +101,51 @@ def test_every_seating_takes_the_first_devices_once(counts: tuple[int, ...], rep
     ],
 )
 @pytest.mark.parametrize("model", sorted(COST_MODELS))
-def test_no_seating_beats_those_listed(counts: tuple[int, ...], replicas: tuple[int, ...], model: str) -> None:
+def test_no_placement_beats_those_listed(counts: tuple[int, ...], replicas: tuple[int, ...], model: str) -> None:
     where = cluster(*counts)
     for layers in itertools.product([(0, 90 * MB), (200 * MB, MB)], repeat=len(replicas)):
         made = planner(where, layers, model)
         stages = made._given_stages(replicas, range(1, len(replicas)))
 
         def bottleneck_s(devices: Sequence[Sequence[int]]) -> float:
-            return made.placed("", stages, devices).bottleneck_s  # noqa: B023
+            return made.estimate("", stages, devices).bottleneck_s  # noqa: B023
 
         ends = along(replicas)
         everything = [[devices[own.start : own.stop] for own in ends] for devices in brute_force(where, sum(replicas))]
-        assert min(map(bottleneck_s, seatings(where, replicas))) == pytest.approx(min(map(bottleneck_s, everything)))
+        assert min(map(bottleneck_s, placements(where, replicas))) == pytest.approx(min(map(bottleneck_s, everything)))
 
 
 def test_replicas_that_exchange_much_share_a_server() -> None:
     """Two stages of 4 on two servers of 4, activations larger than weights: both are in both servers."""
     plan = given(cluster(4, 2), (4, 4), [(MB, 90 * MB), (MB, 0)])
-    assert [stage.devices for stage in plan.stages] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert [stage.devices for stage in plan.plan.stages] == [(0, 1, 4, 5), (2, 3, 6, 7)]
     made = planner(cluster(4, 2), [(MB, 90 * MB), (MB, 0)])
-    straight = made.predicted(made.placed("", made._given_stages((4, 4), [1])))
+    straight = made.with_prediction(made.estimate("", made._given_stages((4, 4), [1])))
     assert plan.minibatch_s < 0.9 * straight.minibatch_s
 
 
 def test_replicas_of_a_stage_with_many_weights_share_a_server() -> None:
     """1-4-3: along the devices, the wide stage in the middle is in two servers and sums its gradients between them."""
     plan = given(cluster(4, 2), (1, 4, 3), [(0, MB), (200 * MB, MB), (0, 0)])
-    assert len({device // 4 for device in plan.stages[1].devices}) == 1
+    assert len({device // 4 for device in plan.plan.stages[1].devices}) == 1
 
 
 def test_stages_with_many_weights_and_little_to_send_stay_along_the_devices() -> None:
     plan = given(cluster(4, 2), (4, 4), [(200 * MB, MB), (200 * MB, 0)])
-    assert plan.devices == tuple(range(8))
+    assert plan.plan.devices == tuple(range(8))
 
 
 def test_a_cut_with_little_to_send_is_where_the_server_ends() -> None:
     """A straight plan of 4 on servers of 2: the heavy pair in the middle shares one."""
     plan = given(cluster(2, 2), (1, 1, 1, 1), [(0, MB), (0, 90 * MB), (0, MB), (0, 0)])
-    assert plan.devices[1] // 2 == plan.devices[2] // 2
+    assert plan.plan.devices[1] // 2 == plan.plan.devices[2] // 2
     flushed = given(cluster(2, 2), (1, 1, 1, 1), [(0, MB), (0, 90 * MB), (0, MB), (0, 0)], "pipedream-flush")
-    assert flushed.devices[1] // 2 == flushed.devices[2] // 2
+    assert flushed.plan.devices[1] // 2 == flushed.plan.devices[2] // 2
 
 
 def test_a_little_faster_is_not_worth_another_order() -> None:
-    """Transfers are hidden behind the computing: every seating is as fast."""
-    assert given(cluster(2, 2), (1, 1, 1, 1), [(0, 10), (0, 1000), (0, 10), (0, 0)]).devices == (0, 1, 2, 3)
+    """Transfers are hidden behind the computing: every placement is as fast."""
+    assert given(cluster(2, 2), (1, 1, 1, 1), [(0, 10), (0, 1000), (0, 10), (0, 0)]).plan.devices == (0, 1, 2, 3)
 
 
 def test_a_cut_that_the_cost_model_does_not_know_leaves_workers_along_the_devices() -> None:
@@ -156,6 +156,6 @@ def test_a_recipe_with_an_explicit_plan_stands_where_its_plan_says() -> None:
     words = ["parallelism.plan=8-8", "engine.kind=simulated"]
     recipe = load("resnet50/4x4-a-pipedream", words).recipe
     setup = prepare(recipe, load_cluster("cluster-a", 4), trains=False).setup
-    assert setup.cluster.devices == (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
+    assert setup.devices == (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
     flat = load("quickstart", ["parallelism.plan=2-1-1", "engine.kind=simulated"]).recipe
-    assert prepare(flat, load_cluster("local", 1), trains=False).setup.cluster.devices == ()
+    assert prepare(flat, load_cluster("local", 1), trains=False).setup.devices == (0, 1, 2, 3)

@@ -1,11 +1,11 @@
-"""Seatings: which worker of a given plan stands on which device, so that heavy neighbours share a server.
+"""Placements: which worker of a given plan stands on which device, so that heavy neighbours share a server.
 
 Stage by stage along the devices is right where every stage fills whole servers. Elsewhere a server's edge may cut
 through a stage with many parameters (3-4-1 on two servers of 4), or lie between two stages that send each other more
 than their gradients (4-4 there). This module lists what else is worth weighing; the planner weighs it.
 
-A seating is an *order*: device i holds worker `order[i]`, workers numbered stage by stage. As many devices are taken as
-there are workers, the first ones: a run has one process per worker, and process r computes on device r.
+A placement is an *order*: device i holds worker `order[i]`, workers numbered stage by stage. As many devices are taken
+as there are workers, the first ones: a run has one process per worker, and process r computes on device r.
 """
 
 import itertools
@@ -14,21 +14,21 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from pipebench.cluster import Cluster
-from pipebench.planner.placement import LONGEST_CYCLE, along
+from pipebench.planner.placement_costs import LONGEST_CYCLE, along
 
 Order = tuple[int, ...]
 
-_ALL_UP_TO = 8  # workers; beyond, only seatings of a known form are listed
+_ALL_UP_TO = 8  # workers; beyond, only placements of a known form are listed
 _PERMUTED_UP_TO = 4  # stages; beyond, they stay in order
 _INTERLEAVED_UP_TO = 16  # stages; beyond, none are
-_MOST_SHIFTS = 16  # of the edge of the first server, and of the minibatches that two seatings are compared under
+_MOST_SHIFTS = 16  # of the edge of the first server, and of the minibatches that two placements are compared under
 _COST_AT_MOST = 40_000  # of weighing all of them, in units of `_cost`: a quarter of a second
 
 
-def seatings(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int, ...]]]:
+def placements(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int, ...]]]:
     """Return what to choose from: the devices of every stage's replicas, along the devices first.
 
-    Seatings that differ only in the names of equal servers, or in which minibatch comes first, are listed once: their
+    Placements that differ only in the names of equal servers, or in which minibatch comes first, are listed once: their
     bottlenecks are equal, and where queues at ports settle otherwise for them, that is chance. Up to 8 workers all are
     listed, as far as there is time to weigh them; beyond, shifts along the devices of: stages in order, stages in any
     order, and neighbouring stages interleaved so that replicas that send each other minibatches meet.
@@ -38,7 +38,7 @@ def seatings(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int, 
         replicas: of every stage.
 
     Returns:
-        One seating only where no other can matter: all workers in one server, or a single stage.
+        One placement only where no other can matter: all workers in one server, or a single stage.
     """
     count = sum(replicas)
     counts = (level.count for level in cluster.levels[:-1])
@@ -55,7 +55,7 @@ def seatings(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int, 
 
 
 def _cost(replicas: Sequence[int]) -> int:
-    """Return how long the planner takes to weigh a seating, in units of about 6 microseconds."""
+    """Return how long the planner takes to weigh a placement, in units of about 6 microseconds."""
     cycles = sum(min(math.lcm(a, b), LONGEST_CYCLE) for a, b in itertools.pairwise(replicas))
     return 64 + len(replicas) ** 2 + cycles
 
@@ -129,7 +129,7 @@ def _canonical(order: Order, sizes: Sequence[int]) -> Order:
 
 
 def _signature(order: Order, sizes: Sequence[int], replicas: Sequence[int]) -> Order:
-    """Return what equal seatings share: the smallest of the orders they turn into with another minibatch first."""
+    """Return what equal placements share: the smallest of the orders they turn into with another minibatch first."""
     stages = along(replicas)
     shifts = math.lcm(*replicas)
     if shifts > _MOST_SHIFTS:

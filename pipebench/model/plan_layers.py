@@ -1,0 +1,123 @@
+"""From a plan's file to a plan of a model: its layers by name are compared with the model's."""
+
+import bisect
+import difflib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.model.plan import Cuttable, Plan, StagePlan, make_plan, split_ties
+from pipebench.recipe.plan_file import PlanForm, Problems, StageForm
+from pipebench.typed_json import shown
+
+_MOST_NAMED = 4  # layers of one sentence
+
+
+def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
+    """Return a plan as its file has it.
+
+    Args:
+        plan: the plan.
+        names: of its layers, in the order that it counts them in.
+    """
+    stages = (
+        StageForm(stage.replicas, stage.devices, dict(zip(names[stage.start : stage.stop], stage.memory, strict=True)))
+        for stage in plan.stages
+    )
+    return PlanForm(plan.mode, plan.depth, plan.chunks, tuple(stages))
+
+
+def plan_of(form: PlanForm, graph: Cuttable) -> Plan:
+    """Return the plan of a file whose layers are the model's; see `layer_problems`."""
+    counts = [len(stage.layers) for stage in form.stages]
+    return make_plan(
+        graph,
+        [sum(counts[:index]) for index in range(1, len(counts))],
+        [stage.replicas for stage in form.stages],
+        mode=form.mode,
+        devices=[device for stage in form.positions for device in stage.devices],
+        depth=form.depth,
+        chunks=form.chunks,
+        memory=[policy for stage in form.stages for policy in stage.layers.values()],
+    )
+
+
+def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> None:
+    """Refuse a plan's file if anything is wrong with it.
+
+    Args:
+        source: the file.
+        problems: where in it, and the end of a sentence.
+        hint: the end of every sentence.
+
+    Raises:
+        RecipeError: with a sentence for each.
+    """
+    faults = [Fault(source, where, f"{problem}{hint}") for where, problem in problems]
+    if faults:
+        raise RecipeError(faults)
+
+
+def layer_problems(form: PlanForm, graph: Cuttable) -> Problems:
+    """Yield layers that the model doesn't have, or that are missing, in two stages or out of order, and torn ties."""
+    if not form.stages:
+        return
+    names = [layer.name for layer in graph.layers]
+    place = {name: index for index, name in enumerate(names)}
+    problems = [*_unknown_or_twice(form, place)]
+    holder = {name: index for index, stage in reversed([*enumerate(form.stages)]) for name in stage.layers}
+    known = [name for name in dict.fromkeys(name for stage in form.stages for name in stage.layers) if name in place]
+    kept = _longest_ascending([place[name] for name in known])
+    for name in (name for name in known if place[name] not in kept):
+        problem = f"got {name!r} out of order, in the model it comes {_belongs(place[name], names)}"
+        problems.append((f"stages[{holder[name]}].layers", problem))
+    missing = [name for name in names if name not in holder]
+    for name in holder:  # a slip in a name isn't told twice
+        if name not in place:
+            missing = [each for each in missing if each not in difflib.get_close_matches(name, missing, 1)]
+    if missing:
+        said = f"missing are {_listed(missing)}, allowed is every layer of the model once"
+        problems.append(("stages", f"{said}; {missing[0]!r} comes {_belongs(place[missing[0]], names)}"))
+    yield from problems
+    if not problems and all(stage.layers for stage in form.stages):
+        starts = [place[next(iter(stage.layers))] for stage in form.stages]
+        stages = [StagePlan(a, b, 1, (), ()) for a, b in itertools.pairwise([*starts, len(names)])]
+        for problem in split_ties(graph, stages):
+            yield "stages", problem
+
+
+def _unknown_or_twice(form: PlanForm, place: Mapping[str, int]) -> Problems:
+    holder: dict[str, int] = {}
+    for index, stage in enumerate(form.stages):
+        where = f"stages[{index}].layers"
+        for name in stage.layers:
+            if name not in place:
+                yield where, f"got {shown(name)}, and the model has no such layer{nearest(name, place)}"
+            elif name in holder:
+                yield where, f"got {name!r}, which stage {holder[name]} has too, allowed is every layer once"
+            holder.setdefault(name, index)
+
+
+def _longest_ascending(values: Sequence[int]) -> set[int]:
+    """Return the largest choice of different numbers that ascend: what is left of a list where a few were moved."""
+    tails: list[int] = []  # the least last number of an ascending choice of every length
+    before: dict[int, int | None] = {}
+    for value in values:
+        at = bisect.bisect_left(tails, value)
+        before[value] = tails[at - 1] if at else None
+        tails[at : at + 1] = [value]
+    chosen: set[int] = set()
+    last = tails[-1] if tails else None
+    while last is not None:
+        chosen.add(last)
+        last = before[last]
+    return chosen
+
+
+def _belongs(place: int, names: Sequence[str]) -> str:
+    return f"after {names[place - 1]!r}" if place else "first"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(map(repr, names[:_MOST_NAMED])) + more

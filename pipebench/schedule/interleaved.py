@@ -1,0 +1,35 @@
+"""Interleaved 1F1B: every worker has several stages, so that filling and draining take a part of the time each.
+
+Paper: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21) section 2.2. With P
+positions and v stages per worker, a worker at position p runs 2 (P - p - 1) + (v - 1) P forwards, then one forward and
+one backward in turn; units go through a stage in groups of P. The bubble is 1/v of that of 1F1B.
+
+Differs: the paper needs a number of units that P divides. Here the last group is filled up in thought, and what is
+only thought of is left out: a list that loses units can't get into a deadlock that it hadn't.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from pipebench.schedule.passes import Pass
+from pipebench.schedule.pipeline import Pipeline
+
+
+def passes(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
+    """Yield a worker's passes between two flushes."""
+    stages, positions, chunks = p.stages_of(worker), p.num_positions, p.chunks
+    own = p.own_units(stages[0], worker, units)
+    total = -(-len(own) // positions) * positions * chunks
+
+    def step(index: int, *, is_forward: bool) -> Iterator[Pass]:
+        group, within = divmod(index, positions * chunks)
+        chunk, place = divmod(within, positions)
+        number = group * positions + place
+        if index < total and number < len(own):
+            yield Pass(stages[chunk if is_forward else chunks - 1 - chunk], is_forward, own[number])
+
+    warmup = min(2 * (positions - stages[0] - 1) + (chunks - 1) * positions, total)
+    for index in range(warmup):
+        yield from step(index, is_forward=True)
+    for index in range(total):
+        yield from step(index + warmup, is_forward=True)
+        yield from step(index, is_forward=False)

@@ -1,0 +1,36 @@
+"""The orders of work: in which order a worker runs the forwards and backwards it has. One file per order."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pipebench.schedule import all_forwards, interleaved, one_f_one_b
+from pipebench.schedule.passes import Pass
+from pipebench.schedule.pipeline import Pipeline
+
+ALL_FORWARDS, ONE_F_ONE_B, INTERLEAVED = "all-forwards", "1f1b", "interleaved"
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of work.
+
+    Attributes:
+        summary: one line for people.
+        passes: from (pipeline, worker, units) to the worker's passes, lazily: the units are those between two flushes
+            (without a flush, between two drains), of all replicas, ascending.
+        needs_flush: whether it has an end only where the pipeline is emptied at every update.
+        takes_chunks: whether a worker may have several stages.
+    """
+
+    summary: str
+    passes: Callable[[Pipeline, int, Sequence[int]], Iterable[Pass]]
+    needs_flush: bool = False
+    takes_chunks: bool = False
+
+
+ORDERS: Final[dict[str, Order]] = {
+    ALL_FORWARDS: Order("all forwards, then all backwards, in reverse", all_forwards.passes, True, True),
+    ONE_F_ONE_B: Order("warm up, then one backward and one forward in turn", one_f_one_b.passes),
+    INTERLEAVED: Order("1F1B over several stages per worker", interleaved.passes, True, True),
+}

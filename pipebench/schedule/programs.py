@@ -1,0 +1,167 @@
+"""The schedule: what every worker does, in which order, as data.
+
+A schedule is a pure function of the pipeline's shape and of how many minibatches run until the next drain. It knows
+no model, no time and no tensor; simulator, engines, pictures and tests all read it. Its order of work says which
+passes a worker runs; here they get what belongs to them: messages, all-reduces, updates, weight versions.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.orders import ORDERS
+from pipebench.schedule.passes import forwards
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.weights import WEIGHT_POLICIES
+
+
+def programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
+    """Return every worker's list of instructions for `num_minibatches` minibatches between two drains, lazily."""
+    return [_program(pipeline, worker, num_minibatches) for worker in range(pipeline.num_workers)]
+
+
+def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
+    """Return every worker's list for an evaluation: forwards only, whole minibatches dealt round-robin."""
+
+    def program(worker: int) -> Iterator[Instruction]:
+        stages = {stage: _StageProgram(pipeline, stage, worker, 0) for stage in pipeline.stages_of(worker)}
+        for stage, _, unit in forwards(pipeline, worker, range(num_minibatches)):
+            yield from stages[stage].forward(unit, -1)
+
+    return [program(worker) for worker in range(pipeline.num_workers)]
+
+
+def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
+    """Return per stage how many units a replica has in flight at most: run forward, and not yet backward."""
+    most = [0] * pipeline.num_stages
+    # Without a flush the warm-up is over when every replica has had its depth.
+    num_minibatches = pipeline.period if pipeline.flushes else pipeline.block * (pipeline.depth + 1)
+    for program in programs(pipeline, num_minibatches):
+        in_flight = [0] * pipeline.num_stages
+        for op, stage, *_ in program:
+            in_flight[stage] += (op is Op.FORWARD) - (op is Op.BACKWARD)
+            most[stage] = max(most[stage], in_flight[stage])
+    return tuple(most)
+
+
+def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[Instruction]:
+    """Pass after pass, with an update of a stage after the last backward of a round, or of all stages at a flush."""
+    stages = {stage: _StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
+    passes, minibatch = ORDERS[p.order].passes, p.minibatch
+    for units in _between_flushes(p, num_minibatches):
+        for stage, is_forward, unit in passes(p, worker, units):
+            program = stages[stage]
+            if is_forward:
+                yield from program.forward(unit, program.version_of(minibatch(unit)[0], unit))
+            else:
+                yield from program.backward(unit)
+                if program.left == 0 and not p.flushes:
+                    yield from _update(p, [program])
+        if p.flushes:
+            yield from _update(p, [*stages.values()])
+    for program in stages.values():  # the last round is short and had no unit for us
+        if not p.flushes and program.updates * p.round_size(program.stage) < num_minibatches:
+            yield from _update(p, [program])
+
+
+def _between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int]]:
+    """Yield the units of every group of minibatches that ends in a flush; all of them where there is none."""
+    if not p.flushes:
+        yield range(num_minibatches)
+        return
+    for start in range(0, num_minibatches, p.period):
+        stop = min(start + p.period, num_minibatches)
+        if stop - start == p.period:
+            yield range(start * p.microbatches, stop * p.microbatches)
+        else:
+            yield sorted(unit for minibatch in range(start, stop) for unit in p.units(minibatch))
+
+
+def _update(p: Pipeline, programs: Sequence["_StageProgram"]) -> Iterator[Instruction]:
+    for program in programs:
+        yield from program.wait()
+    if p.shares_norm:
+        yield Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates)
+    for program in programs:
+        yield program.update()
+
+
+class _StageProgram:
+    """The instructions of one stage on one of its workers.
+
+    Attributes:
+        stage: the stage.
+        updates: made so far.
+        left: backwards that the worker still runs in this round.
+    """
+
+    def __init__(self, p: Pipeline, stage: int, worker: int, num_minibatches: int) -> None:
+        self.stage = stage
+        self.updates = 0
+        self._pipeline = p
+        self._num_minibatches = num_minibatches
+        self._replica, self._replicas = p.replica_of(worker), p.replicas[stage]
+        self._policy = WEIGHT_POLICIES[p.weights]
+        self._used: dict[int, int] = {}  # unit in flight to the version of its forward
+        self._next = self._replica  # the minibatch that the worker turns to after the one it ran forward last
+        self._loads = stage in p.loads
+        # Two stages of one worker hand values over by themselves.
+        away = [edge for edge in p.edges if (edge.source - edge.target) % p.num_positions]
+        self._sources = [edge.source for edge in away if edge.target == stage]
+        self._targets = [edge.target for edge in away if edge.source == stage]
+        # Gradients that meet come from the last reader first.
+        self._answering = sorted((e.target for e in away if e.source == stage and e.has_gradient), reverse=True)
+        self._answered = [edge.source for edge in away if edge.target == stage and edge.has_gradient]
+        self._begin_round()
+
+    def version_of(self, minibatch: int, unit: int) -> int:
+        """Return the version that the forward of a unit uses; its backward will ask for it again."""
+        version = self._policy.version(self._pipeline, self.stage, minibatch, self.updates)
+        self._used[unit] = version
+        self._next = minibatch + self._replicas
+        return version
+
+    def forward(self, unit: int, version: int) -> Iterator[Instruction]:
+        """Yield a forward and its messages."""
+        stage = self.stage
+        if self._loads:
+            yield Instruction(Op.LOAD_INPUT, stage, unit)
+        for source in self._sources:
+            yield Instruction(Op.RECEIVE_ACTIVATION, stage, unit, source)
+        yield Instruction(Op.FORWARD, stage, unit, -1, -1, version)
+        for target in self._targets:
+            yield Instruction(Op.SEND_ACTIVATION, stage, unit, target)
+
+    def backward(self, unit: int) -> Iterator[Instruction]:
+        """Yield a backward and its messages; they leave before any wait, or some plans deadlock."""
+        stage = self.stage
+        self.left -= 1
+        reduce = self.updates if self.left == 0 and self._replicas > 1 else -1
+        version = self._used.pop(unit)
+        for target in self._answering:
+            yield Instruction(Op.RECEIVE_GRADIENT, stage, unit, target)
+        yield Instruction(Op.BACKWARD, stage, unit, -1, reduce, version if self._policy.stashed else self.updates)
+        for source in self._answered:
+            yield Instruction(Op.SEND_GRADIENT, stage, unit, source)
+
+    def wait(self) -> Iterator[Instruction]:
+        """Yield the wait for a round's all-reduce; a replica without a unit in the round joins it there, with zeros."""
+        if self._replicas > 1:
+            reduce = self.updates if self._units_of_round == 0 else -1
+            yield Instruction(Op.WAIT_ALL_REDUCE, self.stage, self.updates, -1, reduce)
+
+    def update(self) -> Instruction:
+        """Return the update that ends a round."""
+        made = self.updates + 1
+        oldest = made
+        if self._next < self._num_minibatches:
+            oldest = min(made, self._policy.version(self._pipeline, self.stage, self._next, made))
+        instruction = Instruction(Op.UPDATE, self.stage, self.updates, -1, -1, oldest)
+        self.updates = made
+        self._begin_round()
+        return instruction
+
+    def _begin_round(self) -> None:
+        minibatches = self._pipeline.round_minibatches(self.stage, self.updates, self._num_minibatches)
+        own = math.ceil(max(0, len(minibatches) - self._replica) / self._replicas)
+        self.left = self._units_of_round = own * self._pipeline.microbatches

@@ -1,0 +1,55 @@
+"""A mode nobody has tried, made up in this file: a row and an order of work are all it takes."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from pipebench.planner.predict import make_pipeline
+from pipebench.schedule import modes, orders
+from pipebench.schedule.modes import Mode
+from pipebench.schedule.orders import Order
+from pipebench.schedule.passes import Pass
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.drawing import draw
+from tests.engine.test_modes import momentum, sequentially
+from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of, unit_profile
+
+PICTURE = """\
+stage 0  F0  F1  .   .   .   .   .   .   B0  B0  B1  B1  F2  F3  .   .   .   .   .   .   B2  B2  B3  B3
+stage 1  .   F0  F1  .   .   .   B0  B0  B1  B1  .   .   .   F2  F3  .   .   .   B2  B2  B3  B3  .   .
+stage 2  .   .   F0  F1  B0  B0  B1  B1  .   .   .   .   .   .   F2  F3  B2  B2  B3  B3  .   .   .   ."""
+
+
+def in_pairs(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
+    """Two forwards, then two backwards, the first one first."""
+    (stage,) = p.stages_of(worker)
+    own = p.own_units(stage, worker, units)
+    for start in range(0, len(own), 2):
+        for is_forward in (True, False):
+            yield from (Pass(stage, is_forward, unit) for unit in own[start : start + 2])
+
+
+@pytest.fixture(autouse=True)
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(orders.ORDERS, "in-pairs", Order("two there, two back", in_pairs, needs_flush=True))
+    row = Mode("two there, two back", "straight", "in-pairs", flush=True, weights="one", microbatches=True)
+    monkeypatch.setitem(modes.MODES, "pairs", row)
+
+
+def test_it_is_drawn_simulated_and_trained_on_the_virtual_engine() -> None:
+    model, dataset = Mlp(), Blobs(num_train=32)
+    setup = make_setup(
+        model, ([2, 4], [1, 1, 1]), order="in-pairs", weights="one", microbatches=4, dataset=dataset,
+        make_optimizer=momentum,
+    )  # fmt: skip
+    rows = unit_profile(setup.graph, dataset, [1, 4]).layers[1]
+    pipeline = make_pipeline(setup.plan, rows, modes.MODES["pairs"], microbatches=4)
+    assert pipeline == setup.pipeline
+    assert draw(pipeline, 1, [1] * 3, [2] * 3) == PICTURE
+    engine = make_engine(setup)
+    engine.train(0, 8)
+    assert engine.clock_s > 0
+    assert engine.num_bytes == engine.network.num_bytes
+    expected = sequentially(model, dataset, [range(k, k + 1) for k in range(8)], 4, momentum)
+    for name, parameter in parameters_of(engine).items():
+        assert (parameter - expected[name]).abs().max() < 1e-12

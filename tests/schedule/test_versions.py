@@ -1,0 +1,124 @@
+"""Weight versions as the printed schedule has them, without a model: the recurrences of the papers, for every mode."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pipebench.schedule.instructions import render
+from pipebench.schedule.modes import MODES
+from pipebench.schedule.pipeline import Pipeline, chain, noam
+from pipebench.schedule.programs import programs
+from tests.oracles import staleness
+
+PLANS = [(1, 1), (1, 1, 1, 1), (2, 1), (3, 1), (1, 2, 1), (1, 3, 1), (1, 3), (4,), (1,), (2, 2), (2, 2, 2)]
+SHAPES: dict[str, Callable[[tuple[int, ...]], bool]] = {
+    "one": lambda r: r == (1,),
+    "one-stage": lambda r: len(r) == 1,
+    "straight": lambda r: {*r} == {1},
+    "equal": lambda r: len({*r}) == 1,
+    "any": lambda r: True,
+}
+CASES = [(mode, replicas) for mode, row in MODES.items() for replicas in PLANS if SHAPES[row.shape](replicas)]
+Step = tuple[str, int, int, int]  # F, B or U; stage; unit or round; version
+
+
+def pipeline_of(mode: str, replicas: tuple[int, ...], weights: str | None = None) -> Pipeline:
+    row = MODES[mode]
+    depth = row.depth or noam(replicas)
+    stages = replicas * row.chunks
+    return Pipeline(
+        stages, chain(len(stages)), row.order, row.flush, depth, 4 if row.microbatches else 1, row.accumulate or depth,
+        weights=weights or row.weights, chunks=row.chunks,
+    )  # fmt: skip
+
+
+def printed(pipeline: Pipeline, count: int) -> Iterator[list[Step]]:
+    """Yield what every worker's printed list says of versions."""
+    for program in programs(pipeline, count):
+        found = re.findall(r"(?<!\S)(\d+)([FBU])(\d+)(?:\+\d+)?@(\d+)", render(program))
+        yield [(what, int(stage), int(number), int(version)) for stage, what, number, version in found]
+
+
+def expected(pipeline: Pipeline, stage: int, minibatch: int) -> int:
+    """DESIGN 3.2, restated."""
+    if pipeline.flushes:
+        return minibatch // (math.lcm(*pipeline.replicas) * pipeline.accumulate)
+    if pipeline.weights == "double-buffer":
+        return max(0, minibatch // (pipeline.replicas[0] * pipeline.accumulate) - 1)
+    depths, r = staleness.depths(pipeline.replicas, pipeline.depth), pipeline.replicas
+    if pipeline.weights == "stash-vertical-sync":
+        return max(0, minibatch // r[0] - depths[0] + 1) * r[0] // r[stage]
+    return max(0, minibatch // r[stage] - depths[stage] + 1)
+
+
+@pytest.mark.parametrize("count", [1, 7, 24, 31])
+@pytest.mark.parametrize(("mode", "replicas"), CASES)
+def test_forward_and_backward_use_the_version_of_the_recurrence(
+    mode: str, replicas: tuple[int, ...], count: int
+) -> None:
+    pipeline = pipeline_of(mode, replicas)
+    for steps in printed(pipeline, count):
+        assert any(what == "F" for what, *_ in steps) or count < sum(replicas)
+        for what, stage, number, version in steps:
+            if what != "U":
+                assert version == expected(pipeline, stage, pipeline.minibatch(number)[0]), (what, stage, number)
+
+
+@pytest.mark.parametrize("replicas", [r for r in PLANS if len(r) > 1])
+def test_vertical_sync_uses_the_input_stage_s_version(replicas: tuple[int, ...]) -> None:
+    pipeline = pipeline_of("pipedream", replicas, "stash-vertical-sync")
+    for steps in printed(pipeline, 24):
+        for what, stage, number, version in steps:
+            if what != "U":
+                assert version == expected(pipeline, stage, number)
+
+
+def test_without_stashing_a_backward_meets_newer_weights() -> None:
+    """PipeDream section 3.3: minibatch 5 (here 4) of four stages, forward after update 1, backward after 2, 3, 4."""
+    pipeline = pipeline_of("pipedream", (1, 1, 1, 1), "none")
+    versions = {
+        (what, stage): version
+        for steps in printed(pipeline, 12)
+        for what, stage, number, version in steps
+        if number == 4 and what in "FB"
+    }
+    assert [versions["F", stage] for stage in range(4)] == [1, 2, 3, 4]
+    assert [versions["B", stage] for stage in range(4)] == [4, 4, 4, 4]
+
+
+def most_alive(steps: list[Step], stage: int) -> int:
+    """Return the most versions that must be kept at once, and check that each that is asked for is there."""
+    alive, used, most = {0}, defaultdict[int, int](int), 1
+    for what, own, _, version in steps:
+        if own != stage:
+            continue
+        if what == "F":
+            assert version in alive, f"version {version} is gone or not made yet"
+            used[version] += 1
+        elif what == "B":
+            assert version in alive
+            used[version] -= 1
+        else:
+            made = max(alive) + 1
+            alive = {v for v in (*alive, made) if v >= version or used[v]}
+            most = max(most, len(alive))
+    return most
+
+
+@pytest.mark.parametrize(("mode", "replicas"), CASES)
+def test_how_many_versions_have_to_be_kept(mode: str, replicas: tuple[int, ...]) -> None:
+    """DESIGN 3.3: d_s with stashing, 2 with two buffers, 1 with a flush."""
+    pipeline = pipeline_of(mode, replicas)
+    for steps in printed(pipeline, 31):
+        for stage in {stage for _, stage, *_ in steps}:
+            bound = {"double-buffer": 2, "stash": staleness.depths(pipeline.replicas, pipeline.depth)[stage]}
+            assert most_alive(steps, stage) <= bound.get(pipeline.weights, 1)
+
+
+def test_two_buffers_are_needed() -> None:
+    """The bound is met: with one buffer this mode could not be."""
+    pipeline = pipeline_of("pipedream-2bw", (1, 1, 1, 1))
+    assert [most_alive(steps, stage) for stage, steps in enumerate(printed(pipeline, 31))] == [2] * 4
