@@ -109,10 +109,11 @@ class RunRecord:
     status: Status | None
 
     @staticmethod
-    def of(entries: Sequence[Entry]) -> "RunRecord":
-        """Put entries together; the first one is a start."""
-        first = entries[0].start
-        assert first is not None
+    def of(entries: Sequence[Entry]) -> "RunRecord | None":
+        """Put entries together; None if no process says what the run is called."""
+        name = next((entry.start.name for entry in entries if entry.start is not None), None)
+        if name is None:
+            return None
         params: dict[str, str] = {}
         tags: dict[str, str] = {}
         metrics: dict[str, float] = {}
@@ -130,7 +131,7 @@ class RunRecord:
             result = entry.result if entry.start is not None else entry.result or result
             status = entry.status if entry.start is not None else entry.status or status
         curves = tuple(points[samples] for samples in sorted(points))
-        return RunRecord(first.name, params, tags, metrics, curves, tuple(artifacts), result, status)
+        return RunRecord(name, params, tags, metrics, curves, tuple(artifacts), result, status)
 
 
 def read_record(folder: Path) -> RunRecord | None:
@@ -139,8 +140,7 @@ def read_record(folder: Path) -> RunRecord | None:
     Raises:
         OSError: it can't be read.
     """
-    entries = _entries_in(_read(folder / ENTRIES))
-    return RunRecord.of(entries) if entries else None
+    return RunRecord.of(_entries_in(_read(folder / ENTRIES)))
 
 
 def mlflow_run_id(folder: Path) -> str | None:

@@ -20,7 +20,7 @@ from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
 from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
 from pipebench.train.loss import TrainingLoss
-from pipebench.train.metrics import EarlierWorkers, describe, run_metrics, stage_rows, together
+from pipebench.train.metrics import EarlierWorkers, describe, run_metrics, stage_rows, sum_facts
 from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
@@ -218,7 +218,7 @@ class TrainingLoop:
 
     def _result(self, outcome: str, sentence: str, total_s: float, wall_s: float) -> tuple[RunResult, Timeline]:
         """Put together what all processes counted and measured; all of them call it."""
-        facts = together(self._engine.exchange(self._engine.facts()))
+        facts = sum_facts(self._engine.exchange(self._engine.facts()))
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
         metrics = run_metrics(self._job, self._samples, self._clock, self._curves, facts, measured, self._earlier)
         if self._policy.checkpoints is not None:

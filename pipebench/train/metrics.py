@@ -61,7 +61,7 @@ def run_metrics(
         samples: trained on.
         clock: what the time was spent on.
         curves: its evaluations.
-        facts: what its workers counted, as `together` returns it.
+        facts: what its workers counted, as `sum_facts` returns it.
         measured: what they measured.
         earlier: what other workers did before.
     """
@@ -88,8 +88,8 @@ def run_metrics(
     return metrics | curves.final_metrics()
 
 
-def together(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put together what the processes counted; lists are by worker."""
+def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what all processes counted, summed up; lists are by worker."""
     num_bytes: Counter[tuple[str, str]] = Counter()
     for each in facts:
         num_bytes.update({(kind, level): count for kind, level, count in each["num_bytes"]})
@@ -142,7 +142,7 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
 
 
 def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return a row per stage; `facts` as `together` returns them."""
+    """Return a row per stage; `facts` as `sum_facts` returns them."""
     rows = describe_stages(job)
     pipeline = job.setup.pipeline
     for row in rows:

@@ -10,7 +10,7 @@ from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, Checkpoints, reason_of
 from pipebench.errors import UserError
 from pipebench.recipe.engines import engine_kind
-from pipebench.train.metrics import EarlierWorkers, together
+from pipebench.train.metrics import EarlierWorkers, sum_facts
 from pipebench.train.prepare import Job
 
 
@@ -87,7 +87,7 @@ def earlier_workers(progress: Progress, *, same_workers: bool) -> EarlierWorkers
     sent = Counter({(kind, level): num_bytes for kind, level, num_bytes in progress.bytes_before})
     if same_workers:
         return EarlierWorkers(int(progress.counted_from[0]), float(progress.counted_from[1]), sent)
-    return EarlierWorkers(progress.samples, progress.training_s, sent + together(progress.facts)["num_bytes"])
+    return EarlierWorkers(progress.samples, progress.training_s, sent + sum_facts(progress.facts)["num_bytes"])
 
 
 def _check_progress(progress: Progress, job: Job, step: int) -> None:
