@@ -20,7 +20,7 @@ def draw(words: tuple[str, ...], versions: bool) -> None:
     Examples:
       pipebench draw quickstart
       pipebench draw quickstart/gpipe parallelism.microbatches=8
-      pipebench draw quickstart/pipedream-2bw --versions
+      pipebench draw modes/pipedream-2bw --versions
     """
     loaded = load_one(words)
     from pipebench.recipe.preflight import preflight

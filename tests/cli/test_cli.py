@@ -34,8 +34,8 @@ class FakeRunner(types.ModuleType):
             raise_as_ours(self.answer)
         return self.answer
 
-    def draw(self, loaded: LoadedRecipe) -> str:
-        return f"a picture of {loaded.recipe.name}"
+    def draw(self, loaded: LoadedRecipe, *, versions: bool) -> str:
+        return f"a picture of {loaded.recipe.name}{' with versions' if versions else ''}"
 
 
 @pytest.fixture
@@ -129,7 +129,10 @@ def test_nothing_runs_when_one_recipe_is_wrong(runner: FakeRunner) -> None:
     result = invoke("run", "quickstart", "quickstart/dp", "no-such", "parallelism.microbatches=3")
     assert result.exit_code == 2
     assert runner.calls == []
-    where, allowed = "command line: parallelism.microbatches: got 3", "allowed is 1, or mode gpipe or pipedream-flush"
+    where, allowed = (
+        "command line: parallelism.microbatches: got 3",
+        "allowed is 1, or mode gpipe or pipedream-flush or interleaved",
+    )
     assert result.stderr.splitlines() == [
         f"pipebench: error: {where}, mode pipedream has no flush here: {allowed}",
         f"pipebench: error: {where}, mode dp doesn't cut minibatches: {allowed}",
@@ -176,6 +179,7 @@ def test_show_prints_a_recipe(folder: Path) -> None:
 
 def test_draw(runner: FakeRunner) -> None:
     assert invoke("draw", "quickstart").stdout == "a picture of quickstart\n"
+    assert invoke("draw", "quickstart", "--versions").stdout == "a picture of quickstart with versions\n"
 
 
 def test_ls() -> None:
