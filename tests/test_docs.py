@@ -43,6 +43,24 @@ def test_pictures_of_the_modes(mode: str, replicas: tuple[int, ...], num_minibat
     assert draw(pipeline, num_minibatches, [1] * n, [2] * n) in pictures
 
 
+def columns_of(name: str) -> list[str]:
+    """Return a mode's row as the documentation has it."""
+    row = MODES[name]
+    accumulate = "depth" if row.accumulate is None else str(row.accumulate)
+    flush, recompute = ("yes" if told else "no" for told in (row.flush, row.recompute))
+    depth = "NOAM" if row.depth is None else str(row.depth)
+    return [
+        name, row.shape, row.order, flush, row.weights, row.sync, accumulate, str(row.chunks), row.backward, depth,
+        recompute,
+    ]  # fmt: skip
+
+
+def test_the_table_of_modes_is_the_table_of_modes() -> None:
+    lines = (ROOT / "docs/modes.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    assert rows[2:] == [columns_of(name) for name in MODES]
+
+
 def test_every_mode_has_a_paragraph() -> None:
     headings = re.findall(r"^## (\S+)$", (ROOT / "docs/modes.md").read_text(), re.MULTILINE)
     assert headings == list(MODES)
