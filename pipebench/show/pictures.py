@@ -265,7 +265,8 @@ def _text_in(text: str) -> float:
 
 def _box_text(span: Span) -> str:
     if span.kind in (FORWARD, BACKWARD):
-        return re.sub(r"^[A-Za-z]+", "", span.label)  # the colour says which of the two it is
+        # The colour says which of the two it is; a stage stands first where workers have several: 4F0.1 is 4:0.1.
+        return re.sub(r"[A-Za-z]+", ":", span.label).removeprefix(":")
     return "" if span.kind in (SEND, WAIT) else span.label
 
 
@@ -287,6 +288,8 @@ def _time_label(timeline: Timeline, end_s: float, unit: str) -> str:
     last_s = max((span.end_s for span in timeline.spans), default=0.0)
     goes_on = timeline.truncated or last_s > end_s
     numbers = "minibatch.microbatch" if any("." in span.label for span in timeline.spans) else "minibatches"
+    if any(span.label[:1].isdigit() for span in timeline.spans):
+        numbers = f"stage:{numbers.removesuffix('es')}"
     return f"time since the start [{unit}]; numbers are {numbers}" + ("; the run goes on" if goes_on else "")
 
 
