@@ -244,12 +244,12 @@ class Worker:
             heads = self._heads(stage, self._arriving.pop((stage, unit), {}))
             on_gradient = collectives.on_gradient(stage) if ends_round else None
             returning = replica.backward(unit, heads, on_gradient)
-            self._returning[stage, unit] = {layer: found for layer, found in returning.items() if found}
+            if gradients := {layer: found for layer, found in returning.items() if found}:
+                self._returning[stage, unit] = gradients
             self._note_memory()
             for source in self._within_worker(replica.stage.receives, stage):
-                gradients = self._gradient_for(stage, unit, source)
-                if gradients:
-                    self._arriving.setdefault((source, unit), {})[stage] = gradients
+                if own := self._gradient_for(stage, unit, source):
+                    self._arriving.setdefault((source, unit), {})[stage] = own
         if ends_round:
             collectives.contribute(stage, self.replica_index, it.reduce, replica.gradients)
 
