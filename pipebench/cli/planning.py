@@ -31,10 +31,11 @@ from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
-from pipebench.show.console import preparing, print_written, standard_error, standard_output
+from pipebench.show.console import print_written
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
-from pipebench.show.progress import searching
+from pipebench.show.progress import preparing, searching
+from pipebench.show.terminal import standard_error, standard_output
 from pipebench.train.prepare import plan_of_file, plan_request, profile_model
 
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation

@@ -14,9 +14,10 @@ from pipebench.errors import UserError
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of
-from pipebench.show import console
+from pipebench.show.console import print_written
 from pipebench.show.profile_picture import draw_profile, is_our_picture
 from pipebench.show.profile_report import print_profile
+from pipebench.show.progress import preparing
 from pipebench.train.prepare import profile_model
 
 
@@ -86,12 +87,12 @@ def show_and_write(name: str, profile: Profile, output: ProfileOutput) -> None:
                 write(path)
             except OSError as error:
                 raise UserError(f"{path} can't be written: {error.strerror or error}") from error
-            console.print_written(str(path))
+            print_written(str(path))
 
 
 def _profiled(loaded: LoadedRecipe) -> Profile:
     recipe = loaded.recipe
-    with faults_of(loaded), console.preparing(recipe.name) as on_progress:
+    with faults_of(loaded), preparing(recipe.name) as on_progress:
         return profile_model(recipe, loaded.cluster, on_progress).profile
 
 

@@ -2,12 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -21,8 +20,9 @@ from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
-from pipebench.show.console import new_table, print_plain, print_table, standard_output
 from pipebench.show.profile_report import shortened
+from pipebench.show.tables import new_table, print_facts, print_table
+from pipebench.show.terminal import print_plain, standard_output
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
 COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
@@ -171,7 +171,11 @@ def plan_json(answer: Answer) -> str:
         "others": [_summary(answer, found) for found in comparison.others],
         "refused": comparison.refused,
         "cost_model": request.model.name,
-        "cluster": _cluster_json(request.cluster),
+        "cluster": {
+            "name": request.cluster.name,
+            "device": request.cluster.device,
+            "levels": [asdict(level) for level in request.cluster.levels],
+        },
         "num_workers": request.cluster.num_workers,
         "memory_limit_bytes": request.cluster.memory_bytes,
         "minibatch_size": request.minibatch_size if answer.says_samples else None,
@@ -210,20 +214,12 @@ def print_plan(answer: Answer, console: Console | None = None) -> None:
     print_plain(
         console, Text.assemble(f"{printable(answer.name)}: ", (f"{best.plan} ({best.plan.mode})", "bold green"))
     )
-    _print_facts(console, _questions(answer))
+    print_facts(console, _questions(answer))
     print_table(console, _stage_table(answer, narrow=console.width < _ROOMY_WIDTH), indent=2)
-    _print_facts(console, _reasons(answer))
+    print_facts(console, _reasons(answer))
     if answer.comparison.others:
         print_table(console, _mode_table(answer), indent=2)
-    _print_facts(console, _rest(answer))
-
-
-def _print_facts(console: Console, facts: Iterator[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name, text in facts:
-        grid.add_row(Text(name, style="dim"), Text(printable(text)))
-    if grid.row_count:
-        print_plain(console, Padding(grid, (0, 0, 0, 2)))
+    print_facts(console, _rest(answer))
 
 
 def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -358,11 +354,8 @@ def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
 def _prediction(found: PlanEstimate) -> str:
     if not found.is_simulated:
         return "the bottleneck, as so large a plan isn't simulated"
-    return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {_times(found)} the bottleneck"
-
-
-def _times(found: PlanEstimate) -> str:
-    return ratio(found.minibatch_s / found.bottleneck_s) if found.bottleneck_s > 0 else UNKNOWN
+    times = ratio(_over(found.minibatch_s, found.bottleneck_s))
+    return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {times} the bottleneck"
 
 
 def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
@@ -476,12 +469,6 @@ def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
         "bytes_per_sample": {kind: value / answer.size for kind, value in sent.items()} if known else None,
         "memory_bytes": found.memory_bytes,
     }
-
-
-def _cluster_json(cluster: Cluster) -> Mapping[str, Any]:
-    names = ("name", "count", "bandwidth_bytes_per_s", "latency_s", "efficiency")
-    levels = [{name: getattr(level, name) for name in names} for level in cluster.levels]
-    return {"name": cluster.name, "device": cluster.device, "levels": levels}
 
 
 def _finite(value: Any) -> Any:
