@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipebench import profile as profiles
 from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
@@ -23,6 +22,7 @@ from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.profile.choose import load_profile
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
@@ -173,7 +173,7 @@ def _progress(options: PlanOptions) -> Console | None:
 def _of_file(options: PlanOptions) -> Answer:
     assert options.profile is not None
     given = options.minibatch_size
-    profile = profiles.load_profile(options.profile, given or 1)
+    profile = load_profile(options.profile, given or 1)
     says_samples = given is not None or profile.device != UNKNOWN_DEVICE or {*profile.layers} != {1}
     size = given or max(profile.layers)
     if size not in profile.layers:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipebench import profile as profiles
 from pipebench.errors import UserError
+from pipebench.profile.choose import load_profile
+from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of
@@ -57,7 +58,7 @@ def profile_of_file(path: Path, output: ProfileOutput) -> None:
         UserError: it can't be read, doesn't have that size, or a file would be overwritten.
     """
     _refuse_to_overwrite(output)
-    show_and_write(plain_name(path), profiles.load_profile(path, output.num_samples or 1), output)
+    show_and_write(plain_name(path), load_profile(path, output.num_samples or 1), output)
 
 
 def plain_name(path: Path) -> str:
@@ -77,7 +78,7 @@ def show_and_write(name: str, profile: Profile, output: ProfileOutput) -> None:
         raise UserError(f"--samples: got {size}, allowed are the numbers of samples that are profiled: {sizes}")
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
         (output.json_path, lambda path: path.write_text(write_profile(profile), encoding="utf-8")),
-        (output.graph_path, lambda path: path.write_text(profiles.write_graph_txt(profile, size), encoding="utf-8")),
+        (output.graph_path, lambda path: path.write_text(write_graph_txt(profile, size), encoding="utf-8")),
         (output.picture_path, lambda path: draw_profile(profile, size, name, path)),
     ]
     print_profile(name, profile, size, show_all=output.show_all)
@@ -127,6 +128,6 @@ def _is_our_graph_txt(path: Path) -> bool:
     """Return whether a file is in exactly the form that is written here, which the artifact's own files aren't."""
     try:
         text = path.read_text(encoding="utf-8")
-        return profiles.write_graph_txt(profiles.read_graph_txt(text, str(path)), 1) == text
+        return write_graph_txt(read_graph_txt(text, str(path)), 1) == text
     except (OSError, ValueError):
         return False

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, TracingError, choice
@@ -30,6 +29,7 @@ from pipebench.planner.cost_models import find_cost_model
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
+from pipebench.profile.choose import fitting, is_measured, profile_for
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
@@ -237,7 +237,7 @@ def profile_model(
     """
     device = choose_device(recipe.engine.device)
     dataset: Dataset = make_dataset(recipe.dataset)
-    measures = kept is None and profiles.is_measured(recipe, cluster)
+    measures = kept is None and is_measured(recipe, cluster)
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
@@ -259,9 +259,9 @@ def profile_model(
     if whole_minibatches:
         sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
     if kept is not None:
-        profile = profiles.fitting(kept, KEPT, graph, sizes)
+        profile = fitting(kept, KEPT, graph, sizes)
     else:
-        profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+        profile = profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
         check_traced(graph, dataset, sizes)
