@@ -5,12 +5,12 @@ Without a recipe a plan may cut between any layers, as the papers' planners do; 
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
+from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
@@ -31,7 +31,6 @@ from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
-from pipebench.show.console import print_written
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.progress import preparing, searching
@@ -103,10 +102,9 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     Raises:
         UserError: the profile or cluster can't be had, or nothing fits in memory.
     """
-    if options.out is not None:
-        _refuse_to_overwrite("--out", options.out, is_our_plan, "a plan's file")
-    if options.picture is not None:
-        _refuse_to_overwrite("--picture", options.picture, is_our_picture, "a picture of a plan")
+    out = Output("--out", options.out, "a plan's file", is_our_plan)
+    picture = Output("--picture", options.picture, "a picture of a plan", is_our_picture)
+    refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
     answer = _of_recipe(loaded, options) if loaded is not None else _of_file(options)
     answer = replace(answer, total_s=time.perf_counter() - began_s)
@@ -114,19 +112,9 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         standard_output().file.write(plan_json(answer) + "\n")
     else:
         print_plan(answer)
-    if options.out is not None:
-        text = form_of(answer.comparison.best.plan, answer.layer_names).text()
-        _write("--out", options.out, lambda path: replace_file(path, text.encode()), options)
-    if options.picture is not None:
-        _write("--picture", options.picture, lambda path: draw_plan(answer, path), options)
-
-
-def _write(option: str, path: Path, write: Callable[[Path], object], options: PlanOptions) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise UserError(f"{option}: {path} can't be written: {error.strerror or error}") from error
-    print_written(str(path), _progress(options))
+    form = form_of(answer.comparison.best.plan, answer.layer_names)
+    out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
+    picture.write(lambda path: draw_plan(answer, path), _progress(options))
 
 
 def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
@@ -211,10 +199,3 @@ def _answer(name: str, request: Request, mode: str, source: str, options: PlanOp
             raise RecipeError([Fault(source, "", str(error))]) from error
         raise
     return Answer(name, request, row, comparison, says_samples, spare_s)
-
-
-def _refuse_to_overwrite(option: str, path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    if not path.parent.is_dir():
-        raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
-    if path.exists() and not (path.is_file() and is_ours(path)):
-        raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another")
