@@ -63,23 +63,19 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def _commit() -> dict[str, str]:
     """Return the commit pipebench runs from and whether it was changed, when it runs from a checkout."""
-    root = Path(pipebench.__file__).parent.parent
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return {}
-
-    def ask(*words: str) -> str:
-        done = subprocess.run([git, "-C", str(root), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    return {"commit": ask("rev-parse", "HEAD"), "changed_files": str(len(ask("status", "--porcelain").splitlines()))}
+    commit = _git("rev-parse", "HEAD").strip()
+    return {"commit": commit, "changed_files": str(len(_git("status", "--porcelain").splitlines()))} if commit else {}
 
 
 def commit_diff() -> str:
     """Return the uncommitted changes of the checkout pipebench runs from, "" without one."""
+    return _git("diff", "HEAD")
+
+
+def _git(*words: str) -> str:
+    """Return what git says of the checkout pipebench runs from, "" without one."""
     root = Path(pipebench.__file__).parent.parent
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
-    words = [git, "-C", str(root), "diff", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return subprocess.run([git, "-C", str(root), *words], capture_output=True, text=True, check=False).stdout

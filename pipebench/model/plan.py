@@ -149,7 +149,8 @@ def make_plan(
     )
     for problem in split_ties(graph, stages):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
-    return Plan(mode, stages, depth or noam(widths), chunks, _crossings(graph, stages))
+    crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1)
+    return Plan(mode, stages, depth or noam(widths), chunks, crossing)
 
 
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
@@ -157,14 +158,20 @@ def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
     return [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
 
 
-def _crossings(graph: Cuttable, stages: Sequence[StagePlan]) -> dict[tuple[int, int], tuple[int, ...]]:
-    stage_of, last = stage_of_layers(stages), len(stages) - 1
+def crossings(graph: Cuttable, stage_of: Sequence[int], last: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return (source stage, target stage) to the layers whose output the target reads, ascending.
+
+    Args:
+        graph: what is cut.
+        stage_of: the stage of every layer.
+        last: the last stage, which runs the loss.
+    """
     crossing: dict[tuple[int, int], set[int]] = {}
     for index, layer in enumerate(graph.layers):
         for read in layer.reads:
             if stage_of[read] != stage_of[index]:
                 crossing.setdefault((stage_of[read], stage_of[index]), set()).add(read)
-    for index in graph.outputs:  # the loss runs in the last stage
+    for index in graph.outputs:
         if stage_of[index] != last:
             crossing.setdefault((stage_of[index], last), set()).add(index)
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
