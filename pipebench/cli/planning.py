@@ -13,7 +13,7 @@ from rich.console import Console
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.errors import PlanError, UserError
 from pipebench.files import replace as replace_file
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import starts_of_cuts
@@ -26,7 +26,6 @@ from pipebench.profile.choose import load_profile
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
-from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
@@ -118,23 +117,23 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
 
 
 def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
-    recipe = loaded.recipe
-    own = loaded.cluster
-    with faults_of(loaded), preparing(recipe.name, _progress(options)) as on_progress:
-        made = profile_model(recipe, own, on_progress, whole_minibatches=True)
-    cluster = own if options.links is None else replace(options.links, device=own.device)
+    recipe, own = loaded.recipe, loaded.cluster
     parallelism = recipe.parallelism
-    request = plan_request(recipe, cluster, made.profile, made.dataset)
     mode = options.mode or parallelism.mode
-    own_mode = None if parallelism.mode == AUTO else parallelism.mode
-    row = resolve(parallelism) if own_mode == mode else None
-    flushes = own_mode is None or resolve(parallelism).flush
-    request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
-    answer = _answer(loaded.recipe.name, request, mode, loaded.source, options, says_samples=True)
-    try:
-        return replace(answer, given=_given(parallelism, made.graph, request, mode)) if own_mode == mode else answer
-    except PlanError as error:
-        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
+    row = None if parallelism.mode == AUTO else parallelism.row
+    with faults_of(loaded):
+        with preparing(recipe.name, _progress(options)) as on_progress:
+            made = profile_model(recipe, own, on_progress, whole_minibatches=True)
+        cluster = own if options.links is None else replace(options.links, device=own.device)
+        request = replace(
+            plan_request(recipe, cluster, made.profile, made.dataset),
+            row=row if mode == parallelism.mode else None,
+            accumulate=parallelism.accumulate if row is None or row.flush else None,
+        )
+        answer = _answer(recipe.name, request, mode, options, says_samples=True)
+        if request.row is not None:
+            answer = replace(answer, given=_given(parallelism, made.graph, request, mode))
+    return answer
 
 
 def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> PlanEstimate | None:
@@ -178,24 +177,18 @@ def _of_file(options: PlanOptions) -> Answer:
     model = COST_MODELS[options.cost_model or DEFAULT]
     request = Request(profile, cluster, model, size, runnable=False)
     name = plain_name(Path(options.profile))
-    return _answer(name, request, options.mode or "pipedream", "", options, says_samples=says_samples)
+    return _answer(name, request, options.mode or "pipedream", options, says_samples=says_samples)
 
 
-def _answer(name: str, request: Request, mode: str, source: str, options: PlanOptions, *, says_samples: bool) -> Answer:
-    try:
-        with searching(name, _progress(options)) as tell:
-            comparison = compare(request, None if mode == AUTO else mode, tell=tell)
-        best = comparison.best
-        spare_s = None
-        row = request.row or MODES[best.plan.mode]
-        waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
-        if waits and not row.flush and len(best.stages) > 1:
-            planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
-            spare_s = planner.with_prediction(
-                replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
-            ).minibatch_s
-    except (GraphError, PlanError, ProfileError) as error:
-        if source:
-            raise RecipeError([Fault(source, "", str(error))]) from error
-        raise
+def _answer(name: str, request: Request, mode: str, options: PlanOptions, *, says_samples: bool) -> Answer:
+    with searching(name, _progress(options)) as tell:
+        comparison = compare(request, None if mode == AUTO else mode, tell=tell)
+    best = comparison.best
+    spare_s = None
+    row = request.row or MODES[best.plan.mode]
+    waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
+    if waits and not row.flush and len(best.stages) > 1:
+        planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
+        deeper = replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
+        spare_s = planner.with_prediction(deeper).minibatch_s
     return Answer(name, request, row, comparison, says_samples, spare_s)

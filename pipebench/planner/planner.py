@@ -27,11 +27,10 @@ from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottlenec
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
-from pipebench.planner.payload import payload
 from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
-from pipebench.planner.predict import Course, arrange, arranged, course_of, predict
+from pipebench.planner.predict import Course, arrange, arranged, course_of, payload, predict
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile, Rows
@@ -237,9 +236,7 @@ class Planner:
     @cached_property
     def _rule(self) -> MemoryRule | None:
         limit = self.request.cluster.memory_bytes
-        if limit is None:
-            return None
-        return self.memory(limit)
+        return None if limit is None else self.memory(limit)
 
     def memory(self, limit_bytes: float) -> MemoryRule:
         """Return how this mode fills so much memory."""

@@ -3,6 +3,7 @@
 Everything wrong with a recipe comes out together, each fault with its own file and full key.
 """
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
+from pipebench.recipe import rules_training, rules_zoo  # noqa: F401 # for the rules that they register
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
-from pipebench.recipe.draft import UNUSABLE, Draft
+from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -34,7 +36,6 @@ from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.validate import check
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.schedule.modes import AUTO, MODES
 
@@ -247,7 +248,7 @@ def _missing(data: Mapping[str, Any], prefix: Key) -> list[Key]:
 def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], list[Fault]]:
     """Return the data with every expression replaced by its value, and what only the environment lacks."""
     config = OmegaConf.create(given)
-    resolved, pending = _copy(given), []
+    resolved, pending = copy.deepcopy(given), []
     for key, leaf in leaves.found.items():
         if not is_expression(leaf.value):
             continue
@@ -292,10 +293,6 @@ def _section_of(data: dict[str, Any], key: Key) -> dict[str, Any]:
     return data
 
 
-def _copy(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: _copy(value) if isinstance(value, dict) else value for name, value in data.items()}
-
-
 def _config(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> DictConfig:
     """Return the resolved recipe; values that may come from the environment stay expressions.
 
@@ -321,7 +318,7 @@ def _flat(config: DictConfig) -> dict[str, str]:
             if isinstance(value, dict):
                 walk(value, f"{prefix}{name}.")
             else:
-                flat[f"{prefix}{name}"] = value if isinstance(value, str) else shown_whole(value)
+                flat[f"{prefix}{name}"] = _in_yaml(value)
 
     plain = OmegaConf.to_container(config)
     assert isinstance(plain, dict)
@@ -329,7 +326,7 @@ def _flat(config: DictConfig) -> dict[str, str]:
     return flat
 
 
-def shown_whole(value: object) -> str:
+def _in_yaml(value: object) -> str:
     """Return a value the way YAML writes it, on one line."""
     return shown(value) if value is None or isinstance(value, bool) else str(value)
 

@@ -110,42 +110,27 @@ class Bottleneck:
 
 def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
     """Return what a plan's bottleneck is: the largest part of the slowest stage, or the busiest port."""
-    if found.plan.chunks > 1:
-        return _of_several_stages(found)
-    index = max(range(len(found.stages)), key=lambda i: found.stages[i].stage_s)
-    stage = found.stages[index]
-    if found.port_s > stage.stage_s * (1 + _ALMOST):
-        return Bottleneck(None, PORT)
-    if found.bottleneck_s > stage.stage_s * (1 + _ALMOST):
-        return Bottleneck(None, RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
-    unit_size = -(-answer.request.minibatch_size // found.microbatches)
-    load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
-    if answer.request.model.has_ports and 0 < stage.stage_s <= load_s * (1 + _ALMOST):
-        return Bottleneck(index, LOADING)
-    if 0 < stage.stage_s <= stage.transfer_s * (1 + _ALMOST):
-        return Bottleneck(index, TRANSFER)
-    parts = {COMPUTE: stage.compute_s, SYNC: stage.sync_s, TRANSFER: stage.transfer_s}
-    if not answer.request.model.has_ports:
-        del parts[TRANSFER]
-    elif stage.stage_s > sum(parts.values()) * (1 + _ALMOST):
-        return Bottleneck(index, WAITING)
-    return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
-
-
-def _of_several_stages(found: PlanEstimate) -> Bottleneck:
-    """Return the bottleneck of a plan with several stages per worker: that of the worker whose stages take longest."""
-    sums = [
-        (
-            sum(stage.stage_s for stage in stages),
-            {part: sum(getattr(stage, part) for stage in stages) for part in _PARTS},
-        )
-        for stages in found.by_position
-    ]
-    position = max(range(len(sums)), key=lambda index: sums[index][0])
-    stage_s, parts = sums[position]
+    # A worker's stages count together; most plans have one per worker.
+    sums_s = [sum(stage.stage_s for stage in stages) for stages in found.by_position]
+    index = max(range(len(sums_s)), key=lambda position: sums_s[position])
+    stage_s, stages = sums_s[index], found.by_position[index]
+    parts = {cause: sum(getattr(stage, part) for stage in stages) for part, cause in _PARTS.items()}
     if found.port_s > stage_s * (1 + _ALMOST):
         return Bottleneck(None, PORT)
-    return Bottleneck(position, _PARTS[max(parts, key=lambda part: parts[part])])
+    if found.plan.chunks == 1:
+        if found.bottleneck_s > stage_s * (1 + _ALMOST):
+            return Bottleneck(None, RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
+        unit_size = -(-answer.request.minibatch_size // found.microbatches)
+        load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
+        if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + _ALMOST):
+            return Bottleneck(index, LOADING)
+        if 0 < stage_s <= parts[TRANSFER] * (1 + _ALMOST):
+            return Bottleneck(index, TRANSFER)
+        if not answer.request.model.has_ports:
+            del parts[TRANSFER]
+        elif stage_s > sum(parts.values()) * (1 + _ALMOST):
+            return Bottleneck(index, WAITING)
+    return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
 
 
 def plan_json(answer: Answer) -> str:
