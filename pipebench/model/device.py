@@ -46,7 +46,9 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Return versions, hardware and settings of this run, for the record; no host name, no path."""
-    found = {
+    commit = _git("rev-parse", "HEAD").strip()
+    changed = str(len(_git("status", "--porcelain").splitlines()))
+    return {
         "pipebench": pipebench.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -57,14 +59,8 @@ def environment(device: torch.device) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul_precision": torch.get_float32_matmul_precision(),
+        **({"commit": commit, "changed_files": changed} if commit else {}),
     }
-    return found | _commit()
-
-
-def _commit() -> dict[str, str]:
-    """Return the commit pipebench runs from and whether it was changed, when it runs from a checkout."""
-    commit = _git("rev-parse", "HEAD").strip()
-    return {"commit": commit, "changed_files": str(len(_git("status", "--porcelain").splitlines()))} if commit else {}
 
 
 def commit_diff() -> str:

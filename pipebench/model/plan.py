@@ -140,17 +140,16 @@ def make_plan(
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {list(starts)}")
     widths = list(replicas[: len(replicas) // chunks])
-    devices = range(sum(widths)) if devices is None else devices
-    ends = [0, *itertools.accumulate(widths)]
     policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
     stages = tuple(
-        StagePlan(a, b, r, tuple(devices[ends[s % len(widths)] : ends[s % len(widths) + 1]]), tuple(policies[a:b]))
-        for s, ((a, b), r) in enumerate(zip(itertools.pairwise(bounds), replicas, strict=True))
+        StagePlan(a, b, r, (), tuple(policies[a:b]))
+        for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True)
     )
     for problem in split_ties(graph, stages):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
     crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1)
-    return Plan(mode, stages, depth or noam(widths), chunks, crossing)
+    plan = Plan(mode, stages, depth or noam(widths), chunks, crossing)
+    return plan.on(range(sum(widths)) if devices is None else devices)
 
 
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:

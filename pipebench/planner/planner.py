@@ -23,7 +23,7 @@ from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
@@ -371,7 +371,7 @@ class Planner:
                 stages = plan_fixed(work, model, cluster, replicas)
             except PlanError:
                 continue
-            if fits(FlatProblem(work, model, cluster.levels[0], count, rule), stages):
+            if rule is None or rule.fit_all(work.states, stages):
                 yield self.estimate(f"given shape {'-'.join(map(str, replicas))}", stages)
 
     def _shallower(self) -> Iterator[PlanEstimate]:

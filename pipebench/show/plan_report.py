@@ -150,7 +150,7 @@ def plan_json(answer: Answer) -> str:
         "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in _ties(answer)],
         "speedup_over_dp": _over(dp.minibatch_s, best.minibatch_s),
         "bottleneck_speedup_over_dp": _over(dp.bottleneck_s, best.bottleneck_s),
-        **{f"dp_{key}": value for key, value in _summary(answer, dp).items() if key in _DP_KEYS},
+        **{f"dp_{key}": value for key, value in _outcome(answer, dp).items()},
         "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
         "dp_fits_in_memory": "dp" not in comparison.refused,
         "others": [_summary(answer, found) for found in comparison.others],
@@ -172,18 +172,6 @@ def plan_json(answer: Answer) -> str:
         "took_s": {**comparison.took_s, "in all": answer.total_s},
     }
     return json.dumps(_finite(report), indent=1, allow_nan=False)
-
-
-_DP_KEYS = (
-    "bottleneck_s",
-    "minibatch_s",
-    "is_simulated",
-    "minibatches_per_s",
-    "samples_per_s",
-    "bytes_per_minibatch",
-    "bytes_per_sample",
-    "memory_bytes",
-)
 
 
 def print_plan(answer: Answer, console: Console | None = None) -> None:
@@ -434,8 +422,6 @@ def _cluster_text(cluster: Cluster) -> str:
 
 
 def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
-    rate, known = _over(1.0, found.minibatch_s), answer.says_samples
-    sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
     return {
         "mode": found.plan.mode,
         "config": str(found.plan),
@@ -444,8 +430,17 @@ def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
         "depth": found.plan.depth,
         "microbatches": found.microbatches,
         "accumulate": found.accumulate,
-        "bottleneck_s": found.bottleneck_s,
         "port_s": found.port_s,
+        **_outcome(answer, found),
+    }
+
+
+def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+    """Return what a plan comes to, as data parallelism is shown beside it."""
+    rate, known = _over(1.0, found.minibatch_s), answer.says_samples
+    sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
+    return {
+        "bottleneck_s": found.bottleneck_s,
         "minibatch_s": found.minibatch_s,
         "is_simulated": found.is_simulated,
         "minibatches_per_s": rate,
