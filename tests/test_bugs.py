@@ -17,7 +17,10 @@ from pipebench.engine.worker import UnitLoss
 from pipebench.errors import Fault, ProfileError
 from pipebench.model.graph import trace
 from pipebench.planner.planner import Planner
-from pipebench.profile import DEVICES, Profile, analytic_profile, measure
+from pipebench.profile import measure
+from pipebench.profile.analytic import analytic_profile
+from pipebench.profile.devices import DEVICES
+from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load

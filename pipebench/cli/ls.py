@@ -31,12 +31,7 @@ def list_(what: str | None) -> None:
 
 
 def _lines(what: str, indent: str = "") -> Iterator[str]:
-    """Yield a line per thing of a kind: its name and what it is.
-
-    Args:
-        what: `models`, `datasets`, `clusters`, `modes`, `cost-models` or `recipes`.
-        indent: put before every line.
-    """
+    """Yield a line per thing of a kind: its name and what it is."""
     rows = _rows(what)
     width = max((len(name) for name in rows), default=0)
     for name, about in rows.items():
@@ -56,10 +51,7 @@ def _rows(what: str) -> dict[str, str]:
         return {name: summary(find_cluster(name)) for name in cluster_names()}
     if what == "recipes":
         return {name: summary(recipes_folder() / f"{name}.yaml") for name in recipe_names()}
-    return {name: entry.summary for name, entry in _registry(what).items()}
-
-
-def _registry(what: str) -> Mapping[str, Any]:
     import zoo  # imports torch
 
-    return {"models": zoo.MODELS, "datasets": zoo.DATASETS}[what]
+    registry: Mapping[str, Any] = {"models": zoo.MODELS, "datasets": zoo.DATASETS}[what]
+    return {name: entry.summary for name, entry in registry.items()}

@@ -5,16 +5,15 @@ Without a recipe a plan may cut between any layers, as the papers' planners do; 
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from pipebench import profile as profiles
+from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserError
+from pipebench.errors import PlanError, UserError
 from pipebench.files import replace as replace_file
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import starts_of_cuts
@@ -23,18 +22,18 @@ from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.profile.choose import load_profile
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
-from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
-from pipebench.show.console import preparing, print_written, standard_error, standard_output
 from pipebench.show.plan_picture import draw_plan, is_our_picture
 from pipebench.show.plan_report import Answer, plan_json, print_plan
-from pipebench.show.progress import searching
+from pipebench.show.progress import preparing, searching
+from pipebench.show.terminal import standard_error, standard_output
 from pipebench.train.prepare import plan_of_file, plan_request, profile_model
 
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
@@ -102,10 +101,9 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     Raises:
         UserError: the profile or cluster can't be had, or nothing fits in memory.
     """
-    if options.out is not None:
-        _refuse_to_overwrite("--out", options.out, is_our_plan, "a plan's file")
-    if options.picture is not None:
-        _refuse_to_overwrite("--picture", options.picture, is_our_picture, "a picture of a plan")
+    out = Output("--out", options.out, "a plan's file", is_our_plan)
+    picture = Output("--picture", options.picture, "a picture of a plan", is_our_picture)
+    refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
     answer = _of_recipe(loaded, options) if loaded is not None else _of_file(options)
     answer = replace(answer, total_s=time.perf_counter() - began_s)
@@ -113,39 +111,29 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         standard_output().file.write(plan_json(answer) + "\n")
     else:
         print_plan(answer)
-    if options.out is not None:
-        text = form_of(answer.comparison.best.plan, answer.layer_names).text()
-        _write("--out", options.out, lambda path: replace_file(path, text.encode()), options)
-    if options.picture is not None:
-        _write("--picture", options.picture, lambda path: draw_plan(answer, path), options)
-
-
-def _write(option: str, path: Path, write: Callable[[Path], object], options: PlanOptions) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise UserError(f"{option}: {path} can't be written: {error.strerror or error}") from error
-    print_written(str(path), _progress(options))
+    form = form_of(answer.comparison.best.plan, answer.layer_names)
+    out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
+    picture.write(lambda path: draw_plan(answer, path), _progress(options))
 
 
 def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
-    recipe = loaded.recipe
-    own = loaded.cluster
-    with faults_of(loaded), preparing(recipe.name, _progress(options)) as on_progress:
-        made = profile_model(recipe, own, on_progress, whole_minibatches=True)
-    cluster = own if options.links is None else replace(options.links, device=own.device)
+    recipe, own = loaded.recipe, loaded.cluster
     parallelism = recipe.parallelism
-    request = plan_request(recipe, cluster, made.profile, made.dataset)
     mode = options.mode or parallelism.mode
-    own_mode = None if parallelism.mode == AUTO else parallelism.mode
-    row = resolve(parallelism) if own_mode == mode else None
-    flushes = own_mode is None or resolve(parallelism).flush
-    request = replace(request, row=row, accumulate=parallelism.accumulate if flushes else None)
-    answer = _answer(loaded.recipe.name, request, mode, loaded.source, options, says_samples=True)
-    try:
-        return replace(answer, given=_given(parallelism, made.graph, request, mode)) if own_mode == mode else answer
-    except PlanError as error:
-        raise RecipeError([Fault(loaded.source, "", str(error))]) from error
+    row = None if parallelism.mode == AUTO else parallelism.row
+    with faults_of(loaded):
+        with preparing(recipe.name, _progress(options)) as on_progress:
+            made = profile_model(recipe, own, on_progress, whole_minibatches=True)
+        cluster = own if options.links is None else replace(options.links, device=own.device)
+        request = replace(
+            plan_request(recipe, cluster, made.profile, made.dataset),
+            row=row if mode == parallelism.mode else None,
+            accumulate=parallelism.accumulate if row is None or row.flush else None,
+        )
+        answer = _answer(recipe.name, request, mode, options, says_samples=True)
+        if request.row is not None:
+            answer = replace(answer, given=_given(parallelism, made.graph, request, mode))
+    return answer
 
 
 def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> PlanEstimate | None:
@@ -172,7 +160,7 @@ def _progress(options: PlanOptions) -> Console | None:
 def _of_file(options: PlanOptions) -> Answer:
     assert options.profile is not None
     given = options.minibatch_size
-    profile = profiles.load_profile(options.profile, given or 1)
+    profile = load_profile(options.profile, given or 1)
     says_samples = given is not None or profile.device != UNKNOWN_DEVICE or {*profile.layers} != {1}
     size = given or max(profile.layers)
     if size not in profile.layers:
@@ -189,31 +177,18 @@ def _of_file(options: PlanOptions) -> Answer:
     model = COST_MODELS[options.cost_model or DEFAULT]
     request = Request(profile, cluster, model, size, runnable=False)
     name = plain_name(Path(options.profile))
-    return _answer(name, request, options.mode or "pipedream", "", options, says_samples=says_samples)
+    return _answer(name, request, options.mode or "pipedream", options, says_samples=says_samples)
 
 
-def _answer(name: str, request: Request, mode: str, source: str, options: PlanOptions, *, says_samples: bool) -> Answer:
-    try:
-        with searching(name, _progress(options)) as tell:
-            comparison = compare(request, None if mode == AUTO else mode, tell=tell)
-        best = comparison.best
-        spare_s = None
-        row = request.row or MODES[best.plan.mode]
-        waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
-        if waits and not row.flush and len(best.stages) > 1:
-            planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
-            spare_s = planner.with_prediction(
-                replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
-            ).minibatch_s
-    except (GraphError, PlanError, ProfileError) as error:
-        if source:
-            raise RecipeError([Fault(source, "", str(error))]) from error
-        raise
+def _answer(name: str, request: Request, mode: str, options: PlanOptions, *, says_samples: bool) -> Answer:
+    with searching(name, _progress(options)) as tell:
+        comparison = compare(request, None if mode == AUTO else mode, tell=tell)
+    best = comparison.best
+    spare_s = None
+    row = request.row or MODES[best.plan.mode]
+    waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
+    if waits and not row.flush and len(best.stages) > 1:
+        planner = Planner(request if best.plan.mode == mode else replace(request, row=None), best.plan.mode)
+        deeper = replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
+        spare_s = planner.with_prediction(deeper).minibatch_s
     return Answer(name, request, row, comparison, says_samples, spare_s)
-
-
-def _refuse_to_overwrite(option: str, path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    if not path.parent.is_dir():
-        raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
-    if path.exists() and not (path.is_file() and is_ours(path)):
-        raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another")

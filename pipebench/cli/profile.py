@@ -56,22 +56,17 @@ def profile_(
     file = Path(references[0]) if len(references) == 1 and references[0].endswith((".json", ".txt")) else None
     if file is not None and overrides:
         raise click.UsageError(f"{overrides[0]} changes a recipe, and {file} is a profile")
-    loaded = load_one(words) if file is None else None
+    source = load_one(words) if file is None else file
     from pipebench.cli import profiling
     from pipebench.recipe.preflight import preflight
 
-    if loaded is not None:
-        preflight(loaded, trains=False)
-
-    name = profiling.plain_name(file) if file is not None else loaded.recipe.name if loaded is not None else ""
-    output = profiling.ProfileOutput(
-        json_path=json_file or (Path(f"{name}.profile.json") if file is None else None),
+    if not isinstance(source, Path):
+        preflight(source, trains=False)
+    profiling.profile(
+        source,
+        json_path=json_file,
         graph_path=graph_txt,
-        picture_path=picture or Path(f"{name}.profile.png"),
+        picture_path=picture,
         num_samples=samples,
         show_all=show_all,
     )
-    if file is not None:
-        profiling.profile_of_file(file, output)
-    elif loaded is not None:
-        profiling.profile_of_recipe(loaded, output)

@@ -46,7 +46,9 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Return versions, hardware and settings of this run, for the record; no host name, no path."""
-    found = {
+    commit = _git("rev-parse", "HEAD").strip()
+    changed = str(len(_git("status", "--porcelain").splitlines()))
+    return {
         "pipebench": pipebench.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -57,29 +59,19 @@ def environment(device: torch.device) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul_precision": torch.get_float32_matmul_precision(),
+        **({"commit": commit, "changed_files": changed} if commit else {}),
     }
-    return found | _commit()
-
-
-def _commit() -> dict[str, str]:
-    """Return the commit pipebench runs from and whether it was changed, when it runs from a checkout."""
-    root = Path(pipebench.__file__).parent.parent
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return {}
-
-    def ask(*words: str) -> str:
-        done = subprocess.run([git, "-C", str(root), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    return {"commit": ask("rev-parse", "HEAD"), "changed_files": str(len(ask("status", "--porcelain").splitlines()))}
 
 
 def commit_diff() -> str:
     """Return the uncommitted changes of the checkout pipebench runs from, "" without one."""
+    return _git("diff", "HEAD")
+
+
+def _git(*words: str) -> str:
+    """Return what git says of the checkout pipebench runs from, "" without one."""
     root = Path(pipebench.__file__).parent.parent
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
-    words = [git, "-C", str(root), "diff", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return subprocess.run([git, "-C", str(root), *words], capture_output=True, text=True, check=False).stdout

@@ -1,11 +1,11 @@
 """Where an evaluation is cut: at the places where a plan cuts its training."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, crossings, stage_of_layers
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
         PlanError: that can't be done in order, as the plan cuts the model.
     """
     evaluation, last = graph.evaluated, len(plan.stages) - 1
-    stage_of_layer = [index for index, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+    stage_of_layer = stage_of_layers(plan.stages)
     home = {name: stage_of_layer[layer.index] for layer in graph.layers for name in (*layer.parameters, *layer.buffers)}
     readers: dict[int, list[int]] = {}
     for layer in evaluation.layers:
@@ -51,20 +51,5 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
                 f"layer {layer.name} of the evaluation belongs to stages {sorted(trained)} by what it reads, and is "
                 f"read in stage {min(read_by, default=last)}; move parallelism.cuts or use fewer stages"
             )
-    crossings = _crossings(evaluation, stages, last)
     layers = tuple(tuple(i for i, own in enumerate(stages) if own == stage) for stage in range(last + 1))
-    return EvaluationPlan(layers, crossings)
-
-
-def _crossings(evaluation: LayerGraph, stages: Sequence[int], last: int) -> dict[tuple[int, int], tuple[int, ...]]:
-    crossing: dict[tuple[int, int], set[int]] = {}
-
-    def note(read: Iterable[int], target: int) -> None:
-        for value in read:
-            if stages[value] != target:
-                crossing.setdefault((stages[value], target), set()).add(value)
-
-    for layer in evaluation.layers:
-        note(layer.reads, stages[layer.index])
-    note(evaluation.outputs, last)
-    return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
+    return EvaluationPlan(layers, crossings(evaluation, stages, last))

@@ -140,16 +140,16 @@ def make_plan(
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {list(starts)}")
     widths = list(replicas[: len(replicas) // chunks])
-    devices = range(sum(widths)) if devices is None else devices
-    ends = [0, *itertools.accumulate(widths)]
     policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
     stages = tuple(
-        StagePlan(a, b, r, tuple(devices[ends[s % len(widths)] : ends[s % len(widths) + 1]]), tuple(policies[a:b]))
-        for s, ((a, b), r) in enumerate(zip(itertools.pairwise(bounds), replicas, strict=True))
+        StagePlan(a, b, r, (), tuple(policies[a:b]))
+        for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True)
     )
     for problem in split_ties(graph, stages):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
-    return Plan(mode, stages, depth or noam(widths), chunks, _crossings(graph, stages))
+    crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1)
+    plan = Plan(mode, stages, depth or noam(widths), chunks, crossing)
+    return plan.on(range(sum(widths)) if devices is None else devices)
 
 
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
@@ -157,14 +157,20 @@ def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
     return [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
 
 
-def _crossings(graph: Cuttable, stages: Sequence[StagePlan]) -> dict[tuple[int, int], tuple[int, ...]]:
-    stage_of, last = stage_of_layers(stages), len(stages) - 1
+def crossings(graph: Cuttable, stage_of: Sequence[int], last: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return (source stage, target stage) to the layers whose output the target reads, ascending.
+
+    Args:
+        graph: what is cut.
+        stage_of: the stage of every layer.
+        last: the last stage, which runs the loss.
+    """
     crossing: dict[tuple[int, int], set[int]] = {}
     for index, layer in enumerate(graph.layers):
         for read in layer.reads:
             if stage_of[read] != stage_of[index]:
                 crossing.setdefault((stage_of[read], stage_of[index]), set()).add(read)
-    for index in graph.outputs:  # the loss runs in the last stage
+    for index in graph.outputs:
         if stage_of[index] != last:
             crossing.setdefault((stage_of[index], last), set()).add(index)
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}

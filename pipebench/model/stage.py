@@ -4,6 +4,7 @@ import copy
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,56 +96,47 @@ class Stage:
 
 def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     """Cut one stage out of the graph. Its modules, parameters and buffers are copies under the model's own names."""
-    cut = _Cut(index, index == len(plan.stages) - 1, Seeder(), {})
+    cut = partial(_cut, index, is_last=index == len(plan.stages) - 1, seeder=Seeder(), copies={})
     evaluated = plan_evaluation(graph, plan)
-    evaluation = cut.out_of(graph.evaluated, evaluated.layers[index], evaluated.crossings)
+    evaluation = cut(graph.evaluated, evaluated.layers[index], evaluated.crossings)
     own = plan.stages[index]
-    return replace(cut.out_of(graph, range(own.start, own.stop), plan.crossings), evaluation=evaluation)
+    return replace(cut(graph, range(own.start, own.stop), plan.crossings), evaluation=evaluation)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """What the two forms of a stage share.
-
-    Attributes:
-        index: position in the pipeline.
-        is_last: whether nothing comes after it.
-        seeder: what its layers' draws derive from.
-        copies: what has been copied so far, as `copy.deepcopy` notes it: both forms have the same modules.
-    """
-
-    index: int
-    is_last: bool
-    seeder: Seeder
-    copies: dict[int, Any]
-
-    def out_of(
-        self, graph: LayerGraph, indices: Sequence[int], crossings: Mapping[tuple[int, int], tuple[int, ...]]
-    ) -> Stage:
-        """Cut layers out of a graph."""
-        layers = [graph.layers[i] for i in indices]
-        receives = {source: values for (source, target), values in crossings.items() if target == self.index}
-        sends = {target: values for (source, target), values in crossings.items() if source == self.index}
-        returns = tuple(sorted({value for values in sends.values() for value in values}))
-        inputs = _inputs_read(graph, layers, self.is_last)
-        new = _program(graph, layers, inputs, receives, returns, self.is_last)
-        graph.root.add_module(_SEEDER, self.seeder)
-        module = copy.deepcopy(fx.GraphModule(graph.root, new), self.copies)
-        delattr(graph.root, _SEEDER)
-        _switch_inplace_off_at_heads(module)
-        return Stage(
-            self.index,
-            module,
-            inputs,
-            receives,
-            sends,
-            returns,
-            self.is_last,
-            random=tuple(layer.draws_as for layer in layers if layer.draws_as),
-            stateful=_stateful(module, layers),
-            seeder=self.copies.get(id(self.seeder), self.seeder),
-            modes=tuple((part, name in graph.training) for name, part in module.named_modules(remove_duplicate=False)),
-        )
+def _cut(
+    index: int,
+    graph: LayerGraph,
+    indices: Sequence[int],
+    crossings: Mapping[tuple[int, int], tuple[int, ...]],
+    *,
+    is_last: bool,
+    seeder: Seeder,
+    copies: dict[int, Any],
+) -> Stage:
+    """Cut layers out of a graph; `copies` notes what has been copied: both forms of a stage have the same modules."""
+    layers = [graph.layers[i] for i in indices]
+    receives = {source: values for (source, target), values in crossings.items() if target == index}
+    sends = {target: values for (source, target), values in crossings.items() if source == index}
+    returns = tuple(sorted({value for values in sends.values() for value in values}))
+    inputs = _inputs_read(graph, layers, is_last)
+    new = _program(graph, layers, inputs, receives, returns, is_last)
+    graph.root.add_module(_SEEDER, seeder)
+    module = copy.deepcopy(fx.GraphModule(graph.root, new), copies)
+    delattr(graph.root, _SEEDER)
+    _switch_inplace_off_at_heads(module)
+    return Stage(
+        index,
+        module,
+        inputs,
+        receives,
+        sends,
+        returns,
+        is_last,
+        random=tuple(layer.draws_as for layer in layers if layer.draws_as),
+        stateful=_stateful(module, layers),
+        seeder=copies.get(id(seeder), seeder),
+        modes=tuple((part, name in graph.training) for name, part in module.named_modules(remove_duplicate=False)),
+    )
 
 
 def _program(

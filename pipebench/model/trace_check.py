@@ -5,8 +5,6 @@ function, numbers from a generator of the model's own, a decision that depends o
 """
 
 import logging
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, forget_states
+from zoo.plain import seeded
 from zoo.registry import Dataset
 
 _LOG = logging.getLogger("pipebench.model.trace_check")
@@ -91,17 +90,10 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Seed everything that a forward may draw from, and undo what it does to the model and to those."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    states = torch.default_generator.get_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
     forget_states(model)
-    torch.default_generator.manual_seed(0)
-    random.seed(0)
-    if numpy is not None:
-        numpy.random.seed(0)
     model.train(training)
     try:
-        with torch.set_grad_enabled(training):
+        with seeded(0), torch.set_grad_enabled(training):
             yield
     finally:
         for module, mode in modes:
@@ -110,10 +102,6 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
             for buffer, before in buffers:
                 buffer.copy_(before)
         forget_states(model)
-        torch.default_generator.set_state(states[0])
-        random.setstate(states[1])
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor] | None) -> _Found:

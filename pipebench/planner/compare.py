@@ -14,11 +14,9 @@ from pipebench.schedule.modes import MODES
 Tell = Callable[[int, int, str], None]
 
 
-def _silent(_done: int, _total: int, _search: str) -> None:
-    """Tell nobody."""
-
-
-def compare(request: Request, mode: str | None = "pipedream", *, tell: Tell = _silent) -> Comparison:
+def compare(
+    request: Request, mode: str | None = "pipedream", *, tell: Tell = lambda _done, _total, _search: None
+) -> Comparison:
     """Plan every mode.
 
     Args:

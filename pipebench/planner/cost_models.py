@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster, Level
-from pipebench.errors import PlanError, choice
 from pipebench.planner.states import Floats, States
 from pipebench.simulate.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
 
@@ -366,14 +365,3 @@ class _Overlap(CostModel):
 
 DEFAULT = "overlap"
 COST_MODELS: dict[str, CostModel] = {model.name: model for model in (_Overlap(), _Sosp19(), _Artifact())}
-
-
-def find_cost_model(name: str) -> CostModel:
-    """Return a cost model by name.
-
-    Raises:
-        PlanError: no such model.
-    """
-    if name not in COST_MODELS:
-        raise PlanError(f"cost model: {choice(name, COST_MODELS)}")
-    return COST_MODELS[name]

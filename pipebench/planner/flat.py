@@ -73,17 +73,6 @@ def stage_s(problem: FlatProblem, stage: SearchStage) -> float:
     return float(terms.seconds(float(stage.replicas)).flat[0])
 
 
-def fits(problem: FlatProblem, stages: Sequence[SearchStage]) -> bool:
-    """Return whether every replica of a plan fits in memory."""
-    memory, states, after = problem.memory, problem.work.states, 0
-    for stage in reversed(stages):
-        in_flight = memory.depth(stage.replicas, after) if memory else 0
-        if memory and memory.num_bytes(states, stage.start, stage.stop, in_flight) > memory.limit_bytes:
-            return False
-        after += stage.replicas
-    return True
-
-
 def plan_flat(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     """Return the plan with the smallest bottleneck, the fewest workers among those, or None if none fits in memory."""
     states = problem.work.states
@@ -107,7 +96,7 @@ def flat_bound_s(problem: FlatProblem) -> float:
 def _plan_exactly(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     if problem.memory is not None:  # memory is often no matter, and the search is several times faster without it
         boundless = _plan_exactly(replace(problem, memory=None))
-        if boundless is None or fits(problem, boundless):
+        if boundless is None or problem.memory.fit_all(problem.work.states, boundless):
             return boundless
     search = _Search(problem)
     best = search.fewest(_ANY_S)

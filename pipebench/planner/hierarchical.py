@@ -81,27 +81,17 @@ def hierarchical_bound_s(problem: HierarchicalProblem) -> float:
 def _plan_exactly(problem: HierarchicalProblem, at_most_s: float) -> HierarchicalPlan | None:
     if problem.memory is not None:  # as in the flat search: memory is often no matter
         boundless = _plan_exactly(replace(problem, memory=None), at_most_s)
-        if boundless is None or boundless.bottleneck_s > at_most_s or _fits(problem, boundless):
+        if boundless is None or boundless.bottleneck_s > at_most_s:
+            return boundless
+        workers = math.prod(level.count for level in problem.levels)
+        idle = workers - sum(stage.replicas for stage in boundless.stages)  # they count as behind, too
+        if problem.memory.fit_all(problem.work.states, boundless.stages, idle):
             return boundless
     states = problem.work.states
     if len(states) > _FEW_STATES:
         coarse = _plan_exactly(problem.over(states.thinned(_THINNING)), at_most_s)
         at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
-
-
-def _fits(problem: HierarchicalProblem, plan: HierarchicalPlan) -> bool:
-    """Return whether a plan fits in memory even if every worker behind a stage, idle ones too, is counted."""
-    assert problem.memory is not None
-    num_workers = math.prod(level.count for level in problem.levels)
-    before = 0
-    for stage in plan.stages:
-        in_flight = problem.memory.depth(stage.replicas, num_workers - before - stage.replicas)
-        num_bytes = problem.memory.num_bytes(problem.work.states, stage.start, stage.stop, in_flight)
-        if num_bytes > problem.memory.limit_bytes:
-            return False
-        before += stage.replicas
-    return True
 
 
 class _Choice(NamedTuple):

@@ -6,6 +6,7 @@ backward, and room for two transfers each way. Its d is 1 + ceil(R / m): m repli
 (1F1B-RR at NOAM).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,21 @@ class MemoryRule:
         """Return whether a grid's stages on m replicas, with `after` workers behind them, fit [start, stop]."""
         constant, each = self._parts(grid)
         return constant + self.depth(m, after) * each <= self.limit_bytes
+
+    def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
+        """Return whether every replica of a plan fits.
+
+        Args:
+            states: the model.
+            stages: start, stop and replicas of each.
+            idle: workers that count as behind the last stage.
+        """
+        after = idle
+        for start, stop, replicas in reversed(stages):
+            if self.num_bytes(states, start, stop, self.depth(replicas, after)) > self.limit_bytes:
+                return False
+            after += replicas
+        return True
 
     def _parts(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return the bytes kept however many minibatches are in flight, and those of each, [start, stop]."""

@@ -23,15 +23,14 @@ from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, fits, flat_bound_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
-from pipebench.planner.payload import payload
 from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
-from pipebench.planner.predict import Course, arrange, arranged, course_of, predict
+from pipebench.planner.predict import Course, arrange, arranged, course_of, payload, predict
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.thinning import is_thinned
 from pipebench.profile.model import Profile, Rows
@@ -237,9 +236,7 @@ class Planner:
     @cached_property
     def _rule(self) -> MemoryRule | None:
         limit = self.request.cluster.memory_bytes
-        if limit is None:
-            return None
-        return self.memory(limit)
+        return None if limit is None else self.memory(limit)
 
     def memory(self, limit_bytes: float) -> MemoryRule:
         """Return how this mode fills so much memory."""
@@ -374,7 +371,7 @@ class Planner:
                 stages = plan_fixed(work, model, cluster, replicas)
             except PlanError:
                 continue
-            if fits(FlatProblem(work, model, cluster.levels[0], count, rule), stages):
+            if rule is None or rule.fit_all(work.states, stages):
                 yield self.estimate(f"given shape {'-'.join(map(str, replicas))}", stages)
 
     def _shallower(self) -> Iterator[PlanEstimate]:

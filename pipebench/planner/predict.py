@@ -1,4 +1,7 @@
-"""What a plan comes to: its steady state in the simulator, under the cost model it was made for."""
+"""What a plan comes to: its steady state in the simulator, under the cost model it was made for, and what it sends.
+
+A cost model may charge for more than crosses the cuts; the bytes stay these.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +19,7 @@ from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
+from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
 _FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
 
@@ -136,3 +140,25 @@ def predict(course: Course, count: int) -> float:
     """Return the seconds per minibatch in the steady state, reached after `count` minibatches (see `course_of`)."""
     shorter, longer = (simulate_segment(course, n).end_s for n in (count, 2 * count))
     return (longer - shorter) / count
+
+
+def payload(rows: Sequence[LayerProfile], plan: Plan, units: int, accumulate: int) -> dict[str, float]:
+    """Return the payload per minibatch by kind, in the steady state.
+
+    Args:
+        rows: the layers in the order of the plan, the loss last, at the size that travels.
+        plan: the plan.
+        units: microbatches per minibatch.
+        accumulate: minibatches of each replica per update.
+    """
+    sent = [value for values in plan.crossings.values() for value in values]
+    summed = 0.0
+    for stage in plan.stages:
+        weights = {name: size for row in rows[stage.start : stage.stop] for name, size in row.parameter_sizes.items()}
+        # A ring sends 2 (m-1) |w| per update, which takes in `accumulate` minibatches of each of the m replicas.
+        summed += 2 * (stage.replicas - 1) / stage.replicas * sum(weights.values()) / accumulate
+    return {
+        ACTIVATION: units * float(sum(rows[value].output_bytes for value in sent)),
+        GRADIENT: units * float(sum(rows[value].gradient_bytes for value in sent)),
+        ALL_REDUCE: summed,
+    }

@@ -4,8 +4,8 @@ A state is a set of layers that contains every layer its members read. A stage i
 inside the other. Paper: PipeDream (SOSP'19) section 3.1 works on a chain; its artifact on the antichains of the graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -101,17 +101,7 @@ class States:
         return [index for index in range(len(self.rows) - 1) if bits >> index & 1]
 
 
-_ARRAYS = (
-    "forward_s",
-    "backward_s",
-    "parameter_bytes",
-    "saved_bytes",
-    "num_loading",
-    "sent_bytes",
-    "returned_bytes",
-    "antichain_bytes",
-    "next_bytes",
-)
+_ARRAYS = tuple(field.name for field in fields(States) if field.name not in ("rows", "members"))
 _SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
 _BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB, however many states there are
 
@@ -285,15 +275,9 @@ class _Graph:
 
     @cached_property
     def _columns(self) -> dict[str, Floats]:
-        values: dict[str, Callable[[LayerProfile], float]] = {
-            "forward_s": lambda row: row.forward_s,
-            "backward_s": lambda row: row.backward_s,
-            "saved_bytes": lambda row: row.saved_bytes,
-            "num_loading": lambda row: bool(row.inputs),
-            "output_bytes": lambda row: row.output_bytes,
-            "gradient_bytes": lambda row: row.gradient_bytes,
-        }
-        return {name: np.array([value(row) for row in self.rows], dtype=float) for name, value in values.items()}
+        names = ("forward_s", "backward_s", "saved_bytes", "output_bytes", "gradient_bytes")
+        columns = {name: np.array([getattr(row, name) for row in self.rows], dtype=float) for name in names}
+        return {**columns, "num_loading": np.array([bool(row.inputs) for row in self.rows], dtype=float)}
 
     @cached_property
     def _own_parameter_bytes(self) -> Floats:

@@ -16,7 +16,7 @@ from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.profile.devices import DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.profile.roofline import priced, priced_with_data
+from pipebench.profile.roofline import priced
 from pipebench.profile.shapes import without_data
 from pipebench.profile.walk import walk
 from pipebench.recipe.schema import OptimizerRecipe
@@ -102,7 +102,7 @@ class _Walks:
         fields = [*self._dataset.inputs, *self._dataset.targets]
         samples = self._dataset.fetch("train", range(num_samples), fields)
         root = copy.deepcopy(self._graph.root).train()
-        return walk(self._graph, root, self._dataset, samples, partial(priced_with_data, self._device))
+        return walk(self._graph, root, self._dataset, samples, partial(priced, self._device, with_data=True))
 
 
 def _bytes_per_parameter_byte(optimizer: OptimizerRecipe) -> int:

@@ -26,7 +26,8 @@ def cached(key_parts: Mapping[str, object], make: Callable[[], Profile]) -> Prof
             sizes, optimizer, device, threads, versions. The version of the file format is added.
         make: makes the profile.
     """
-    path = cache_directory() / f"{_key(key_parts)}.json"
+    text = json.dumps({**key_parts, "version": VERSION}, sort_keys=True, default=str)
+    path = cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     found = _read(path)
     if found is None:
         found = make()
@@ -41,11 +42,6 @@ def cache_directory() -> Path:
         return Path(own) / "profiles"
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pipebench" / "profiles"
-
-
-def _key(key_parts: Mapping[str, object]) -> str:
-    text = json.dumps({**key_parts, "version": VERSION}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> Profile | None:

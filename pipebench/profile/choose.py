@@ -81,9 +81,14 @@ def profile_for(
             f"cluster {cluster.name}; use auto, analytic or a profile file, or cluster local"
         )
     with torch_settings(recipe.engine):
-        key_parts = {**_model_parts(recipe, graph, sizes), **_machine_parts(recipe, device)}
+        machine = {
+            "device": local_device_name(device),
+            "threads": torch.get_num_threads(),
+            "deterministic": recipe.engine.deterministic,
+            "tf32": recipe.engine.tf32,
+        }
     return cached(
-        key_parts,
+        {**_model_parts(recipe, graph, sizes), **machine},
         lambda: measured_profile(
             graph, dataset, sizes, optimizer, device, text, on_progress=on_progress, engine=recipe.engine
         ),
@@ -232,16 +237,6 @@ def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dic
         "sizes": sorted(sizes),
         "optimizer": asdict(recipe.train.optimizer),
         "torch": torch.__version__,
-    }
-
-
-def _machine_parts(recipe: Recipe, device: torch.device) -> dict[str, object]:
-    """Return what else determines a measured profile; called with the run's settings."""
-    return {
-        "device": local_device_name(device),
-        "threads": torch.get_num_threads(),
-        "deterministic": recipe.engine.deterministic,
-        "tf32": recipe.engine.tf32,
     }
 
 

@@ -16,8 +16,8 @@ from decimal import Decimal
 from pathlib import PurePath
 
 from pipebench.errors import ProfileError
-from pipebench.profile.check import check_profile
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.stored import check_profile
 from pipebench.typed_json import MAX_BYTES, MAX_SECONDS
 
 UNKNOWN_DEVICE = "not said by the file"

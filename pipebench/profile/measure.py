@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,9 +92,8 @@ def _measured(
                     on_progress(round((index + fraction) * num_layers), len(sizes) * num_layers)
 
             load_s[size] = _load_s(dataset, size, device, repeats)
-            layers[size], whole_step_s[size] = _layers_and_step(
-                graph, root, dataset, _Minibatches(dataset, size, device), clock, repeats, report
-            )
+            minibatch = partial(_fetch, dataset, size, device, [*dataset.inputs, *dataset.targets])
+            layers[size], whole_step_s[size] = _layers_and_step(graph, root, dataset, minibatch, clock, repeats, report)
         update_s_per_byte, update_floor_s = _update_s(root, optimizer, clock)
     profile = Profile(
         model=model_text,
@@ -111,20 +111,46 @@ def _measured(
     return replace(profile, note=f"{profile.note}; sum over layers / whole step: {ratios}")
 
 
-class _Minibatches:
-    """Successive minibatches of the training samples, on the device."""
+def mean_profile(profiles: Sequence[Profile]) -> Profile:
+    """Return the mean of what several processes measured at the same time: each is as slow as the others make it.
 
-    def __init__(self, dataset: Dataset, size: int, device: torch.device) -> None:
-        self._dataset = dataset
-        self._size = size
-        self._device = device
+    Args:
+        profiles: of one model, at the same sizes, on devices of one kind; at least one.
+    """
+    first = profiles[0]
+    layers = {
+        size: tuple(map(_mean_row, zip(*(profile.layers[size] for profile in profiles), strict=True)))
+        for size in first.layers
+    }
 
-    def __getitem__(self, k: int) -> _Samples:
-        fields = [*self._dataset.inputs, *self._dataset.targets]
-        return _fetch(self._dataset, self._size, k, fields, self._device)
+    def mean(of: Callable[[Profile], float]) -> float:
+        return statistics.fmean(of(profile) for profile in profiles)
+
+    return replace(
+        first,
+        note=f"{first.note}; mean of {len(profiles)} processes that measured at the same time",
+        layers=layers,
+        update_s_per_byte=mean(lambda profile: profile.update_s_per_byte),
+        update_floor_s=mean(lambda profile: profile.update_floor_s),
+        load_s={size: mean(lambda profile, size=size: profile.load_s[size]) for size in first.load_s},  # type: ignore[misc]
+        whole_step_s={
+            size: mean(lambda profile, size=size: profile.whole_step_s[size])  # type: ignore[misc]
+            for size in first.whole_step_s
+        },
+    )
 
 
-def _fetch(dataset: Dataset, size: int, k: int, fields: Sequence[str], device: torch.device) -> _Samples:
+def _mean_row(rows: Sequence[LayerProfile]) -> LayerProfile:
+    """Return a layer's row: durations differ from process to process, nothing else."""
+    forward_s, backward_s = (
+        statistics.fmean(row.forward_s for row in rows),
+        statistics.fmean(row.backward_s for row in rows),
+    )
+    return replace(rows[0], forward_s=forward_s, backward_s=backward_s)
+
+
+def _fetch(dataset: Dataset, size: int, device: torch.device, fields: Sequence[str], k: int) -> _Samples:
+    """Return the k-th minibatch of the training samples, on the device."""
     indices = [i % dataset.num_train for i in range(k * size, (k + 1) * size)]
     return {name: value.to(device) for name, value in dataset.fetch("train", indices, fields).items()}
 
@@ -133,7 +159,7 @@ def _layers_and_step(
     graph: LayerGraph,
     root: nn.Module,
     dataset: Dataset,
-    minibatches: _Minibatches,
+    minibatch: Callable[[int], _Samples],
     clock: Clock,
     repeats: int,
     report: Callable[[float], None],
@@ -144,7 +170,7 @@ def _layers_and_step(
     """
     passes, steps = [], []
     for k in range(_WARM_UPS + repeats):
-        samples = minibatches[k]
+        samples = minibatch(k)
         timed = walk(graph, root, dataset, samples, clock, count_saved=k == 0)  # counting takes time
         if k == 0:
             saved = [row.saved_bytes for row in timed]
@@ -190,7 +216,7 @@ def _load_s(dataset: Dataset, size: int, device: torch.device, repeats: int) -> 
     seconds = []
     for k in range(1 + repeats):
         start = time.perf_counter()
-        _fetch(dataset, size, k, dataset.inputs, device)
+        _fetch(dataset, size, device, dataset.inputs, k)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)

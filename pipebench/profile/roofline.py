@@ -7,6 +7,7 @@ at the peak bandwidth, each times an efficiency of `efficiencies.py`, and never 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -183,19 +184,13 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def priced(
-    device: DeviceSpec, work: Callable[[], Any], efficiencies: Efficiencies = SHIPPED
+    device: DeviceSpec, work: Callable[[], Any], efficiencies: Efficiencies = SHIPPED, *, with_data: bool = False
 ) -> tuple[Any, Callable[[], float]]:
-    """Do some work on meta tensors; return its result and its seconds on the device: a clock for `walk`."""
-    with recurrent.GpuKernels(), Roofline(device, efficiencies) as roofline:
-        value = work()
-    return value, lambda: roofline.seconds
+    """Do some work on meta tensors; return its result and its seconds on the device: a clock for `walk`.
 
-
-def priced_with_data(device: DeviceSpec, work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
-    """Do some work on tensors with data, and price the operations that reach this machine's device instead.
-
-    They are nearly those of the other: recurrent layers, which cuDNN has kernels of its own for, are many here.
+    With data, the operations are priced that reach this machine's device instead. They are nearly those of the other:
+    recurrent layers, which cuDNN has kernels of its own for, are many here.
     """
-    with Roofline(device) as roofline:
+    with nullcontext() if with_data else recurrent.GpuKernels(), Roofline(device, efficiencies) as roofline:
         value = work()
     return value, lambda: roofline.seconds

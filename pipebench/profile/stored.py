@@ -1,12 +1,14 @@
-"""A profile as text: versioned JSON, which is read back exactly, or refused in one sentence."""
+"""A profile as text: versioned JSON, which is read back exactly, or refused in one sentence.
+
+It may come from anywhere, so every fault is found here, before anything is planned with it.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from pipebench.errors import ProfileError
-from pipebench.profile.check import check_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.typed_json import JsonError, read, shown
 
@@ -48,3 +50,65 @@ def _check_complete(data: Mapping[str, Any]) -> None:
             for field in fields(kind):
                 if field.name not in found:
                     raise JsonError(f"{where}{field.name!r} is missing")
+
+
+def check_profile(profile: Profile) -> None:
+    """Check what holds between the parts of a profile, beyond their types.
+
+    Raises:
+        ProfileError: says where, what was given and what is allowed.
+    """
+    if not profile.layers:
+        raise ProfileError("has no layers: at least one number of samples is needed")
+    for size, rows in profile.layers.items():
+        _rows(rows, f"layers at {size} samples")
+        if size not in profile.load_s:
+            raise ProfileError(f"has layers at {size} samples, but no load_s for them")
+    (first_size, first), *others = profile.layers.items()
+    for size, rows in others:
+        if [(row.name, row.reads) for row in rows] != [(row.name, row.reads) for row in first]:
+            raise ProfileError(f"has other layers, or edges between them, at {size} samples than at {first_size}")
+    for size, whole_s in profile.whole_step_s.items():
+        if size not in profile.layers or whole_s <= 0:
+            raise ProfileError(
+                f"has whole_step_s {whole_s:g} for {size} samples, but a time goes with layers and is > 0"
+            )
+
+
+def _rows(rows: Sequence[LayerProfile], where: str) -> None:
+    if all(row.is_input for row in rows):
+        raise ProfileError(f"has no layer that computes: {where}")
+    if not any(row.forward_s or row.backward_s for row in rows):
+        raise ProfileError(f"{where}: every forward_s and backward_s is 0, allowed is at least one layer above 0")
+    index_of: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        problem = _problem(row, index, rows, index_of)
+        if problem:
+            name = row.name if row.name.isprintable() else shown(row.name)
+            raise ProfileError(f"{where}, layer {index} ({name}): {problem}")
+        index_of[row.name] = index
+    computing = {row.name for row in rows if not row.is_input}
+    for index, row in enumerate(rows):
+        for name in row.inputs:
+            if name in computing:
+                raise ProfileError(f"{where}, layer {index} ({row.name}): input {name!r} is the name of a layer")
+            if index_of.get(name, -1) >= index:
+                raise ProfileError(f"{where}, layer {index} ({row.name}): input {name!r} comes after it")
+
+
+def _problem(row: LayerProfile, index: int, rows: Sequence[LayerProfile], index_of: Mapping[str, int]) -> str | None:
+    if not row.name or not row.name.isprintable() or not row.kind.isprintable():
+        return "name and kind must be printable, and the name not empty"
+    if row.name in index_of:
+        return f"layer {index_of[row.name]} has that name already"
+    if list(row.reads) != sorted(set(row.reads)) or any(not 0 <= read < index for read in row.reads):
+        return f"reads are {list(row.reads)}, allowed are ascending indices of layers before it"
+    if any(rows[read].is_input for read in row.reads):
+        return "it reads a model input by index, which belongs into inputs, by name"
+    if row.is_input and (row.reads or row.inputs):
+        return "a model input reads nothing"
+    if row.output_parts and sum(row.output_parts) != row.output_bytes:
+        return f"output_parts add up to {sum(row.output_parts)} bytes, output_bytes are {row.output_bytes}"
+    if row.gradient_bytes > row.output_bytes:
+        return f"gradient_bytes are {row.gradient_bytes}, more than output_bytes, {row.output_bytes}"
+    return None

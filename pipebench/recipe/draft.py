@@ -1,7 +1,7 @@
-"""A recipe under validation, and the rules that are registered for one: what checks a recipe and what it reads.
+"""Validation: a recipe, and the ranges and rules that say of it what its types can't.
 
-A rule names the keys it reads and is passed over when one of them is already faulty, so every fault is reported and
-none twice.
+They run once, over a recipe that is merged and resolved, and need neither data nor device. A rule names the keys it
+reads and is passed over when one of them is already faulty, so every fault is reported and none twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from pipebench.errors import choice
 from pipebench.recipe.leaves import Key, Leaves
+from pipebench.recipe.ranges import CHOICES, RANGES
+from pipebench.recipe.typecheck import shown
 
 UNUSABLE: Final = object()
 Problems = Iterator[tuple[str, str]]
@@ -71,3 +74,20 @@ def rule(*keys: str) -> Callable[[Callable[..., Problems]], Callable[..., Proble
         return function
 
     return register
+
+
+def check(draft: Draft) -> None:
+    """Run every rule; faults go to `draft.leaves`."""
+    for key, names in CHOICES.items():
+        value = draft.get(key)
+        if value is not UNUSABLE and value is not None and value not in names:
+            draft.fault(key, choice(str(value)[:60], names))
+    for key, (is_allowed, words) in RANGES.items():
+        value = draft.get(key)
+        if value is not UNUSABLE and value is not None and not is_allowed(value):
+            draft.fault(key, f"got {shown(value)}, allowed is {words}")
+    for keys, rule_function in RULES:
+        values = [draft if key == "@draft" else draft.get(key) for key in keys]
+        if not any(value is UNUSABLE for value in values):
+            for key, problem in rule_function(*values):
+                draft.fault(key, problem)

@@ -79,9 +79,7 @@ class Leaves:
 
     def add(self, data: Mapping[Any, Any], file: str, folder: Path) -> None:
         """Merge one source over what is here."""
-        new: dict[Key, Leaf] = {}
-        for key, value in self._flatten(data, Recipe, (), file):
-            new[key] = Leaf(value, file, folder)
+        new = {key: Leaf(value, file, folder) for key, value in self._flatten(data, Recipe, (), file)}
         self._drop_replaced(new)
         self.found.update(new)
 
@@ -131,14 +129,10 @@ class Leaves:
             yield from self._flatten(value, section, key, file)
         elif isinstance(value, dict) and get_origin(expected) is dict:
             yield from self._options(key, value, file)
-        elif value == MISSING:
-            yield key, value
+        elif value != MISSING and (problem := _problem(value, expected)) is not None:
+            self.fault(key, problem, file)
         else:
-            problem = _problem(value, expected)
-            if problem is None:
-                yield key, value
-            else:
-                self.fault(key, problem, file)
+            yield key, value
 
     def _options(self, key: Key, data: Mapping[Any, Any], file: str) -> Iterator[tuple[Key, Any]]:
         for name, value in data.items():

@@ -3,6 +3,7 @@
 Everything wrong with a recipe comes out together, each fault with its own file and full key.
 """
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
+from pipebench.recipe import rules_training, rules_zoo  # noqa: F401 # for the rules that they register
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
-from pipebench.recipe.draft import UNUSABLE, Draft
+from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -34,7 +36,6 @@ from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.validate import check
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.schedule.modes import AUTO, MODES
 
@@ -171,11 +172,12 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
     if ("parallelism", "microbatches") not in leaves.found:
         resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
     recipe = _build(Recipe, resolved)
-    config = _config(recipe, given, leaves.found)
+    plain = _kept_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,
-        config=config,
-        flat=_flat(config),
+        # Without the schema, which it has been checked against: OmegaConf 2.3 merges nothing into frozen classes.
+        config=OmegaConf.create(plain),
+        flat=dict(_flat(plain)),
         path=path,
         source=display(path),
         origins={dotted(key): leaf.file for key, leaf in leaves.found.items()},
@@ -234,20 +236,18 @@ def _empty(key: Key) -> dict[str, Any]:
     return next((defaults(part) for part in parts if isinstance(part, type) and is_dataclass(part)), {})
 
 
-def _missing(data: Mapping[str, Any], prefix: Key) -> list[Key]:
-    missing: list[Key] = []
+def _missing(data: Mapping[str, Any], prefix: Key) -> Iterator[Key]:
     for name, value in data.items():
         if isinstance(value, dict):
-            missing += _missing(value, (*prefix, name))
+            yield from _missing(value, (*prefix, name))
         elif value == MISSING:
-            missing.append((*prefix, name))
-    return missing
+            yield (*prefix, name)
 
 
 def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], list[Fault]]:
     """Return the data with every expression replaced by its value, and what only the environment lacks."""
     config = OmegaConf.create(given)
-    resolved, pending = _copy(given), []
+    resolved, pending = copy.deepcopy(given), []
     for key, leaf in leaves.found.items():
         if not is_expression(leaf.value):
             continue
@@ -292,12 +292,8 @@ def _section_of(data: dict[str, Any], key: Key) -> dict[str, Any]:
     return data
 
 
-def _copy(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: _copy(value) if isinstance(value, dict) else value for name, value in data.items()}
-
-
-def _config(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> DictConfig:
-    """Return the resolved recipe; values that may come from the environment stay expressions.
+def _kept_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> dict[str, Any]:
+    """Return the resolved recipe as plain data; values that may come from the environment stay expressions.
 
     An expression that so much as mentions a part of such a key stays one too: better one too many than a secret.
     """
@@ -309,29 +305,16 @@ def _config(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) ->
         kept |= {key for key, text in expressions.items() if parts & set(re.findall(r"\w+", text))}
     for key in kept:
         _section_of(plain, key)[key[-1]] = _section_of(given, key)[key[-1]]
-    # Without the schema, which all of it has been checked against: OmegaConf 2.3 merges nothing into frozen classes.
-    return OmegaConf.create(plain)
+    return plain
 
 
-def _flat(config: DictConfig) -> dict[str, str]:
-    flat: dict[str, str] = {}
-
-    def walk(data: Mapping[Any, Any], prefix: str) -> None:
-        for name, value in data.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
-            else:
-                flat[f"{prefix}{name}"] = value if isinstance(value, str) else shown_whole(value)
-
-    plain = OmegaConf.to_container(config)
-    assert isinstance(plain, dict)
-    walk(plain, "")
-    return flat
-
-
-def shown_whole(value: object) -> str:
-    """Return a value the way YAML writes it, on one line."""
-    return shown(value) if value is None or isinstance(value, bool) else str(value)
+def _flat(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield full keys, and values the way YAML writes them, on one line."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", shown(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _build(section: type, data: Mapping[str, Any]) -> Any:

@@ -40,7 +40,9 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         )
     with users_code(f"{target} makes data that can't be used", "dataset.target"):
         metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
-        return DatasetPair(made[0], made[1], _loss(dataset["loss"]), metrics, processes)
+        loss = dataset["loss"]
+        measure = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else _measure(loss)
+        return DatasetPair(made[0], made[1], measure, metrics, processes)
 
 
 def directions(metrics: Any) -> dict[str, str]:
@@ -64,10 +66,6 @@ def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
     return made
 
 
-def _loss(given: Any) -> Measure:
-    return LOSSES[given] if isinstance(given, str) and given in LOSSES else _measure(given)
-
-
 def _metrics(given: Any) -> dict[str, Metric]:
     if not isinstance(given, Mapping):
         return {name: METRICS[name] for name in given or ()}
@@ -81,11 +79,7 @@ def _measure(given: Any) -> Measure:
     """Return the function of a target, with its arguments bound."""
     target = target_in(given)
     assert target is not None
-    return partial(import_target(target), **measure_options(given))
-
-
-def measure_options(given: Any) -> dict[str, Any]:
-    """Return the arguments that a recipe gives to the target of a loss or metric."""
-    if not isinstance(given, Mapping):
-        return {}
-    return {name: value for name, value in given.items() if name not in ("target", "best")}
+    arguments = given.items() if isinstance(given, Mapping) else ()
+    return partial(
+        import_target(target), **{name: value for name, value in arguments if name not in ("target", "best")}
+    )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
-from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, KEEP, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.notation import parse_plan
@@ -161,7 +160,7 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         asked: what the recipe asks for, its mode resolved.
         num_workers: devices of the cluster.
     """
-    name, mode, depth = asked.mode, resolve(asked), asked.depth
+    name, mode, depth = asked.mode, asked.row, asked.depth
     if form.mode != name:
         yield "mode", f"got {shown(form.mode)}, allowed is {name}, the recipe's mode"
     others_allowed = asked.chunks is None and mode.chunks > 1

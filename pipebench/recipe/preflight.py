@@ -1,6 +1,6 @@
 """Preflight: is everything here that this run uses? Validation has passed; nothing has started."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.options import given_arguments, options, target_options, target_problems
+from pipebench.recipe.ranges import TIMINGS
+from pipebench.recipe.rules_zoo import dataset_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
-
-_WORDS = ("auto", "measured", "analytic")
 
 
 def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
@@ -34,7 +34,7 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
     _refuse(loaded, _targets(loaded))  # first: everything else may call them
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
-    checks = (*own, *([_dataset] if needs_data else []), *_CHECKS)
+    checks = (*own, *([_dataset] if needs_data else []), _device, _timing)
     _refuse(loaded, (problem for check in checks for problem in check(loaded)))
 
 
@@ -73,8 +73,6 @@ def _targets(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 def _own_dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     """Make a data set of the user's own, and check against it what the rules check against a data set of the zoo."""
-    from pipebench.recipe.rules_zoo import dataset_problems
-
     recipe = loaded.recipe
     yield from dataset_problems(recipe, loaded.cluster, make_dataset(recipe.dataset))
 
@@ -88,7 +86,7 @@ def _dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     try:
         make_dataset(dataset).check()
     except (OSError, ImportError, ValueError) as error:
-        yield "dataset", _one_line(error)
+        yield "dataset", one_line(error)
 
 
 def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
@@ -100,7 +98,7 @@ def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 def _timing(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     timing = loaded.recipe.engine.timing
-    if timing in _WORDS:
+    if timing in TIMINGS:
         return
     try:
         with Path(timing).open("rb"):
@@ -108,10 +106,3 @@ def _timing(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         yield "engine.timing", f"the profile file {timing!r} can't be read: {reason}"
-
-
-_CHECKS: tuple[Callable[[LoadedRecipe], Iterator[tuple[str, str]]], ...] = (_device, _timing)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

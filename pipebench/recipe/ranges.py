@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
+TIMINGS = ("auto", "measured", "analytic")  # or the path of a profile file
 _COUNT = (_within(1, 2**31), "a whole number of at least 1, at most 2147483648")
 _WEEK_S = 604_800.0  # sockets and timers refuse centuries
 _LIMIT = "a number of seconds from 0.1 to 604800, a week"

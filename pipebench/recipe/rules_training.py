@@ -9,10 +9,9 @@ from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.leaves import ARGUMENTS, TARGETED
-from pipebench.recipe.parallelism import COLUMNS
 from pipebench.recipe.plan_file import form_problems, is_plan_file, load_plan
-from pipebench.recipe.ranges import CHOICES
-from pipebench.recipe.schema import OptimizerRecipe, ParallelismRecipe, ScheduleRecipe
+from pipebench.recipe.ranges import CHOICES, TIMINGS
+from pipebench.recipe.schema import COLUMNS, OptimizerRecipe, ParallelismRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES
@@ -21,7 +20,6 @@ from pipebench.schedule.orders import ORDERS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
-_TIMINGS = ("auto", "measured", "analytic")
 MAX_THREADS = 1024
 
 
@@ -101,24 +99,20 @@ def _periods(evaluate_every: Mapping[str, Any], checkpoint_every: Mapping[str, A
             yield f"train.{name}", f"got {both} of epochs and minibatches, allowed is exactly one"
 
 
-@rule("parallelism.mode", "parallelism.plan", *(f"parallelism.{name}" for name in COLUMNS))
-def _mode_auto(mode: str, plan: Any, *columns: Any) -> Problems:
+@rule(*(f"parallelism.{name}" for name in ("mode", "plan", "depth", *COLUMNS)))
+def _mode_auto(mode: str, plan: Any, depth: Any, *columns: Any) -> Problems:
     if mode != AUTO:
         return
     if plan != AUTO:
         yield "parallelism.plan", f"got {shown(plan)} with mode auto, which plans every mode: allowed is auto"
+    if depth != AUTO:
+        yield "parallelism.depth", f"got {shown(depth)} with mode auto: allowed is auto"
     for name, value in zip(COLUMNS, columns, strict=True):
         if value is not None:
             yield (
                 f"parallelism.{name}",
                 f"got {shown(value)} with mode auto, which takes rows as they are: allowed is null",
             )
-
-
-@rule("parallelism.depth", "parallelism.mode")
-def _depth_of_auto(depth: Any, mode: str) -> Problems:
-    if mode == AUTO and depth != AUTO:
-        yield "parallelism.depth", f"got {shown(depth)} with mode auto: allowed is auto"
 
 
 @rule(
@@ -257,5 +251,5 @@ def _timing(timing: str, cluster: Any) -> Problems:
             "engine.timing",
             f"got analytic with cluster {cluster.name}, whose device is no named one: allowed is measured",
         )
-    elif timing not in _TIMINGS and "/" not in timing and "." not in timing:
-        yield "engine.timing", f"{choice(timing[:60], _TIMINGS)}, or the path of a profile file"
+    elif timing not in TIMINGS and "/" not in timing and "." not in timing:
+        yield "engine.timing", f"{choice(timing[:60], TIMINGS)}, or the path of a profile file"

@@ -29,7 +29,9 @@ def _model(draft: Draft) -> Problems:
     if model is None:
         return
     name, target = model.get("name"), model.get("target")
-    yield from _leaves(model.get("leaves"))
+    problem = problem_with(model.get("leaves"), list[str] | None)
+    if problem is not None:
+        yield "model.leaves", problem
     if (name is None) == (target is None):
         given = "neither" if name is None else "both"
         yield "model", f"got {given} of name and target, allowed is one of the names {', '.join(MODELS)} or a target"
@@ -64,10 +66,11 @@ def _dataset(draft: Draft) -> Problems:
     if problems:
         return
     try:
-        draft.made["@dataset"] = make_dataset(dataset)
+        draft.made["@dataset"] = made = make_dataset(dataset)
+        draft.made["@metrics"] = made.metrics
     except (TypeError, ValueError) as error:
         if not any(key.startswith("dataset.") for key in draft.pending):
-            yield "dataset", _one_line(error)
+            yield "dataset", one_line(error)
 
 
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
@@ -124,15 +127,10 @@ def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
             warnings.filterwarnings("error", ".*zero-element")  # a layer without channels or classes
             make_model(model)
     except (TypeError, ValueError) as error:
-        yield "model", _one_line(error)
+        yield "model", one_line(error)
     except (RuntimeError, ArithmeticError, UserWarning) as error:
         # Not the model's own words but torch's, on a layer that can't be.
-        yield "model", f"{model['name']} can't be built with these options: {_one_line(error)}"
-
-
-@rule("train.target", "@dataset")
-def _target(target: Mapping[str, Any] | None, dataset: Any) -> Problems:
-    yield from _reachable(target, dataset.metrics)
+        yield "model", f"{model['name']} can't be built with these options: {one_line(error)}"
 
 
 @rule("train.target", "@metrics")
@@ -205,7 +203,7 @@ def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems
     target, evaluate, checkpoint = (
         None if each is None else asdict(each) for each in (train.target, train.evaluate_every, train.checkpoint_every)
     )
-    yield from _target(target, dataset)
+    yield from _reachable(target, dataset.metrics)
     yield from _minibatch(train.minibatch_size, dataset)
     yield from _streams(dataset, train.streams, train.minibatch_size, evaluate or {}, checkpoint)
     yield from _streams_of_plan(dataset, cluster, train.streams, parallelism.mode, parallelism.plan)
@@ -226,16 +224,11 @@ def _options(draft: Draft, section: str, make: Any, given: Mapping[str, Any]) ->
             yield f"{section}.{name}", problem
 
 
-def _leaves(leaves: object) -> Problems:
-    problem = problem_with(leaves, list[str] | None)
-    if problem is not None:
-        yield "model.leaves", problem
-
-
 def _is_small(model: Mapping[str, Any]) -> bool:
     """Whether no option is so large that counting alone would take long."""
     return all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return an exception's words on one line, as the end of a sentence."""
     return " ".join(str(error).split())[:300]

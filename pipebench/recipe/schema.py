@@ -1,13 +1,18 @@
 """The recipe's schema: every key, its type, its default and what it means.
 
 The dataclasses are OmegaConf structured configs and, once a recipe is loaded, the frozen values that the rest of
-pipebench reads. Rules that a type can't express live in `validate.py`.
+pipebench reads. What a type can't express is in `ranges.py` and the rules.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
+
+from pipebench.schedule.modes import MODES, Mode
+
+# Of the table of modes: what the recipe of any mode may change.
+COLUMNS = ("order", "flush", "weights", "chunks", "recompute")
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,12 @@ class ParallelismRecipe:
     flush: bool | None = None
     weights: str | None = None
     chunks: int | None = None
+
+    @property
+    def row(self) -> Mode:
+        """The mode's row of the table, with the columns that the recipe changes; there is none of `auto`."""
+        columns = {name: getattr(self, name) for name in (*COLUMNS, "accumulate")}
+        return replace(MODES[self.mode], **{name: value for name, value in columns.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from pipebench import errors
-from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.distributed.launch_child import end_with
 from pipebench.distributed.launch_failure import signal_name
 from pipebench.errors import UserError, WorkersFailedError
+from pipebench.profile.choose import is_measured
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.plan_file import parse_plan_file
 from pipebench.recipe.schema import Recipe
@@ -37,7 +37,7 @@ _KINDS = (
 
 def measures_on_gpu(recipe: Recipe, cluster: Cluster) -> bool:
     """Return whether deciding a run takes GPU memory. Asking doesn't: torch counts the devices and starts none."""
-    return profiles.is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda"
+    return is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda"
 
 
 def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, int], None]) -> Decision:

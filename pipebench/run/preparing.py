@@ -4,7 +4,7 @@ from typing import Any
 
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.run.deciding import decided_apart, measures_on_gpu
-from pipebench.show import console
+from pipebench.show.progress import preparing
 from pipebench.train.prepare import Job, prepare
 
 
@@ -22,7 +22,7 @@ def prepare_job(loaded: LoadedRecipe, *, apart: bool = False, tells: bool = Fals
         WorkersFailedError: the process that decides ended without an answer.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
-    with faults_of(loaded), console.preparing(recipe.name, tells=tells) as on_progress:
+    with faults_of(loaded), preparing(recipe.name, tells=tells) as on_progress:
         if apart and measures_on_gpu(recipe, cluster):
             how["kept"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)

@@ -23,10 +23,9 @@ from pipebench.distributed.world import World, check_world_size, join, shared_fo
 from pipebench.engine.setup import ranks_of
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
-from pipebench.profile.measure import measured_profile
+from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
-from pipebench.profile.together import mean_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run.artifacts import collected_log

@@ -12,7 +12,8 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.run.artifacts import record_inputs, record_timeline, run_tags
 from pipebench.run.request import RunRequest
 from pipebench.show import console, pictures
-from pipebench.show.progress import Silent
+from pipebench.show.progress import RunProgress, Silent
+from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Tracking, logged_params
@@ -84,7 +85,7 @@ class RunRecorder:
         # A worker process ends well although nobody reads what it says any more; rich answers a broken pipe by
         # SystemExit.
         with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else contextlib.nullcontext():
-            width = min(_PICTURE_WIDTH, console.standard_output().width - 2)
+            width = min(_PICTURE_WIDTH, standard_output().width - 2)
             console.print_summary(result, pictures.text_picture(shown, width=width), log.where())
         return result
 
@@ -93,10 +94,10 @@ class RunRecorder:
             return train(Silent(), self.log.point)
         self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
         per_epoch = self._job.setup.sampler.num_samples
-        with console.RunProgress(
+        with RunProgress(
             self._request.name,
             self._job.recipe.train.max_epochs * per_epoch,
-            quiet=not console.is_terminal(),
+            quiet=not is_terminal(),
             samples_per_epoch=per_epoch,
             clock=self._kind.clock,
         ) as progress:

@@ -17,6 +17,8 @@ from pipebench.run.preparing import prepare_job
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show import console, pictures
+from pipebench.show.comparison import comparison_markdown
+from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
@@ -91,7 +93,7 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False) -> str:
     # Two flushes; or, where there is none, the pipeline full for as long again, and a few updates.
     count = 2 * pipeline.period if pipeline.flushes else max(3 * pipeline.period, 2 * pipeline.block * pipeline.depth)
     title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
-    width = console.standard_output().width if console.is_terminal() else None
+    width = standard_output().width if is_terminal() else None
     return f"{title}\n{draw_schedule(pipeline, count, cells[0], cells[1], width=width, versions=versions)}"
 
 
@@ -127,7 +129,7 @@ def _run_with_seeds(
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:
     """Keep table and curves of a comparison, or of a recipe's seeds, where people look first, and close its record."""
     if results:
-        markdown = console.comparison_markdown(results)
+        markdown = comparison_markdown(results)
         parent.text("comparison.md", markdown)
         parent.describe(markdown, _record_curves(parent, results))
     parent.finish(None, status="FINISHED" if complete else "KILLED")

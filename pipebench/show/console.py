@@ -10,10 +10,9 @@ from rich.text import Text
 
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
-from pipebench.show.comparison import comparison_markdown, groups, headings, notes, rows, time_to_accuracy_s
-from pipebench.show.progress import RunProgress, preparing
-from pipebench.show.tables import new_table, print_groups, print_table
-from pipebench.show.terminal import is_terminal, print_plain, standard_error, standard_output
+from pipebench.show.comparison import groups, headings, notes, rows, time_to_accuracy_s
+from pipebench.show.tables import new_table, print_facts, print_groups, print_table
+from pipebench.show.terminal import print_plain, standard_output
 from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
 from pipebench.train.prediction import prediction_line
@@ -26,23 +25,6 @@ from pipebench.train.result import (
     SEED_METRICS,
     RunResult,
 )
-
-__all__ = [
-    "RunProgress",
-    "comparison_markdown",
-    "is_terminal",
-    "new_table",
-    "preparing",
-    "print_comparison",
-    "print_plain",
-    "print_position",
-    "print_seeds",
-    "print_summary",
-    "print_table",
-    "print_written",
-    "standard_error",
-    "standard_output",
-]
 
 _STYLES = {REACHED: "bold green", COMPLETED: "bold", MISSED: "bold yellow", DIVERGED: "bold red", INTERRUPTED: "bold"}
 # Heading, column of RunResult.stages, how to write it.
@@ -71,6 +53,19 @@ _WORKER_COLUMNS = (
     ("bubble", "bubble_fraction", percent),
 )
 _Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
+_Saying = tuple[str, Callable[[float], str]]  # a metric, and how it is said
+_THROUGHPUT: tuple[_Saying, ...] = (
+    ("throughput_samples_per_s", lambda rate: f"{number(rate)} samples/s"),
+    ("samples_per_update", lambda samples: f"{samples:g} samples per update"),
+)
+_IDLE: tuple[_Saying, ...] = (
+    ("bubble_fraction", lambda share: f"{percent(share)} bubble"),
+    ("comm_stall_fraction", lambda share: f"{percent(share)} waiting for communication"),
+)
+_MEMORY: tuple[_Saying, ...] = (
+    ("peak_memory_bytes_max", lambda peak: f"{num_bytes(peak)} at most on a worker"),
+    ("weight_versions_max", lambda versions: f"{versions:g} weight versions at most"),
+)
 
 
 def print_summary(result: RunResult, picture: str, link: str, console: Console | None = None) -> None:
@@ -85,10 +80,7 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console |
     console = console or standard_output()
     print_plain(console, "")
     print_plain(console, Text.assemble(result.name, ": ", (result.sentence, _STYLES.get(result.outcome, "bold"))))
-    facts = Table.grid(padding=(0, 2))
-    for name, text in _facts(result):
-        facts.add_row(Text(name, style="dim"), Text(text))
-    print_plain(console, Padding(facts, (0, 0, 0, 2)))
+    print_facts(console, _facts(result))
     for lines, columns in ((result.stages, _STAGE_COLUMNS), (result.workers, _WORKER_COLUMNS)):
         if any(lines):
             print_table(console, _table_of(lines, columns), indent=2)
@@ -181,17 +173,19 @@ def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
 
 
 def _facts(result: RunResult) -> list[tuple[str, str]]:
+    metrics = result.metrics
+    to_target = (("epochs_to_target", lambda epochs: f"{epochs:g} to the target"),) if result.outcome == REACHED else ()
     facts = [
         ("plan", f"{result.plan} ({result.mode}, seed {result.seed}, {result.engine} engine, {result.clock} clock)"),
         ("durations", result.timing),
         ("time to accuracy", _time_to_accuracy(result)),
-        ("epochs", _epochs(result)),
-        (PREDICTION, prediction_line(result.metrics)),
-        ("throughput", _throughput(result)),
-        ("sent per sample", _bytes_by_kind(result.metrics)),
-        (WORKERS_IDLE, _idle(result.metrics)),
-        ("memory", _memory(result.metrics)),
-        ("this took", seconds(result.metrics["wall_time_s"]) if "wall_time_s" in result.metrics else ""),
+        ("epochs", _said(metrics, *to_target, ("epoch_time_s", lambda s: f"{seconds(s)} each"))),
+        (PREDICTION, prediction_line(metrics)),
+        ("throughput", _said(metrics, *_THROUGHPUT)),
+        ("sent per sample", _bytes_by_kind(metrics)),
+        (WORKERS_IDLE, _said(metrics, *_IDLE)),
+        ("memory", _said(metrics, *_MEMORY)),
+        ("this took", _said(metrics, ("wall_time_s", seconds))),
     ]
     return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in facts if text]
 
@@ -204,17 +198,9 @@ def _time_to_accuracy(result: RunResult) -> str:
     return seconds(reached_s) + ("" if without_s is None else f" ({seconds(without_s)} without evaluation)")
 
 
-def _epochs(result: RunResult) -> str:
-    epochs = result.metrics.get("epochs_to_target") if result.outcome == REACHED else None
-    epoch_s = result.metrics.get("epoch_time_s")
-    parts = [] if epochs is None else [f"{epochs:g} to the target"]
-    return ", ".join([*parts, *([] if epoch_s is None else [f"{seconds(epoch_s)} each"])])
-
-
-def _throughput(result: RunResult) -> str:
-    rate, update = result.metrics.get("throughput_samples_per_s"), result.metrics.get("samples_per_update")
-    parts = [] if rate is None else [f"{number(rate)} samples/s"]
-    return ", ".join([*parts, *([] if update is None else [f"{update:g} samples per update"])])
+def _said(metrics: Mapping[str, float], *parts: _Saying) -> str:
+    """Return what there is to say of some metrics: of those that a run has."""
+    return ", ".join(say(metrics[name]) for name, say in parts if name in metrics)
 
 
 def _bytes_by_kind(metrics: Mapping[str, float]) -> str:
@@ -228,15 +214,3 @@ def _bytes_by_kind(metrics: Mapping[str, float]) -> str:
     apart = [(kind, metrics.get(f"comm_bytes_{kind}")) for kind in (BUFFERS, EVALUATION)]
     rest = "".join(f"; {kind} {num_bytes(value)} in all" for kind, value in apart if value)
     return f"{num_bytes(each)} ({parts}); {num_bytes(total)} in all{rest}"
-
-
-def _idle(metrics: Mapping[str, float]) -> str:
-    bubble, stall = metrics.get("bubble_fraction"), metrics.get("comm_stall_fraction")
-    parts = [] if bubble is None else [f"{percent(bubble)} bubble"]
-    return ", ".join([*parts, *([] if stall is None else [f"{percent(stall)} waiting for communication"])])
-
-
-def _memory(metrics: Mapping[str, float]) -> str:
-    peak, versions = metrics.get("peak_memory_bytes_max"), metrics.get("weight_versions_max")
-    parts = [] if peak is None else [f"{num_bytes(peak)} at most on a worker"]
-    return ", ".join([*parts, *([] if versions is None else [f"{versions:g} weight versions at most"])])

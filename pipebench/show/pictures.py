@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from pipebench.formats import is_share
-from pipebench.show.trace import write_trace
 from pipebench.simulate.timeline import (
     ACTIVATION,
     ALL_REDUCE,
@@ -29,17 +28,6 @@ from pipebench.simulate.timeline import (
     Transfer,
 )
 from pipebench.train.result import REACHED, RunResult
-
-__all__ = [
-    "curves_figure",
-    "draw_curves",
-    "draw_timeline",
-    "natural_unit_s",
-    "readable_end_s",
-    "text_picture",
-    "timeline_figure",
-    "write_trace",
-]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

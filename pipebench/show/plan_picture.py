@@ -5,15 +5,14 @@ Above, where the model is cut and what crosses; below, computing, gradient sum a
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
 from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.model import LayerProfile
-from pipebench.show import profile_picture
 from pipebench.show.plan_report import Answer, bottleneck_of
+from pipebench.show.profile_picture import finish, is_picture_by, plain_text
 from pipebench.show.profile_report import shortened
 
 if TYPE_CHECKING:
@@ -33,16 +32,13 @@ _LABEL_WIDTH = 20
 _ROOMY_LAYERS = 9.0  # per cent of the width that a label needs to lie flat
 _MOST_STAGES_LABELLED = 40
 
+is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_plan` wrote
+
 
 def draw_plan(answer: Answer, path: str | os.PathLike[str]) -> None:
     """Write a PNG of the best plan; the file says inside that it is such a picture."""
     figure = plan_figure(answer)
     figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
-
-
-def is_our_picture(path: Path) -> bool:
-    """Return whether a file is a picture that `draw_plan` wrote."""
-    return profile_picture.is_our_picture(path, _SOFTWARE)
 
 
 def plan_figure(answer: Answer) -> "Figure":
@@ -57,7 +53,7 @@ def plan_figure(answer: Answer) -> "Figure":
     cluster = answer.request.cluster
     bottleneck = f"bottleneck: {bottleneck_of(answer, found)}, {seconds(found.bottleneck_s)} per minibatch"
     heading = f"{answer.name}: {shortened(str(found.plan), 60)} ({found.plan.mode}), {cluster.num_workers:,} workers"
-    figure.suptitle(f"{_ascii(heading, 120)}\ncost model {answer.request.model.name}; {bottleneck}", fontsize=10)
+    figure.suptitle(f"{plain_text(heading, 120)}\ncost model {answer.request.model.name}; {bottleneck}", fontsize=10)
     return figure
 
 
@@ -104,7 +100,7 @@ def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate
             axes.text(border, 1.06 * top, num_bytes(num), ha="center", va="center", rotation=90, fontsize=7, bbox=box)
     axes.set_ylim(0, 1.42 * top)
     axes.set_xlim(-0.5, len(ordered) - 0.5)
-    _finish(axes, "forward and backward")
+    finish(axes, "forward and backward", "s")
     step = -(-len(ordered) // _MOST_LABELS)
     labels = [_layer_label(row) for row in ordered[::step]]
     axes.set_xticks(range(0, len(ordered), step), labels, rotation=90, fontsize=7)
@@ -131,27 +127,12 @@ def _draw_stages(axes: "Axes", found: PlanEstimate) -> None:
     axes.set_xticks(range(0, len(found.stages), step), names, rotation=90 if len(found.stages) > 20 else 0, fontsize=8)
     axes.set_xlim(-0.6, len(found.stages) - 0.4)
     axes.set_xlabel("stage x replicas", fontsize=8)
-    _finish(axes, "per minibatch")
+    finish(axes, "per minibatch", "s")
     axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5)
-
-
-def _finish(axes: "Axes", what: str) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axes.set_ylabel(what)
-    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _layer_label(row: LayerProfile) -> str:
     """Return the layer's name; where that is only a number, as in the PipeDream artifact's files, its kind as well."""
     number = row.name.removeprefix("node")
     kind = row.kind.partition("(")[0].strip("_")
-    return _ascii(f"{number} {kind}" if number.isdecimal() and kind else row.name, _LABEL_WIDTH)
-
-
-def _ascii(text: str, width: int) -> str:
-    """Return text that any font can show, and that isn't taken for a formula."""
-    return shortened(printable(text).encode("ascii", "replace").decode(), width).replace("$", r"\$")
+    return plain_text(f"{number} {kind}" if number.isdecimal() and kind else row.name, _LABEL_WIDTH)

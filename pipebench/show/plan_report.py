@@ -2,12 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -21,8 +20,9 @@ from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
-from pipebench.show.console import new_table, print_plain, print_table, standard_output
 from pipebench.show.profile_report import shortened
+from pipebench.show.tables import new_table, print_facts, print_table
+from pipebench.show.terminal import print_plain, standard_output
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, GRADIENT
 
 COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
@@ -110,42 +110,27 @@ class Bottleneck:
 
 def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
     """Return what a plan's bottleneck is: the largest part of the slowest stage, or the busiest port."""
-    if found.plan.chunks > 1:
-        return _of_several_stages(found)
-    index = max(range(len(found.stages)), key=lambda i: found.stages[i].stage_s)
-    stage = found.stages[index]
-    if found.port_s > stage.stage_s * (1 + _ALMOST):
-        return Bottleneck(None, PORT)
-    if found.bottleneck_s > stage.stage_s * (1 + _ALMOST):
-        return Bottleneck(None, RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
-    unit_size = -(-answer.request.minibatch_size // found.microbatches)
-    load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
-    if answer.request.model.has_ports and 0 < stage.stage_s <= load_s * (1 + _ALMOST):
-        return Bottleneck(index, LOADING)
-    if 0 < stage.stage_s <= stage.transfer_s * (1 + _ALMOST):
-        return Bottleneck(index, TRANSFER)
-    parts = {COMPUTE: stage.compute_s, SYNC: stage.sync_s, TRANSFER: stage.transfer_s}
-    if not answer.request.model.has_ports:
-        del parts[TRANSFER]
-    elif stage.stage_s > sum(parts.values()) * (1 + _ALMOST):
-        return Bottleneck(index, WAITING)
-    return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
-
-
-def _of_several_stages(found: PlanEstimate) -> Bottleneck:
-    """Return the bottleneck of a plan with several stages per worker: that of the worker whose stages take longest."""
-    sums = [
-        (
-            sum(stage.stage_s for stage in stages),
-            {part: sum(getattr(stage, part) for stage in stages) for part in _PARTS},
-        )
-        for stages in found.by_position
-    ]
-    position = max(range(len(sums)), key=lambda index: sums[index][0])
-    stage_s, parts = sums[position]
+    # A worker's stages count together; most plans have one per worker.
+    sums_s = [sum(stage.stage_s for stage in stages) for stages in found.by_position]
+    index = max(range(len(sums_s)), key=lambda position: sums_s[position])
+    stage_s, stages = sums_s[index], found.by_position[index]
+    parts = {cause: sum(getattr(stage, part) for stage in stages) for part, cause in _PARTS.items()}
     if found.port_s > stage_s * (1 + _ALMOST):
         return Bottleneck(None, PORT)
-    return Bottleneck(position, _PARTS[max(parts, key=lambda part: parts[part])])
+    if found.plan.chunks == 1:
+        if found.bottleneck_s > stage_s * (1 + _ALMOST):
+            return Bottleneck(None, RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
+        unit_size = -(-answer.request.minibatch_size // found.microbatches)
+        load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
+        if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + _ALMOST):
+            return Bottleneck(index, LOADING)
+        if 0 < stage_s <= parts[TRANSFER] * (1 + _ALMOST):
+            return Bottleneck(index, TRANSFER)
+        if not answer.request.model.has_ports:
+            del parts[TRANSFER]
+        elif stage_s > sum(parts.values()) * (1 + _ALMOST):
+            return Bottleneck(index, WAITING)
+    return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
 
 
 def plan_json(answer: Answer) -> str:
@@ -165,13 +150,17 @@ def plan_json(answer: Answer) -> str:
         "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in _ties(answer)],
         "speedup_over_dp": _over(dp.minibatch_s, best.minibatch_s),
         "bottleneck_speedup_over_dp": _over(dp.bottleneck_s, best.bottleneck_s),
-        **{f"dp_{key}": value for key, value in _summary(answer, dp).items() if key in _DP_KEYS},
+        **{f"dp_{key}": value for key, value in _outcome(answer, dp).items()},
         "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
         "dp_fits_in_memory": "dp" not in comparison.refused,
         "others": [_summary(answer, found) for found in comparison.others],
         "refused": comparison.refused,
         "cost_model": request.model.name,
-        "cluster": _cluster_json(request.cluster),
+        "cluster": {
+            "name": request.cluster.name,
+            "device": request.cluster.device,
+            "levels": [asdict(level) for level in request.cluster.levels],
+        },
         "num_workers": request.cluster.num_workers,
         "memory_limit_bytes": request.cluster.memory_bytes,
         "minibatch_size": request.minibatch_size if answer.says_samples else None,
@@ -183,18 +172,6 @@ def plan_json(answer: Answer) -> str:
         "took_s": {**comparison.took_s, "in all": answer.total_s},
     }
     return json.dumps(_finite(report), indent=1, allow_nan=False)
-
-
-_DP_KEYS = (
-    "bottleneck_s",
-    "minibatch_s",
-    "is_simulated",
-    "minibatches_per_s",
-    "samples_per_s",
-    "bytes_per_minibatch",
-    "bytes_per_sample",
-    "memory_bytes",
-)
 
 
 def print_plan(answer: Answer, console: Console | None = None) -> None:
@@ -210,20 +187,12 @@ def print_plan(answer: Answer, console: Console | None = None) -> None:
     print_plain(
         console, Text.assemble(f"{printable(answer.name)}: ", (f"{best.plan} ({best.plan.mode})", "bold green"))
     )
-    _print_facts(console, _questions(answer))
+    print_facts(console, _questions(answer))
     print_table(console, _stage_table(answer, narrow=console.width < _ROOMY_WIDTH), indent=2)
-    _print_facts(console, _reasons(answer))
+    print_facts(console, _reasons(answer))
     if answer.comparison.others:
         print_table(console, _mode_table(answer), indent=2)
-    _print_facts(console, _rest(answer))
-
-
-def _print_facts(console: Console, facts: Iterator[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name, text in facts:
-        grid.add_row(Text(name, style="dim"), Text(printable(text)))
-    if grid.row_count:
-        print_plain(console, Padding(grid, (0, 0, 0, 2)))
+    print_facts(console, _rest(answer))
 
 
 def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -358,11 +327,8 @@ def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
 def _prediction(found: PlanEstimate) -> str:
     if not found.is_simulated:
         return "the bottleneck, as so large a plan isn't simulated"
-    return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {_times(found)} the bottleneck"
-
-
-def _times(found: PlanEstimate) -> str:
-    return ratio(found.minibatch_s / found.bottleneck_s) if found.bottleneck_s > 0 else UNKNOWN
+    times = ratio(_over(found.minibatch_s, found.bottleneck_s))
+    return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {times} the bottleneck"
 
 
 def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
@@ -456,8 +422,6 @@ def _cluster_text(cluster: Cluster) -> str:
 
 
 def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
-    rate, known = _over(1.0, found.minibatch_s), answer.says_samples
-    sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
     return {
         "mode": found.plan.mode,
         "config": str(found.plan),
@@ -466,8 +430,17 @@ def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
         "depth": found.plan.depth,
         "microbatches": found.microbatches,
         "accumulate": found.accumulate,
-        "bottleneck_s": found.bottleneck_s,
         "port_s": found.port_s,
+        **_outcome(answer, found),
+    }
+
+
+def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+    """Return what a plan comes to, as data parallelism is shown beside it."""
+    rate, known = _over(1.0, found.minibatch_s), answer.says_samples
+    sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
+    return {
+        "bottleneck_s": found.bottleneck_s,
         "minibatch_s": found.minibatch_s,
         "is_simulated": found.is_simulated,
         "minibatches_per_s": rate,
@@ -476,12 +449,6 @@ def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
         "bytes_per_sample": {kind: value / answer.size for kind, value in sent.items()} if known else None,
         "memory_bytes": found.memory_bytes,
     }
-
-
-def _cluster_json(cluster: Cluster) -> Mapping[str, Any]:
-    names = ("name", "count", "bandwidth_bytes_per_s", "latency_s", "efficiency")
-    levels = [{name: getattr(level, name) for name in names} for level in cluster.levels]
-    return {"name": cluster.name, "device": cluster.device, "levels": levels}
 
 
 def _finite(value: Any) -> Any:

@@ -5,6 +5,7 @@ The colours are those of the timeline: forwards blue, backwards orange.
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,14 +31,17 @@ def draw_profile(profile: Profile, num_samples: int, name: str, path: str | os.P
     figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def is_our_picture(path: Path, software: str = _SOFTWARE) -> bool:
-    """Return whether a file is a picture that a command wrote, by default one that `draw_profile` wrote."""
+def is_picture_by(software: str, path: Path) -> bool:
+    """Return whether a file is a picture that a command wrote."""
     try:
         with path.open("rb") as file:
             start = file.read(4096)
     except OSError:
         return False
     return start.startswith(b"\x89PNG\r\n") and f"Software\0{software}".encode() in start
+
+
+is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether it is one that `draw_profile` wrote
 
 
 def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":
@@ -62,9 +66,9 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":
     sizes = [row.parameter_bytes for row in rows]
     _bars(parameter, sizes, _PARAMETER, f"parameters, {num_bytes(trained_bytes(rows))} together")
     for axes, what, unit in ((time, "time", "s"), (activation, "activations", "B"), (parameter, "parameters", "B")):
-        _finish(axes, what, unit)
+        _finish_panel(axes, what, unit)
     _label_layers(parameter, numbered)
-    model, device = (_ascii(text, 90) for text in (title(name, profile), profile.device))
+    model, device = (plain_text(text, 90) for text in (title(name, profile), profile.device))
     figure.suptitle(f"{model}\n{num_samples} samples, times: {profile.source}, device: {device}", fontsize=10)
     return figure
 
@@ -76,16 +80,21 @@ def _bars(
     axes.bar(range(len(heights)), heights, width, bottom=bottom or 0.0, color=colour, label=label, linewidth=0)
 
 
-def _finish(axes: "Axes", what: str, unit: str) -> None:
+def finish(axes: "Axes", what: str, unit: str) -> None:
+    """Name what is drawn upwards and its unit, over a grid that stays behind the bars."""
     from matplotlib.ticker import EngFormatter
 
     axes.set_ylabel(what)
     axes.yaxis.set_major_formatter(EngFormatter(unit=unit))
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.01)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _finish_panel(axes: "Axes", what: str, unit: str) -> None:
+    finish(axes, what, unit)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, 1.12), ncols=2)
 
 
@@ -101,9 +110,9 @@ def _label_layers(axes: "Axes", rows: Sequence[tuple[int, LayerProfile]]) -> Non
 def _label(row: LayerProfile) -> str:
     """Return the layer's name; where that is only a number, as in the PipeDream artifact's files, its kind."""
     anonymous = row.name.removeprefix("node").isdecimal()
-    return _ascii(row.kind.partition("(")[0].strip("_") if anonymous and row.kind else row.name, _LABEL_WIDTH)
+    return plain_text(row.kind.partition("(")[0].strip("_") if anonymous and row.kind else row.name, _LABEL_WIDTH)
 
 
-def _ascii(text: str, width: int) -> str:
+def plain_text(text: str, width: int) -> str:
     """Return text that any font can show, and that isn't taken for a formula."""
     return shortened(printable(text).encode("ascii", "replace").decode(), width).replace("$", r"\$")

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.show.console import new_table, print_plain, print_table, standard_output
+from pipebench.show.tables import new_table, print_facts, print_table
+from pipebench.show.terminal import print_plain, standard_output
 
 # A longer table is no table any more: a screen holds about this many lines, scrolled once.
 _MOST_ROWS, _HEAVIEST = 60, 40
@@ -32,10 +32,7 @@ def print_profile(
     console = console or standard_output()
     print_plain(console, "")
     print_plain(console, Text(printable(title(name, profile)), style="bold"))
-    facts = Table.grid(padding=(0, 2))
-    for what, text in _facts(profile, num_samples):
-        facts.add_row(Text(what, style="dim"), Text(text))
-    print_plain(console, Padding(facts, (0, 0, 0, 2)))
+    print_facts(console, _facts(profile, num_samples))
     rows = profile.layers[num_samples]
     shown = heaviest(rows, len(rows) if show_all or len(rows) <= _MOST_ROWS else _HEAVIEST)
     print_table(console, profile_table(rows, shown), indent=2, left=2)
@@ -120,8 +117,8 @@ def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:
     update_s = profile.update_floor_s + profile.update_s_per_byte * trained_bytes(rows)
     others = ", ".join(str(size) for size in sorted(profile.layers) if size != num_samples)
     return [
-        ("times", f"{profile.source}: {printable(profile.note)}"),
-        ("device", printable(profile.device)),
+        ("times", f"{profile.source}: {profile.note}"),
+        ("device", profile.device),
         ("samples", f"{num_samples}" + (f" (also profiled: {others}; --samples shows them)" if others else "")),
         ("layers together", f"{seconds(sum(map(_work_s, rows)))}{', ' if adds_up else ''}{adds_up}"),
         ("loading, update", f"{_known(profile.load_s[num_samples])}, {_known(update_s)}"),

@@ -3,7 +3,7 @@
 Widths are worked out here, because rich narrows columns until letters stand alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
 from rich import box
@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipebench.errors import printable
 from pipebench.show.terminal import print_plain
 
 _Padding = tuple[int, int]
@@ -42,6 +43,15 @@ def print_table(console: Console, table: Table, *, indent: int = 0, left: int = 
     table.padding, parts = _fitting(console, table, console.width - indent, left)
     for part in parts:
         print_plain(console, Padding(_drawn(table, part), (0, 0, 0, indent)))
+
+
+def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
+    """Print names and what there is to say of each, one below the other; nothing if there are none."""
+    grid = Table.grid(padding=(0, 2))
+    for name, text in facts:
+        grid.add_row(Text(name, style="dim"), Text(printable(text)))
+    if grid.row_count:
+        print_plain(console, Padding(grid, (0, 0, 0, 2)))
 
 
 def print_groups(console: Console, groups: Sequence[tuple[str, Table]], *, left: int = 1) -> None:

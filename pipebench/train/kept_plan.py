@@ -3,7 +3,6 @@
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan, starts_of_cuts
 from pipebench.model.plan_layers import layer_problems, plan_of, refuse
-from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.plan_file import PlanForm, Problems, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO
@@ -43,7 +42,7 @@ def _other_than_asked(
     form: PlanForm, parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None
 ) -> Problems:
     """Yield where a plan that would run isn't what the recipe asks for."""
-    mode, given, written = resolve(parallelism), parallelism.plan, format_plan(form.replicas)
+    mode, given, written = parallelism.row, parallelism.plan, format_plan(form.replicas)
     problem = streams_problem(form.replicas, streams)
     if problem is not None:
         yield "stages", f"got {written}, and train.streams is {problem}"

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pipebench import profile as profiles
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, TracingError, choice
@@ -26,14 +25,14 @@ from pipebench.model.plan_layers import layer_problems, plan_of, refuse
 from pipebench.model.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
 from pipebench.model.trace_check import check_traced
 from pipebench.planner.compare import compare
-from pipebench.planner.cost_models import find_cost_model
+from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, Request
 from pipebench.planner.predict import make_pipeline
+from pipebench.profile.choose import fitting, is_measured, profile_for
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
-from pipebench.recipe.parallelism import resolve
 from pipebench.recipe.plan_file import PlanForm, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.weightless import weightless
@@ -119,7 +118,7 @@ def prepare(
             if chosen not in MODES:
                 raise RecipeError([Fault(kept.source, "mode", f"{choice(chosen[:60], MODES)}; {ANEW}")])
         recipe = replace(recipe, parallelism=replace(recipe.parallelism, mode=chosen))
-    mode = resolve(recipe.parallelism)
+    mode = recipe.parallelism.row
     if kept is None:
         plan = choose_plan(recipe, cluster, graph, profile, dataset)
     else:
@@ -237,7 +236,7 @@ def profile_model(
     """
     device = choose_device(recipe.engine.device)
     dataset: Dataset = make_dataset(recipe.dataset)
-    measures = kept is None and profiles.is_measured(recipe, cluster)
+    measures = kept is None and is_measured(recipe, cluster)
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
@@ -259,9 +258,9 @@ def profile_model(
     if whole_minibatches:
         sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
     if kept is not None:
-        profile = profiles.fitting(kept, KEPT, graph, sizes)
+        profile = fitting(kept, KEPT, graph, sizes)
     else:
-        profile = profiles.profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
+        profile = profile_for(recipe, cluster, graph, dataset, sizes, device, on_progress)
     decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
         check_traced(graph, dataset, sizes)
@@ -283,7 +282,7 @@ def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) ->
     try:
         return trace(model, list(recipe.model.get("leaves") or ()), fed)
     except TracingError as error:
-        if mode == AUTO or resolve(recipe.parallelism).shape not in ("one", "one-stage"):
+        if mode == AUTO or recipe.parallelism.row.shape not in ("one", "one-stage"):
             raise
         _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
         return as_one_layer(model, fed)
@@ -309,12 +308,12 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
     return Request(
         profile=profile,
         cluster=cluster,
-        model=find_cost_model(parallelism.cost_model),
+        model=COST_MODELS[parallelism.cost_model],
         minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
         microbatches=parallelism.microbatches,
-        accumulate=1 if parallelism.mode == AUTO else resolve(parallelism).accumulate,
+        accumulate=1 if parallelism.mode == AUTO else parallelism.row.accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
-        row=None if parallelism.mode == AUTO else resolve(parallelism),
+        row=None if parallelism.mode == AUTO else parallelism.row,
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
     )
 

@@ -6,7 +6,7 @@ It needs the PipeDream artifact's two V100 profiles in `../shared/profiles`; wha
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from pipebench.profile import DEVICES
+from pipebench.profile.devices import DEVICES
 from pipebench.profile.efficiencies import SHIPPED, Efficiencies
 from tests.profile.judging import (
     FILE_WORDS,

@@ -20,7 +20,10 @@ from rich.console import Console
 
 from pipebench.errors import Fault, ProfileError, RecipeError
 from pipebench.model.graph import LayerGraph, trace
-from pipebench.profile import DEVICES, DeviceSpec, Profile, analytic_profile, measured_profile
+from pipebench.profile.analytic import analytic_profile
+from pipebench.profile.devices import DEVICES, DeviceSpec
+from pipebench.profile.measure import measured_profile
+from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.make import make_dataset

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipebench.cluster import Level
-from pipebench.errors import PlanError
-from pipebench.planner.cost_models import Inner, StageGrid, StageTerms, Term, find_cost_model
+from pipebench.planner.cost_models import Inner, StageGrid, StageTerms, Term
 from tests.oracles import planning
 from tests.planner.problems import MODELS, cases, levels, link
 
@@ -115,11 +114,6 @@ def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) ->
                         case.members(start), case.members(stop), m, link(level), first=first, inner=expected_inner
                     )
                     assert seconds[start, stop] == pytest.approx(expected, rel=1e-9, abs=1e-15)
-
-
-def test_an_unknown_cost_model_is_an_error() -> None:
-    with pytest.raises(PlanError, match="cost model"):
-        find_cost_model("overlapp")
 
 
 def test_latency_alone_stops_replication_from_paying() -> None:

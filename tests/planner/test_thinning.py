@@ -12,7 +12,7 @@ from pipebench.planner import thinning
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, Work
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, fits, flat_bound_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placement_costs import along, placed_s
@@ -121,7 +121,8 @@ def test_memory_limits_bind_thinned_searches_too(
     problem = FlatProblem(work, COST_MODELS["overlap"], SERVERS[1], 16, MemoryRule(limit_bytes))
     found = plan_flat(problem)
     assert found is not None
-    assert fits(problem, found)
+    assert problem.memory is not None
+    assert problem.memory.fit_all(problem.work.states, found)
     _exactly(monkeypatch)
     exact = plan_flat(problem)
     assert exact is not None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipebench.model.graph import trace
-from pipebench.profile import DEVICES, DeviceSpec
+from pipebench.profile.devices import DEVICES, DeviceSpec
 from pipebench.profile.efficiencies import SHIPPED, Efficiencies
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.roofline import priced

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipebench.errors import ProfileError
 from pipebench.model.graph import trace
-from pipebench.profile import analytic_profile, find_device
-from pipebench.profile.devices import DEVICES, DeviceSpec
+from pipebench.profile.analytic import analytic_profile
+from pipebench.profile.devices import DEVICES, DeviceSpec, find_device
 from pipebench.profile.efficiencies import SHIPPED
 from pipebench.profile.model import Profile
 from pipebench.profile.recurrent import GpuKernels

@@ -13,16 +13,12 @@ from torch import nn
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph, trace
-from pipebench.profile import (
-    DEVICES,
-    LayerProfile,
-    Profile,
-    analytic_profile,
-    choose,
-    load_profile,
-    profile_for,
-    write_graph_txt,
-)
+from pipebench.profile import choose
+from pipebench.profile.analytic import analytic_profile
+from pipebench.profile.choose import load_profile, profile_for
+from pipebench.profile.devices import DEVICES
+from pipebench.profile.graph_txt import write_graph_txt
+from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
 from zoo.mnist5k import mnist5k

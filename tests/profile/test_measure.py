@@ -9,7 +9,9 @@ from torch import nn
 
 from pipebench.errors import ProfileError
 from pipebench.model.graph import trace
-from pipebench.profile import Profile, measure, measured_profile
+from pipebench.profile import measure
+from pipebench.profile.measure import measured_profile
+from pipebench.profile.model import Profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from tests.support import Blobs
 from zoo.mnist5k import mnist5k

@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from pipebench.show import console
+from pipebench.show.comparison import comparison_markdown
 from pipebench.show.progress import RunProgress, preparing, searching
+from pipebench.show.terminal import is_terminal
 from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
 from pipebench.tracking import summarise_seeds
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, Point, RunResult
@@ -73,7 +75,7 @@ def test_a_note_stands_beside_its_number() -> None:
     to = plain()
     console.print_comparison([crowded, PIPEDREAM, replace(crowded, name="quickstart-gpipe")], "", to)
     assert "dp, gpipe: prediction: 4 processes x 1 thread share 2 usable cores" in written(to)
-    assert "- dp: workers idle: times aren't known" in console.comparison_markdown([crowded, PIPEDREAM]).splitlines()
+    assert "- dp: workers idle: times aren't known" in comparison_markdown([crowded, PIPEDREAM]).splitlines()
     assert read(RunResult, write(crowded)) == crowded
 
 
@@ -276,6 +278,6 @@ def test_searching_on_a_terminal_shows_what_takes_long(is_long: bool, monkeypatc
 
 
 def test_standard_output_of_a_test_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not console.is_terminal()
+    assert not is_terminal()
     console.print_comparison([DP, PIPEDREAM], "pipebench ui")
     assert "MLflow  pipebench ui" in capsys.readouterr().out

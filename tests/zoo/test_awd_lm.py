@@ -9,8 +9,8 @@ from torch import nn
 import zoo
 from pipebench.model.graph import trace
 from pipebench.model.sampling import Streams
-from pipebench.profile import DEVICES
 from pipebench.profile.analytic import analytic_profile
+from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
 from tests.support import make_engine, make_setup, parameters_of
 from tests.zoo.cuts import check_every_cut

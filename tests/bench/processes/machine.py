@@ -14,10 +14,9 @@ from torch import distributed
 from pipebench.cluster import Cluster, Level
 from pipebench.distributed.host import host_costs
 from pipebench.distributed.world import current
-from pipebench.profile.measure import measured_profile
+from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
-from pipebench.profile.together import mean_profile
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.simulate.costs import HostCosts
 from tests.bench.processes import crew

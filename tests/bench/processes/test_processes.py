@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 
 from pipebench.cluster import Cluster, Level
+from pipebench.profile.measure import mean_profile
 from pipebench.profile.stored import read_profile, write_profile
-from pipebench.profile.together import mean_profile
 from tests.bench.processes import crew, figure15, jobs, memory, traffic
 from tests.bench.processes.duel import duel
 from tests.bench.processes.figure15 import Point

@@ -1,0 +1,56 @@
+"""The files that a command writes: only where there is none, or one of the kind that it writes: no slip loses data."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from pipebench.errors import UserError
+from pipebench.show.console import print_written
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file to write.
+
+    Attributes:
+        option: that names it.
+        path: where it goes; None for nowhere.
+        what: it is, in words.
+        is_ours: whether a file that is there is of the same kind.
+    """
+
+    option: str
+    path: Path | None
+    what: str
+    is_ours: Callable[[Path], bool]
+
+    def write(self, write: Callable[[Path], object], console: Console | None = None) -> None:
+        """Write it, if it is to go anywhere, and say so."""
+        if self.path is None:
+            return
+        try:
+            write(self.path)
+        except OSError as error:
+            raise UserError(f"{self.option}: {self.path} can't be written: {error.strerror or error}") from error
+        print_written(str(self.path), console)
+
+
+def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
+    """Check every file to be written before any work starts.
+
+    Raises:
+        UserError: one can't be written, is something else, or is another one, too; names the option.
+    """
+    taken: dict[Path, str] = {}
+    for option, path, what, is_ours in ((each.option, each.path, each.what, each.is_ours) for each in outputs):
+        if path is None:
+            continue
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            raise UserError(f"{option}: got {path}, which {other} writes to as well; give each a file of its own")
+        if not path.parent.is_dir():
+            raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
+        if path.exists() and not (path.is_file() and is_ours(path)):
+            raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another file")
