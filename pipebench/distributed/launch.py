@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from pipebench.distributed.cores import usable_cores
-from pipebench.distributed.launch_elastic import Attempt
+from pipebench.distributed.launch_attempt import Attempt
 from pipebench.distributed.launch_failure import Failure, report, root_cause, sentence
 from pipebench.distributed.launch_join import RUN
 from pipebench.engine.stopping import STOPPING
@@ -87,6 +87,8 @@ def worker_settings(num_workers: int) -> dict[str, str]:
     settings = {
         # torch's C++ side prints pages about every connection that a dead worker leaves behind.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
+        # A worker whose NCCL operation failed ends, as under torchrun.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         # Every worker would take all cores for itself.
         "OMP_NUM_THREADS": str(max(1, int(usable_cores() / num_workers))),
         **HEAP,
