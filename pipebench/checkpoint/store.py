@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,10 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint.
+class Checkpoint(Manifest):
+    """A whole checkpoint; `path` is its folder."""
 
-    Attributes:
-        path: its folder.
-        step: minibatches of the run that were done.
-        progress: what was committed with it.
-        parts: its files.
-    """
-
-    path: Path
-    step: int
-    progress: dict[str, Any]
-    parts: tuple[Part, ...]
+    path: Path = field(kw_only=True)
 
     def load(self) -> ModelState:
         """Return the model's state, mapped from the files: only what is used of it is read.
@@ -289,7 +279,7 @@ def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
         raise JsonError(f"belongs to another checkpoint, of step {manifest.step}")
     if len({*names}) < len(names) or not names:
         raise JsonError("names a part twice, or none at all")
-    return Checkpoint(folder, manifest.step, manifest.progress, manifest.parts)
+    return Checkpoint(**vars(manifest), path=folder)
 
 
 def _load_part(path: Path) -> ModelState:

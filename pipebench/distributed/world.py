@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +85,30 @@ class World:
             padded[: len(data)] = data
             dist.all_gather(rows, padded)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+    def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Bring the tensors of all ranks to rank 0, through the hosts' memory; the others get nothing.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        described = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in own.items()
+        ]
+        found: list[dict[str, torch.Tensor]] = [dict(own)]
+        for rank, rows in enumerate(self.exchange(described)):
+            if rank == 0 or self.rank not in (0, rank):
+                continue
+            with peers():
+                if self.rank == rank:
+                    for tensor in own.values():
+                        dist.send(tensor.detach().cpu().contiguous(), 0)
+                else:
+                    received = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in rows}
+                    for tensor in received.values():
+                        dist.recv(tensor, rank)
+                    found.append(received)
+        return found if self.rank == 0 else []
 
     def barrier(self) -> None:
         """Wait for all workers.

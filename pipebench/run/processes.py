@@ -21,6 +21,7 @@ from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import fail_stalled, launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.setup import ranks_of
+from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
 from pipebench.profile.measure import measured_profile
@@ -42,7 +43,7 @@ from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy
-from pipebench.train.interfaces import OnLoss, OnPoint, OnUnit, Progress
+from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Decision, Job, ProfiledModel, travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED

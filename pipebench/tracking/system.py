@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
-from pipebench.tracking.history import SYSTEM
 from pipebench.tracking.record import Entry
 
+SYSTEM = "system/"  # MLflow shows metrics of this prefix apart
 SAMPLE_EVERY_S = 10.0  # MLflow's own default
 _MONITORS = ("cpu_monitor.CPUMonitor", "disk_monitor.DiskMonitor", "network_monitor.NetworkMonitor")
 _GPU_MONITORS = ("gpu_monitor.GPUMonitor", "rocm_monitor.ROCMMonitor")

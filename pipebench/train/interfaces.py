@@ -3,14 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from pipebench.checkpoint.state import ModelState
+from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.simulate.meter import Measured
 from pipebench.train.result import Point
-
-OnLoss = Callable[[torch.Tensor, int, float, float], None]
-OnUnit = Callable[[int, float, float], None]
 
 
 class Engine(Protocol):
