@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from pipebench import files
-from pipebench.checkpoint.fit import check_weights
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, reason_of
 from pipebench.errors import RecipeError, UserError
@@ -16,6 +15,7 @@ from pipebench.model.graph import LayerGraph, trace
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import import_target
 from pipebench.run.folder import RunFolder, find
+from pipebench.train.fit import check_weights
 from pipebench.train.prepare import initial_model
 
 _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"

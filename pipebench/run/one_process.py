@@ -10,19 +10,17 @@ from pipebench.engine.stopping import stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import torch_settings
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.run.artifacts import collected_log
-from pipebench.run.preparing import prepare_job
-from pipebench.run.recorder import RunRecorder
+from pipebench.run.deciding import prepare_job
+from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
-from pipebench.train.checkpointing import CheckpointPolicy
+from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
-from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.deciding import prepare_job
 from pipebench.run.one_process import EngineRuns, SimulatedRuns, VirtualRuns
-from pipebench.run.preparing import prepare_job
 from pipebench.run.processes import DistributedRuns
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite

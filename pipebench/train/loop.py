@@ -15,16 +15,21 @@ from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError
 from pipebench.simulate.timeline import Timeline
-from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, write_checkpoint
+from pipebench.train.checkpointing import (
+    NO_CHECKPOINTS,
+    CheckpointPolicy,
+    ResumePoint,
+    earlier_workers,
+    taken_by,
+    write_checkpoint,
+)
 from pipebench.train.clock import RunClock
-from pipebench.train.curves import Curves
+from pipebench.train.curves import Curves, TrainingLoss
 from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
-from pipebench.train.loss import TrainingLoss
 from pipebench.train.metrics import EarlierWorkers, describe, run_metrics, stage_rows, sum_facts
 from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
-from pipebench.train.resume import ResumePoint, earlier_workers, taken_by
 
 _LOG = logging.getLogger(__name__)
 

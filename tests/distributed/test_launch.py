@@ -318,7 +318,7 @@ time.sleep({PATIENCE_S})
 def test_a_failing_start_is_not_repeated_and_a_stuck_worker_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipebench.distributed.launch_attempt._CLOSING_S", 0.3)
+    monkeypatch.setattr("pipebench.distributed.launch._CLOSING_S", 0.3)
     text = f"""
 def state(pid):
     return Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0]
