@@ -162,12 +162,11 @@ class Checkpoints:
                 self._tidy(_read(folder))
 
     def latest(
-        self, before: int | None = None, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
+        self, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
     ) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest checkpoint in which every byte is what was written, and which fits.
 
         Args:
-            before: look only at checkpoints of earlier steps.
             fits: raises `CheckpointError` for one that can't be used, though all of it is there.
 
         Returns:
@@ -175,8 +174,6 @@ class Checkpoints:
         """
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
-            if before is not None and step >= before:
-                continue
             try:
                 checkpoint = self.at(step)
                 fits(checkpoint)

@@ -19,11 +19,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed import nccl
-from pipebench.distributed.launch_join import PeerLostError, Place, connect, lost, meet, peers, read_place
+from pipebench.distributed.launch_join import Place, connect, meet, peers, read_place
 from pipebench.errors import UserError
-
-__all__ = ["PeerLostError", "World", "check_world_size", "current", "join", "lost", "shared_folder_check"]
-
 
 # Of this process; torch, too, has one default group per process.
 _joined: list["World"] = []
@@ -63,11 +60,6 @@ class World:
     def size(self) -> int:
         """Number of workers, over all hosts."""
         return self.place.size
-
-    @property
-    def local_rank(self) -> int:
-        """This worker's rank on its host."""
-        return self.place.local_rank
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON travels: lists, dicts with text keys, numbers, text.

@@ -18,7 +18,7 @@ from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.host import host_costs
 from pipebench.distributed.launch import INTERRUPTED, run_workers
 from pipebench.distributed.launch_join import RUN
-from pipebench.distributed.launch_worker import fail_stalled, launched_by_us, on_stop_request
+from pipebench.distributed.launch_worker import launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.setup import ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
@@ -32,6 +32,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
+from pipebench.run.one_process import EngineRuns
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
@@ -54,11 +55,11 @@ _USER_ERROR = 2
 _MEASURED = "measured"
 
 
-class DistributedRuns:
-    """A process per worker; this one starts them. See `pipebench.run.one_process.EngineRuns`."""
+class DistributedRuns(EngineRuns):
+    """A process per worker; this one starts them."""
 
     def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision:
-        """Return what is decided for all processes of a run, with every seed."""
+        """Decide for all processes of a run, with every seed."""
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
@@ -154,10 +155,10 @@ def _train(
     world: World, job: Job, policy: CheckpointPolicy, progress: Progress, on_point: OnPoint
 ) -> tuple[RunResult, Timeline]:
     """Train this process's worker to the target, watched."""
-    setup, limits = job.setup, job.recipe.engine
+    setup = job.setup
     control = Control(
         world.store, ranks_of(setup).index(world.rank), world.size, setup.pipeline,
-        stall_limit_s=limits.stall_limit_s, on_stall=fail_stalled, multiple_of=setup.sampler.streams or 1,
+        stall_limit_s=job.recipe.engine.stall_limit_s, multiple_of=setup.sampler.streams or 1,
     )  # fmt: skip
     engines: list[DistributedEngine] = []
 

@@ -136,7 +136,7 @@ def test_a_step_and_a_file_can_be_chosen_and_written_again() -> None:
 
 def test_a_torn_checkpoint_is_named_and_the_one_before_exported() -> None:
     folder, _ = trained()
-    part = next(folder.path.glob("checkpoints/step-00000008/worker-0.*.pt"))
+    part = next(folder.path.glob("checkpoints/step-00000008/stage-0-*.pt"))
     part.write_bytes(part.read_bytes()[:-1])
     result = export(folder.run_id)
     assert result.exit_code == 0
