@@ -34,8 +34,8 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 MLP_PLANS: Mapping[str, Any] = {
     "straight": (([2, 4], [1, 1, 1]), {}),
     "replicated": (([2, 4], [2, 1, 2]), {}),
-    "vertical-sync": (([2, 4], [1, 1, 1]), {"weights": "vertical-sync"}),
-    "two-versions": (([2, 4], [1, 1, 1]), {"weights": "2bw", "microbatches": 1, "accumulate": 4}),
+    "vertical-sync": (([2, 4], [1, 1, 1]), {"weights": "stash-vertical-sync"}),
+    "two-versions": (([2, 4], [1, 1, 1]), {"weights": "double-buffer", "microbatches": 1, "accumulate": 4}),
     "naive": (([2, 4], [1, 1, 1]), {"weights": "none"}),
     "data-parallel": (([], [3]), {"depth": 1}),
     "gpipe": (([3], [1, 1]), {"weights": "one", "order": "all-forwards", "microbatches": 2, "recompute": True}),
