@@ -20,8 +20,9 @@ class CurvePoint(TypedDict):
     metrics: dict[str, Number]
 
 
-class Transfers(TypedDict):
-    """What a worker sent of a kind on a level of the cluster."""
+@dataclass
+class Transfers:
+    """What a worker sent of a kind on a level of the cluster; transfers that overlap count their seconds each."""
 
     kind: str
     level: str
@@ -30,21 +31,43 @@ class Transfers(TypedDict):
     bytes: Count
 
 
-class MeterTotals(TypedDict):
-    """What a worker's meter has added up of training, or of evaluation; its seconds are by instruction."""
+@dataclass
+class MeterTotals:
+    """What a worker's meter has added up of training, or of evaluation.
+
+    Attributes:
+        seconds: by instruction.
+        stall_s: seconds waited for bytes on their way.
+        all_reduce_s: seconds during which at least one bucket was on its way.
+        transfers: this worker's share of them, a row for each kind and level.
+    """
 
     seconds: dict[str, Amount]
     stall_s: Finite
     all_reduce_s: Amount
     transfers: list[Transfers]
 
+    @staticmethod
+    def none() -> "MeterTotals":
+        """Return those of a worker that has done nothing."""
+        return MeterTotals(dict.fromkeys((op.name for op in Op), 0.0), 0.0, 0.0, [])
 
-class MeterState(TypedDict):
-    """What a worker's meter has kept."""
+    def of(self, kind: str, level: str) -> Transfers:
+        """Return the row of a kind and a level, made if need be."""
+        for row in self.transfers:
+            if (row.kind, row.level) == (kind, level):
+                return row
+        self.transfers.append(Transfers(kind, level, 0, 0.0, 0))
+        return self.transfers[-1]
+
+
+@dataclass
+class MeterState:
+    """What a worker's meter has kept, and whether the times of its transfers mean anything."""
 
     training: MeterTotals
     evaluation: MeterTotals
-    times_transfers: NotRequired[bool]  # the first meters timed all transfers, and didn't say so
+    times_transfers: bool = True  # the first meters timed all transfers, and didn't say so
 
 
 class Facts(TypedDict):
@@ -144,5 +167,5 @@ def _is_one_engine_s(facts: Facts) -> bool:
         return facts.keys() >= _ON_VIRTUAL_CLOCK
     meter = facts["meter"]
     names = {op.name for op in Op}
-    all_timed = all(phase["seconds"].keys() == names for phase in (meter["training"], meter["evaluation"]))
+    all_timed = all(phase.seconds.keys() == names for phase in (meter.training, meter.evaluation))
     return all_timed and not facts.keys() & _ON_VIRTUAL_CLOCK

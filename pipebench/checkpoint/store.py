@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,10 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint.
+class Checkpoint(Manifest):
+    """A whole checkpoint; `path` is its folder."""
 
-    Attributes:
-        path: its folder.
-        step: minibatches of the run that were done.
-        progress: what was committed with it.
-        parts: its files.
-    """
-
-    path: Path
-    step: int
-    progress: dict[str, Any]
-    parts: tuple[Part, ...]
+    path: Path = field(kw_only=True)
 
     def load(self) -> ModelState:
         """Return the model's state, mapped from the files: only what is used of it is read.
@@ -172,12 +162,11 @@ class Checkpoints:
                 self._tidy(_read(folder))
 
     def latest(
-        self, before: int | None = None, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
+        self, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
     ) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest checkpoint in which every byte is what was written, and which fits.
 
         Args:
-            before: look only at checkpoints of earlier steps.
             fits: raises `CheckpointError` for one that can't be used, though all of it is there.
 
         Returns:
@@ -185,8 +174,6 @@ class Checkpoints:
         """
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
-            if before is not None and step >= before:
-                continue
             try:
                 checkpoint = self.at(step)
                 fits(checkpoint)
@@ -289,7 +276,7 @@ def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
         raise JsonError(f"belongs to another checkpoint, of step {manifest.step}")
     if len({*names}) < len(names) or not names:
         raise JsonError("names a part twice, or none at all")
-    return Checkpoint(folder, manifest.step, manifest.progress, manifest.parts)
+    return Checkpoint(**vars(manifest), path=folder)
 
 
 def _load_part(path: Path) -> ModelState:

@@ -23,7 +23,7 @@ def export(run_: str, output: str | None, step: int | None) -> None:
     """
     from pipebench.run import export as exporting
 
-    exported = exporting.export(run_, output, step)
-    for sentence in exported.skipped:
+    written, skipped = exporting.export(run_, output, step)
+    for sentence in skipped:
         click.echo(f"pipebench: {printable(sentence)}", err=True)
-    click.echo(exported)
+    click.echo(written)

@@ -83,7 +83,7 @@ def _to_run(words: Sequence[str], resume: str | None, verbose: bool) -> tuple[li
         return loaded, Suite(suite_name(loaded), tuple(overrides), verbose)
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
-    from pipebench.run.resuming import resumed
+    from pipebench.run.folder import resumed
     from pipebench.run.suite import Suite
 
     folder, recipe = resumed(resume, overrides)

@@ -5,12 +5,10 @@ two threads: one talks to the store, the other, which needs nobody's answer, wat
 job whose launcher hangs still says which worker doesn't get on.
 """
 
-import contextlib
 import json
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +18,9 @@ from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
+from pipebench.distributed.launch_worker import fail_stalled
 from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, Activity, describe, stall_report
 from pipebench.engine.gate import Gate, Position
-from pipebench.errors import printable_lines
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 
@@ -34,6 +32,10 @@ _SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # overdue after so many heartbeats, but 
 _WATCH_S = 0.5
 _OWN_WORK = 10  # times the limit
 _FAILED = 3
+
+
+def _exit() -> NoReturn:
+    os._exit(_FAILED)
 
 
 class Control:
@@ -51,7 +53,7 @@ class Control:
         stall_limit_s: a worker longer than this at one instruction, or at other work with a name, ends the job.
         multiple_of: segments end early at multiples of so many minibatches: at those of a text's streams, whose states
             would otherwise be with other replicas than the next minibatches, under another plan at the latest.
-        on_stall: takes the report, in a control thread, and ends the process; by default after printing it.
+        on_stall: takes the report, in a control thread, and ends the process.
         on_orphan: ends the process when the store is gone, that is, when the launcher was killed.
         heartbeat_s: how often workers tell each other what they are at.
     """
@@ -65,8 +67,8 @@ class Control:
         *,
         stall_limit_s: float,
         multiple_of: int = 1,
-        on_stall: Callable[[str], None] | None = None,
-        on_orphan: Callable[[], None] | None = None,
+        on_stall: Callable[[str], None] = fail_stalled,
+        on_orphan: Callable[[], None] = _exit,
         heartbeat_s: float = 0.5,
     ) -> None:
         self._store = store.clone()
@@ -74,7 +76,7 @@ class Control:
         self._store.set_timeout(timedelta(days=365))
         self._worker, self._pipeline = worker, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
-        self._on_stall, self._on_orphan = on_stall or _print_and_exit, on_orphan or _exit
+        self._on_stall, self._on_orphan = on_stall, on_orphan
         self._gate = Gate(math.lcm(pipeline.period, multiple_of))
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # a worker's last heartbeat, and when it was new here
@@ -261,14 +263,3 @@ class Control:
             self._pipeline, activities, silent_s, self._stall_limit_s, segment=self._gate.segment,
             notes=notes if now_s - listened_s > overdue_s else (),
         )  # fmt: skip
-
-
-def _print_and_exit(report: str) -> NoReturn:
-    with contextlib.suppress(OSError):
-        sys.stderr.write("\n".join(printable_lines(f"pipebench: error: {report}")) + "\n")
-        sys.stderr.flush()
-    os._exit(_FAILED)
-
-
-def _exit() -> NoReturn:
-    os._exit(_FAILED)

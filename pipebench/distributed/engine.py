@@ -6,7 +6,7 @@ the arithmetic is `worker.py`'s, the same as the virtual engine's.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,17 +17,17 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import core_share, crowding
-from pipebench.distributed.gather import gather_tensors
 from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.distributed.rehearsal import gains_by_rehearsal, rehearse
 from pipebench.distributed.transport import ChannelTransport
-from pipebench.distributed.watch import DeviceWatch, HostWatch, Watch
+from pipebench.distributed.watch import DeviceWatch, HostWatch
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import admitted_program
 from pipebench.engine.pace import Pace
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
+from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import UnitLoss, Worker, training_feed
 from pipebench.errors import DivergedError
@@ -36,9 +36,6 @@ from pipebench.schedule.programs import forward_programs, programs
 from pipebench.simulate.meter import PREDICTION, Measured
 
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
-
-OnLoss = Callable[[torch.Tensor, int, float, float], None]
-OnUnit = Callable[[int, float, float], None]
 
 
 class DistributedEngine:
@@ -86,7 +83,7 @@ class DistributedEngine:
         self._segment = 0
         self._num_losses = 0
         self._stop: str | None = None
-        self._watch: Watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
+        self._watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
         self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
         self._collectives = ProcessCollectives(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
         self._pace = Pace(setup.device)
@@ -314,7 +311,7 @@ class DistributedEngine:
     def _whole_model_metrics(self) -> dict[str, float]:
         """Gather the newest weights on rank 0, which computes what only the whole model can give; the others wait."""
         self.turn_to("whole-model metrics")
-        stages = gather_tensors(self.worker.tensors(), self.world)
+        stages = self.world.gather(self.worker.tensors())
         found: dict[str, float] = {}
         if self.world.rank == 0:
             found = self.setup.dataset.whole_model_metrics(self._whole.filled(stages))

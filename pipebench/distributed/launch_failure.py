@@ -9,16 +9,16 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pipebench import files
 from pipebench.distributed.launch_join import lost
 from pipebench.errors import UserError, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # In the order in which they are believed to be the cause.
 KINDS = ("user", "killed", "stalled", "failed", "ended", "lost", "interrupted", "closed")
 
@@ -63,11 +63,11 @@ def of_exception(error: BaseException, rank: int) -> Failure:
 
 
 def record(failure: Failure) -> None:
-    """Write a worker's failure where its elastic launcher looks for it, in the launcher's format; once per process.
+    """Write a worker's failure where its launcher looks for it, in the format of torchrun's; once per process.
 
     The first record counts: what fails afterwards fails because of it.
     """
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    name = os.environ.get(ERROR_FILE)
     if not name or Path(name).exists():
         return
     # torchrun's table takes the earliest for the cause, and for a killed worker the second in which it noticed.
@@ -78,38 +78,19 @@ def record(failure: Failure) -> None:
     files.replace(Path(name), json.dumps(data).encode())
 
 
-def read(rank: int, exit_code: int, recorded: Mapping[str, Any]) -> Failure:
+def read(rank: int, exit_code: int, recorded: Path) -> Failure:
     """Return a worker's failure from its exit code and what it recorded.
 
     Args:
         rank: the worker's.
         exit_code: negative for a signal.
-        recorded: content of its error file, empty if there is none.
+        recorded: its error file, which needn't exist.
     """
-    ours = recorded.get("pipebench")
-    if isinstance(ours, dict):
-        return Failure(rank, str(ours["kind"]), str(ours["message"]), str(ours["traceback"]))
+    if recorded.exists():
+        return Failure(**json.loads(recorded.read_bytes())["pipebench"])
     if exit_code < 0:
         return Failure(rank, "killed", f"ended by {signal_name(-exit_code)}")
     return Failure(rank, "ended", f"ended with exit code {exit_code} and said nothing")
-
-
-def closed_apart(failures: Mapping[int, Failure], died_first: Set[int], by_us: Set[int]) -> list[Failure]:
-    """Tell workers that the launcher ended because of another from those that a signal from outside ended.
-
-    torch's launcher sends SIGTERM to the others as soon as one has failed, so a worker whose SIGTERM came from outside
-    is among the first to die, beside at most workers that lost it.
-
-    Args:
-        failures: by rank.
-        died_first: ranks seen dead when the first one was.
-        by_us: ranks that pipebench itself ended.
-    """
-    terminated = {rank for rank, failure in failures.items() if failure.message == "ended by SIGTERM"}
-    if all(rank in terminated or failures[rank].kind == "lost" for rank in died_first & failures.keys()):
-        terminated -= died_first
-    closed = {rank for rank in terminated | by_us if rank in failures and failures[rank].kind == "killed"}
-    return [replace(failure, kind="closed") if rank in closed else failure for rank, failure in failures.items()]
 
 
 def signal_name(number: int) -> str:

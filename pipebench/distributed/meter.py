@@ -4,16 +4,18 @@ A worker's meter is told of each of its instructions and of what arrived for it.
 their shares, and rank 0 merges them into metrics, a row per worker and one timeline.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pipebench.checkpoint.progress import MeterState, MeterTotals
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.meter import COMPUTE, RECORDED_SPANS, WORKERS_IDLE, Measured, fractions, span_of
 from pipebench.simulate.simulation import Event
-from pipebench.simulate.timeline import ALL_REDUCE, Span, Timeline, Transfer
+from pipebench.simulate.timeline import ALL_REDUCE, Timeline, Transfer
+from pipebench.typed_json import read
 
 _COMPUTE_COLUMNS = {Op.FORWARD: "forward_s", Op.BACKWARD: "backward_s", Op.UPDATE: "update_s"}
 _WAIT_COLUMNS = {
@@ -28,55 +30,14 @@ _OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")
 _UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
 
 
-@dataclass
-class _Totals:
-    """What one worker did in one phase (training or evaluation).
+@dataclass(frozen=True)
+class _Share:
+    """Everything that one worker measured; its timeline begins at 0."""
 
-    Attributes:
-        seconds: by instruction, indexed by `Op`.
-        stall_s: seconds waited for bytes on their way.
-        all_reduce_s: seconds during which at least one bucket was on its way.
-        num_transfers: by (kind, level); like the next two, this worker's share.
-        transfer_s: likewise, seconds; transfers that overlap count each.
-        num_bytes: likewise, payload.
-    """
-
-    seconds: list[float] = field(default_factory=lambda: [0.0] * len(Op))
-    stall_s: float = 0.0
-    all_reduce_s: float = 0.0
-    num_transfers: Counter[tuple[str, str]] = field(default_factory=Counter)
-    transfer_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    @property
-    def busy_s(self) -> float:
-        return sum(self.seconds[op] for op in COMPUTE)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain numbers under readable names."""
-        transfers = [
-            {"kind": kind, "level": level, "number": number, "s": self.transfer_s[kind, level],
-             "bytes": self.num_bytes[kind, level]}
-            for (kind, level), number in self.num_transfers.items()
-        ]  # fmt: skip
-        seconds = {op.name: self.seconds[op] for op in Op}
-        return {
-            "seconds": seconds,
-            "stall_s": self.stall_s,
-            "all_reduce_s": self.all_reduce_s,
-            "transfers": transfers,
-        }
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> "_Totals":
-        """Read what `to_json` returned."""
-        totals = _Totals([float(data["seconds"][op.name]) for op in Op], data["stall_s"], data["all_reduce_s"])
-        for row in data["transfers"]:
-            key = (str(row["kind"]), str(row["level"]))
-            totals.num_transfers[key] = row["number"]
-            totals.transfer_s[key] = row["s"]
-            totals.num_bytes[key] = row["bytes"]
-        return totals
+    worker: int
+    rank: int
+    state: MeterState
+    timeline: Timeline
 
 
 class MeasuredMeter:
@@ -100,8 +61,7 @@ class MeasuredMeter:
         self._pipeline = pipeline
         self._worker = worker
         self._rank = rank
-        self._times_transfers = times_transfers
-        self._phases = {False: _Totals(), True: _Totals()}  # by `evaluating`
+        self._state = MeterState(MeterTotals.none(), MeterTotals.none(), times_transfers)
         self._recorded: list[tuple[Event, bool]] = []
         self._transfers: list[Transfer] = []
         self._room = max(1, RECORDED_SPANS // pipeline.num_workers)
@@ -112,18 +72,18 @@ class MeasuredMeter:
     @property
     def busy_s(self) -> float:
         """Seconds of forward, backward and update of this worker in training."""
-        return self._phases[False].busy_s
+        return _busy_s(self._state.training)
 
     @property
     def stall_s(self) -> float:
         """Seconds that this worker waited in training for bytes that were on their way."""
-        return self._phases[False].stall_s
+        return self._state.training.stall_s
 
     def event(self, event: Event) -> None:
         """Take note of one instruction of this worker."""
         start_s, end_s, _, instruction, stall_s = event
-        totals = self._phases[self.evaluating]
-        totals.seconds[instruction.op] += end_s - start_s
+        totals = self._totals
+        totals.seconds[instruction.op.name] += end_s - start_s
         totals.stall_s += stall_s
         if not self._truncated and end_s > start_s:
             if len(self._recorded) < self._room:
@@ -137,108 +97,102 @@ class MeasuredMeter:
         Of an all-reduce (several senders) every member tells, with the bytes that all members sent together; each
         counts its share of bytes and time, so that a bucket counts once and its time is the members' mean.
         """
-        totals = self._phases[self.evaluating]
+        totals, times_s = self._totals, (transfer.start_s, max(transfer.start_s, transfer.end_s))
         if transfer.kind == ALL_REDUCE:  # buckets come in the order they were started
             since_s = max(transfer.start_s, self._reduced_until_s)
             totals.all_reduce_s += max(0.0, transfer.end_s - since_s)
             self._reduced_until_s = max(self._reduced_until_s, transfer.end_s)
         members = len(transfer.senders)
-        key = (transfer.kind, transfer.level)
         position = transfer.senders.index(self._worker) if members > 1 else 0
         part = transfer.num_bytes * (position + 1) // members - transfer.num_bytes * position // members
-        totals.num_transfers[key] += position == 0
-        totals.num_bytes[key] += part
+        row = totals.of(transfer.kind, transfer.level)
+        row.number += position == 0
+        row.bytes += part
         # Clocks of two hosts differ a little: what arrived before it was sent took no time.
-        duration_s = max(0.0, transfer.end_s - transfer.start_s) / members
-        totals.transfer_s[key] = totals.transfer_s.get(key, 0.0) + duration_s
-        if not self._truncated and self._times_transfers:
-            alone = members == 1
-            self._transfers.append(transfer if alone else replace(transfer, senders=(self._worker,), num_bytes=part))
+        row.s += (times_s[1] - times_s[0]) / members
+        if not self._truncated and self._state.times_transfers:
+            senders = transfer.senders if members == 1 else (self._worker,)
+            self._transfers.append(replace(transfer, senders=senders, num_bytes=part, end_s=times_s[1]))
 
     def state(self) -> dict[str, Any]:
         """Return the totals as JSON-able values, for a checkpoint."""
-        phases = {"training": self._phases[False].to_json(), "evaluation": self._phases[True].to_json()}
-        return {**phases, "times_transfers": self._times_transfers}
+        return asdict(self._state)
 
     def begin(self, clock_s: float) -> None:
         """Let the recorded timeline begin at this time on the run's clock."""
         self._origin_s = self._reduced_until_s = clock_s
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: `state` is what `state` returned."""
-        self._phases = {False: _Totals.from_json(state["training"]), True: _Totals.from_json(state["evaluation"])}
+    def restore(self, state: MeterState) -> None:
+        """Go on from what `state` returned for a checkpoint."""
         # Where one part of a run was timed and the other wasn't, the sum says nothing.
-        self._times_transfers = self._times_transfers and bool(state.get("times_transfers", True))
+        self._state = replace(state, times_transfers=self._state.times_transfers and state.times_transfers)
 
     def share(self) -> dict[str, Any]:
         """Return everything measured here as JSON-able values, for `merge`."""
-        spans = [span_of(self._pipeline, event, evaluating) for event, evaluating in self._recorded]
-        return {
-            "worker": self._worker,
-            "rank": self._rank,
-            **self.state(),
-            "origin_s": self._origin_s,
-            "truncated": self._truncated,
-            "spans": [[s.kind, s.label, s.start_s, s.end_s, s.minibatch] for s in spans],
-            "transfers": [
-                [t.kind, t.label, t.senders, t.receivers, t.level, t.num_bytes, t.start_s, t.end_s]
-                for t in self._transfers
-            ],
-        }
+        spans = tuple(span_of(self._pipeline, event, evaluating) for event, evaluating in self._recorded)
+        timeline = Timeline((), spans, tuple(self._transfers), self._truncated).shifted(-self._origin_s)
+        return asdict(_Share(self._worker, self._rank, self._state, timeline))
+
+    @property
+    def _totals(self) -> MeterTotals:
+        return self._state.evaluation if self.evaluating else self._state.training
 
 
-def merge(shares: Sequence[Mapping[str, Any]], pipeline: Pipeline, training_s: float) -> Measured:
+def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float) -> Measured:
     """Put the workers' shares together.
 
     Args:
-        shares: what every worker's `MeasuredMeter.share` returned, in any order, through JSON or not.
+        given: what every worker's `MeasuredMeter.share` returned, in any order, through JSON or not.
         pipeline: the pipeline's shape.
         training_s: seconds of the run's clock without evaluation.
 
     Raises:
         ValueError: a worker's share is missing or there twice.
     """
-    shares = sorted(shares, key=lambda share: int(share["worker"]))
-    if [share["worker"] for share in shares] != list(range(pipeline.num_workers)):
-        given = ", ".join(str(share["worker"]) for share in shares)
-        raise ValueError(f"shares of workers {given} don't make {pipeline.num_workers} workers")
-    totals = [_Totals.from_json(share["training"]) for share in shares]
-    rows = tuple(_row(share, each, pipeline, training_s) for share, each in zip(shares, totals, strict=True))
-    busy_s, stall_s = sum(each.busy_s for each in totals), sum(each.stall_s for each in totals)
+    shares = sorted((read(_Share, share) for share in given), key=lambda share: share.worker)
+    workers = [share.worker for share in shares]
+    if workers != list(range(pipeline.num_workers)):
+        raise ValueError(f"shares of workers {', '.join(map(str, workers))} don't make {pipeline.num_workers} workers")
+    totals = [share.state.training for share in shares]
+    rows = tuple(_row(share, pipeline, training_s) for share in shares)
+    busy_s, stall_s = sum(map(_busy_s, totals)), sum(each.stall_s for each in totals)
     metrics = fractions(busy_s, stall_s, pipeline.num_workers, training_s) | _sums(rows) | _transfer_metrics(totals)
-    timed = all(share["times_transfers"] for share in shares)
+    timed = all(share.state.times_transfers for share in shares)
     if not timed:
         metrics = {name: value for name, value in metrics.items() if not name.startswith(_OF_TRANSFERS)}
         rows = tuple({key: value for key, value in row.items() if not key.startswith(_OF_TRANSFERS)} for row in rows)
     num_bytes: Counter[tuple[str, str]] = Counter()
-    for each in totals:
-        num_bytes.update(each.num_bytes)
+    for row in (row for each in totals for row in each.transfers):
+        num_bytes[row.kind, row.level] += row.bytes
     notes = {} if timed else {WORKERS_IDLE: _UNTIMED}
     return Measured(metrics, rows, _timeline(shares, pipeline), busy_s, stall_s, num_bytes, notes)
 
 
-def _row(share: Mapping[str, Any], totals: _Totals, pipeline: Pipeline, training_s: float) -> dict[str, Any]:
+def _busy_s(totals: MeterTotals) -> float:
+    return sum(totals.seconds[op.name] for op in COMPUTE)
+
+
+def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]:
     """Return a worker's row. compute, waiting, sending and other add up to the training time."""
-    worker = share["worker"]
-    evaluation = _Totals.from_json(share["evaluation"])
-    waiting_s = sum(totals.seconds[op] for op in _WAIT_COLUMNS)
-    sending_s = sum(totals.seconds[op] for op in _SENDS)
-    idle = fractions(totals.busy_s, totals.stall_s, 1, training_s)
+    worker, totals = share.worker, share.state.training
+    busy_s = _busy_s(totals)
+    waiting_s = sum(totals.seconds[op.name] for op in _WAIT_COLUMNS)
+    sending_s = sum(totals.seconds[op.name] for op in _SENDS)
     return {
-        "worker": share["worker"],
-        "rank": share["rank"],
+        "worker": worker,
+        "rank": share.rank,
         "stage": pipeline.stages_of(worker)[0],
         "replica": pipeline.replica_of(worker),
-        "compute_s": totals.busy_s,
-        **{column: totals.seconds[op] for op, column in _COMPUTE_COLUMNS.items()},
+        "compute_s": busy_s,
+        **{column: totals.seconds[op.name] for op, column in _COMPUTE_COLUMNS.items()},
         "waiting_s": waiting_s,
-        **{column: totals.seconds[op] for op, column in _WAIT_COLUMNS.items()},
+        **{column: totals.seconds[op.name] for op, column in _WAIT_COLUMNS.items()},
         "stall_s": totals.stall_s,
         "sending_s": sending_s,
-        "other_s": max(0.0, training_s - totals.busy_s - waiting_s - sending_s),
+        "other_s": max(0.0, training_s - busy_s - waiting_s - sending_s),
         "all_reduce_s": totals.all_reduce_s,
-        "evaluation_compute_s": evaluation.busy_s,
-        **idle,
+        "evaluation_compute_s": _busy_s(share.state.evaluation),
+        **fractions(busy_s, totals.stall_s, 1, training_s),
     }
 
 
@@ -248,36 +202,26 @@ def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {column: sum(row[column] for row in rows) for column in columns}
 
 
-def _transfer_metrics(totals: Sequence[_Totals]) -> dict[str, float]:
+def _transfer_metrics(totals: Sequence[MeterTotals]) -> dict[str, float]:
     """Return number and seconds of transfers by kind, and seconds by level; transfers that overlap count each."""
-    metrics: Counter[str] = Counter()
-    for each in totals:
-        for (kind, level), duration_s in each.transfer_s.items():
-            name = kind.replace("-", "_")
-            metrics[f"comm_transfers_{name}"] += each.num_transfers[kind, level]
-            metrics[f"comm_time_{name}_s"] += duration_s  # type: ignore[assignment] # a Counter adds floats as well
-            metrics[f"comm_time_level_{level}_s"] += duration_s  # type: ignore[assignment]
-    return {name: float(metrics[name]) for name in sorted(metrics)}
+    metrics: dict[str, float] = defaultdict(float)
+    for row in (row for each in totals for row in each.transfers):
+        name = row.kind.replace("-", "_")
+        metrics[f"comm_transfers_{name}"] += row.number
+        metrics[f"comm_time_{name}_s"] += row.s
+        metrics[f"comm_time_level_{row.level}_s"] += row.s
+    return dict(sorted(metrics.items()))
 
 
-def _timeline(shares: Sequence[Mapping[str, Any]], pipeline: Pipeline) -> Timeline:
+def _timeline(shares: Sequence[_Share], pipeline: Pipeline) -> Timeline:
     """Merge what was recorded, up to where the first worker ran out of room: no row ends before the others."""
-    spans: list[Span] = []
-    transfers: list[Transfer] = []
-    full_s: list[float] = []
-    for share in shares:
-        origin_s = share["origin_s"]
-        for kind, label, start_s, end_s, minibatch in share["spans"]:
-            spans.append(Span(share["worker"], kind, label, start_s - origin_s, end_s - origin_s, minibatch))
-        for kind, label, senders, receivers, level, num_bytes, start_s, end_s in share["transfers"]:
-            times_s = (start_s - origin_s, max(start_s, end_s) - origin_s)
-            transfers.append(Transfer(kind, label, tuple(senders), tuple(receivers), level, num_bytes, *times_s))
-        if share["truncated"]:
-            full_s.append(spans[-1].end_s)
-    until_s = min(full_s, default=float("inf"))
+    parts = [share.timeline for share in shares]
+    until_s = min((part.spans[-1].end_s for part in parts if part.truncated), default=float("inf"))
+    spans = [span for part in parts for span in part.spans if span.start_s < until_s]
+    transfers = [transfer for part in parts for transfer in part.transfers if transfer.start_s < until_s]
     return Timeline(
         pipeline.worker_names,
-        tuple(sorted((s for s in spans if s.start_s < until_s), key=lambda span: (span.start_s, span.worker))),
-        tuple(sorted((t for t in transfers if t.start_s < until_s), key=lambda transfer: transfer.start_s)),
-        bool(full_s),
+        tuple(sorted(spans, key=lambda span: (span.start_s, span.worker))),
+        tuple(sorted(transfers, key=lambda transfer: transfer.start_s)),
+        any(part.truncated for part in parts),
     )

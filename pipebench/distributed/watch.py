@@ -6,7 +6,6 @@ do, without anybody waiting for them; they are read later.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -18,18 +17,8 @@ _READ_EVERY = 256  # instructions; fewer events are then waiting to be read
 Execute = Callable[[], float]  # returns the seconds it waited for bytes on their way
 
 
-class Watch(Protocol):
-    """Times instructions and reports them, in order."""
-
-    def timed(self, instruction: Instruction, execute: Execute) -> None:
-        """Execute an instruction and report when it ran, now or later."""
-
-    def settle(self) -> None:
-        """Report everything that was executed."""
-
-
 class HostWatch:
-    """Times by the host's clock.
+    """Times instructions by the host's clock, and reports them in order.
 
     Args:
         worker: whose instructions these are.
@@ -43,17 +32,17 @@ class HostWatch:
         self._report = report
 
     def timed(self, instruction: Instruction, execute: Execute) -> None:
-        """Execute an instruction and report when it ran."""
+        """Execute an instruction and report when it ran, now or later."""
         start_s = self._clock()
         stall_s = execute()
         self._report(Event(start_s, self._clock(), self._worker, instruction, stall_s))
 
     def settle(self) -> None:
-        """There is nothing left to report."""
+        """Report everything that was executed."""
 
 
-class DeviceWatch:
-    """Times by events on a GPU's current stream; arguments as for `HostWatch`.
+class DeviceWatch(HostWatch):
+    """Times by events on a GPU's current stream.
 
     A receive's time is what the stream waited for it: the wait stands in the stream between the instruction's events.
     CUDA gives times between events in milliseconds, in single precision: after ten minutes it can't tell 30 us. So only
@@ -61,9 +50,7 @@ class DeviceWatch:
     """
 
     def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[Event], None]) -> None:
-        self._worker = worker
-        self._clock = clock
-        self._report = report
+        super().__init__(worker, clock, report)
         self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event, Instruction, float]] = deque()
         self._latest, self._latest_s = self._mark(), clock()  # the event that was read last, and its time
 

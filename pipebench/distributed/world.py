@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +19,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed import nccl
-from pipebench.distributed.launch_join import PeerLostError, Place, connect, lost, meet, peers, read_place
+from pipebench.distributed.launch_join import Place, connect, meet, peers, read_place
 from pipebench.errors import UserError
-
-__all__ = ["PeerLostError", "World", "check_world_size", "current", "join", "lost", "shared_folder_check"]
-
 
 # Of this process; torch, too, has one default group per process.
 _joined: list["World"] = []
@@ -64,11 +61,6 @@ class World:
         """Number of workers, over all hosts."""
         return self.place.size
 
-    @property
-    def local_rank(self) -> int:
-        """This worker's rank on its host."""
-        return self.place.local_rank
-
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON travels: lists, dicts with text keys, numbers, text.
 
@@ -85,6 +77,30 @@ class World:
             padded[: len(data)] = data
             dist.all_gather(rows, padded)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+    def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Bring the tensors of all ranks to rank 0, through the hosts' memory; the others get nothing.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        described = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in own.items()
+        ]
+        found: list[dict[str, torch.Tensor]] = [dict(own)]
+        for rank, rows in enumerate(self.exchange(described)):
+            if rank == 0 or self.rank not in (0, rank):
+                continue
+            with peers():
+                if self.rank == rank:
+                    for tensor in own.values():
+                        dist.send(tensor.detach().cpu().contiguous(), 0)
+                else:
+                    received = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in rows}
+                    for tensor in received.values():
+                        dist.recv(tensor, rank)
+                    found.append(received)
+        return found if self.rank == 0 else []
 
     def barrier(self) -> None:
         """Wait for all workers.

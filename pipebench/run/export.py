@@ -1,16 +1,13 @@
 """Export: the weights of a run's checkpoint as a plain `state_dict`, for any program that has the model."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from pipebench import files
-from pipebench.checkpoint.fit import check_weights
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, reason_of
 from pipebench.errors import RecipeError, UserError
@@ -18,44 +15,22 @@ from pipebench.model.graph import LayerGraph, trace
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import import_target
 from pipebench.run.folder import RunFolder, find
+from pipebench.train.fit import check_weights
 from pipebench.train.prepare import initial_model
-
-
-@dataclass(frozen=True)
-class Export:
-    """What was exported.
-
-    Attributes:
-        path: the file.
-        run_id: of which run.
-        step: minibatches done.
-        progress: what the checkpoint says of the run.
-        skipped: a sentence for each newer checkpoint that isn't whole.
-    """
-
-    path: Path
-    run_id: str
-    step: int
-    progress: Mapping[str, Any]
-    skipped: tuple[str, ...]
-
-    def __str__(self) -> str:
-        epoch = self.progress.get("epoch")
-        known = isinstance(epoch, int | float)  # a checkpoint is exported whatever else of it was changed
-        when = f"step {self.step}, epoch {epoch:g}," if known else f"step {self.step}"
-        return f"wrote {self.path}: the weights of {self.run_id} at {when} for {_LOADS}"
-
 
 _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
 
 
-def export(run: str, output: str | None, step: int | None) -> Export:
+def export(run: str, output: str | None, step: int | None) -> tuple[str, list[str]]:
     """Write the weights of a run's newest whole checkpoint as a `state_dict`.
 
     Args:
         run: see `run_folder.find`.
         output: the file; None for `<run id>.pt` in the working directory. Replaced if it is a `state_dict`.
         step: which checkpoint; None for the newest.
+
+    Returns:
+        A sentence on what was written, and one for each newer checkpoint that isn't whole.
 
     Raises:
         UserError: there is no such run, no whole checkpoint of it, or the file is something else.
@@ -70,7 +45,10 @@ def export(run: str, output: str | None, step: int | None) -> Export:
         files.replace(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path}: can't be written: {error.strerror}") from error
-    return Export(path, folder.run_id, checkpoint.step, checkpoint.progress, tuple(skipped))
+    epoch = checkpoint.progress.get("epoch")
+    known = isinstance(epoch, int | float)  # a checkpoint is exported whatever else of it was changed
+    when = f"step {checkpoint.step}, epoch {epoch:g}," if known else f"step {checkpoint.step}"
+    return f"wrote {path}: the weights of {folder.run_id} at {when} for {_LOADS}", skipped
 
 
 class _Graph:

@@ -25,10 +25,17 @@ from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints
     from pipebench.recipe.load import LoadedRecipe
+    from pipebench.recipe.schema import Recipe
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE = "run.json", "recipe.yaml"
 _DIGITS = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # what makes a run's id of its recipe's name
+
+# What a checkpoint's weights, position in the data and clock depend on: the same in a run that goes on.
+_FIXED = (
+    "model", "dataset", "train.seed", "train.minibatch_size", "train.streams", "train.optimizer.name",
+    "train.optimizer.target", "engine.kind",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,40 +184,22 @@ class RunFolder:
         replace_file(self.path / _RUN, f"{write(facts)}\n".encode())
 
 
-def create(
-    name: str,
-    *,
-    recipe: str,
-    recipe_yaml: str,
-    suite: str,
-    seed: int,
-    words: Sequence[str] = (),
-    parent_mlflow_run_id: str | None = None,
-    verbose: bool = False,
-    code_folders: Sequence[Path] = (),
-) -> RunFolder:
+def new_run_id(recipe: str) -> str:
+    """Return an id for a run of the recipe of this name."""
+    return f"{recipe}-{secrets.token_hex(4)}"
+
+
+def create(facts: RunFacts, recipe_yaml: str) -> RunFolder:
     """Make the folder of a new run in the working directory.
 
     Args:
-        name: what the run is called in MLflow.
-        recipe: the recipe's name, from which the run's id is made.
+        facts: who it is.
         recipe_yaml: the recipe with everything filled in.
-        suite: the MLflow experiment.
-        seed: the run's.
-        words: the command line's recipe and overrides.
-        parent_mlflow_run_id: of the run it belongs to.
-        verbose: whether workers log every instruction.
-        code_folders: where the modules of the recipe's targets are looked for first.
 
     Raises:
         UserError: nothing can be written to the working directory.
     """
-    run_id = f"{recipe}-{secrets.token_hex(4)}"
-    facts = RunFacts(
-        run_id, name, suite, seed, tuple(words), parent_mlflow_run_id, verbose=verbose,
-        started_at_s=None, code_folders=tuple(map(str, code_folders)),
-    )  # fmt: skip
-    folder = RunFolder(RUNS.absolute() / run_id)
+    folder = RunFolder(RUNS.absolute() / facts.run_id)
     try:
         folder.path.mkdir(parents=True)
         folder.recipe_path.write_text(recipe_yaml, encoding="utf-8")
@@ -249,6 +238,33 @@ def find(run: str) -> RunFolder:
         raise UserError(f"run: got {run[:80]!r}, but {RUNS}/ in the working directory holds no run")
     allowed = f"allowed are the runs in {RUNS}/ ({_listed(list(known))}) and their MLflow run ids"
     raise UserError(f"run: got {run[:80]!r}, {allowed}{nearest(run[:80], known)}")
+
+
+def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, "LoadedRecipe"]:
+    """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
+
+    Raises:
+        UserError: there is no such run, it has no checkpoint, or a key was changed that its weights depend on.
+    """
+    folder = find(run)
+    if not folder.checkpoints.steps():
+        raise UserError(f"--resume: run {folder.run_id} has no checkpoint; run its recipe anew")
+    before = folder.recipe()
+    loaded = folder.recipe(overrides)
+    changed = [key for key in _FIXED if _value(before.recipe, key) != _value(loaded.recipe, key)]
+    if changed:
+        raise UserError(
+            f"command line: {changed[0]}: a run that goes on keeps it, because its weights or its clock depend on it; "
+            f"allowed are changes outside {', '.join(_FIXED)}"
+        )
+    return folder, loaded
+
+
+def _value(recipe: "Recipe", key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def _listed(run_ids: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """Runs whose workers all live in this process: simulated, or trained on a virtual clock."""
 
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.gate import StopRequest
@@ -10,24 +10,22 @@ from pipebench.engine.stopping import stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import torch_settings
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.run.artifacts import collected_log
-from pipebench.run.preparing import prepare_job
-from pipebench.run.recorder import RunRecorder
+from pipebench.run.deciding import prepare_job
+from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
-from pipebench.train.checkpointing import CheckpointPolicy
+from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
-from pipebench.train.resume import newest, nothing_to_go_on_from
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
 
 
-class EngineRuns(Protocol):
+class EngineRuns(ABC):
     """How runs with one kind of engine are made."""
 
     def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
@@ -41,7 +39,11 @@ class EngineRuns(Protocol):
         Returns:
             What is decided for all processes of a run, with every seed; None where one process runs it.
         """
+        if not alone:
+            prepare_job(loaded, trains=False)
+        return None
 
+    @abstractmethod
     def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
         """Run, record and print; `tracking` is None where another process records.
 
@@ -50,16 +52,7 @@ class EngineRuns(Protocol):
         """
 
 
-class _OneProcess:
-    """What both kinds have in common."""
-
-    def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> None:
-        """See `EngineRuns`."""
-        if not alone:
-            prepare_job(loaded, trains=False)
-
-
-class SimulatedRuns(_OneProcess):
+class SimulatedRuns(EngineRuns):
     """Durations only."""
 
     def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
@@ -71,7 +64,7 @@ class SimulatedRuns(_OneProcess):
             return RunRecorder(request, job, tracking, log_text).record(lambda *_: simulate_epoch(job))
 
 
-class VirtualRuns(_OneProcess):
+class VirtualRuns(EngineRuns):
     """Real arithmetic on a virtual clock."""
 
     def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:

@@ -8,7 +8,6 @@ plain loop over the whole model comes to.
 import copy
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
 
 import torch
 from torch import nn
@@ -41,9 +40,9 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -
     gradients = [[torch.randn(p.shape, generator=generator) for p in start] for _ in range(_STEPS)]
     rates = [recipe.lr * factor for factor in (1.0, 1.0, 0.5, 0.25, 0.5)]
     with users_code(f"{recipe.target} can't take a step of a stage", _KEY):
-        together = _plain(recipe, start, gradients, rates)
-        apart = [_plain(recipe, [p], [[step[i]] for step in gradients], rates)[0] for i, p in enumerate(start)]
-        moving = _moving(recipe, start, gradients, rates)
+        together = _trained(recipe, start, gradients, rates)
+        apart = [_trained(recipe, [p], [[step[i]] for step in gradients], rates)[0] for i, p in enumerate(start)]
+        moving = _trained(recipe, start, gradients, rates, moving=True)
     if not _agree(together, apart):
         raise UserCodeError(
             f"{recipe.target} updates a parameter otherwise without the others; a stage has some of them, so the plan "
@@ -58,35 +57,25 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -
         )
 
 
-def _plain(
+def _trained(
     recipe: OptimizerRecipe,
     start: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
     rates: Sequence[float],
+    *,
+    moving: bool = False,
 ) -> list[torch.Tensor]:
-    """Train in a plain loop, in place."""
-    weights = Weights(_module(start), partial(make_optimizer, recipe))
-    for step, lr in zip(gradients, rates, strict=True):
-        weights.update([gradient.clone() for gradient in step], lr, keep_from=weights.newest.number + 1)
-    return [parameter.detach() for parameter in weights.newest.parameters]
-
-
-def _moving(
-    recipe: OptimizerRecipe,
-    start: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    rates: Sequence[float],
-) -> list[torch.Tensor]:
-    """Train with two minibatches in flight, so that every update writes into another buffer."""
+    """Train in place; or moving, with two minibatches in flight, so that every update writes into another buffer."""
     weights = Weights(_module(start), partial(make_optimizer, recipe))
     held: list[Version] = []
-    for index, step, lr in zip(count(), gradients, rates, strict=False):
-        weights.newest.users += 1
-        held.append(weights.newest)
+    for num_done, (step, lr) in enumerate(zip(gradients, rates, strict=True), 1):
+        if moving:
+            weights.newest.users += 1
+            held.append(weights.newest)
         weights.update([gradient.clone() for gradient in step], lr, keep_from=weights.newest.number + 1)
         if len(held) > 1:
             weights.release(held.pop(0))
-        if index + 1 == _RESTORED_AT:
+        if moving and num_done == _RESTORED_AT:
             kept = copy.deepcopy(weights.optimizer_state())
             values = {
                 name: p.detach().clone() for name, p in zip(weights.names, weights.newest.parameters, strict=True)

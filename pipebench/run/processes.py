@@ -5,12 +5,12 @@ command and find themselves to be workers. Under torchrun every process is a wor
 is to be done once. What all must agree on (plan, profile) is written into the run's folder.
 """
 
-import io
 import logging
 import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pipebench.distributed.control import Control
@@ -18,9 +18,10 @@ from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.host import host_costs
 from pipebench.distributed.launch import INTERRUPTED, run_workers
 from pipebench.distributed.launch_join import RUN
-from pipebench.distributed.launch_worker import fail_stalled, launched_by_us, on_stop_request
+from pipebench.distributed.launch_worker import launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.setup import ranks_of
+from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
 from pipebench.profile.measure import mean_profile, measured_profile
@@ -28,11 +29,10 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
-from pipebench.run.artifacts import collected_log
-from pipebench.run.decision import decision_of, keep_decision, kept_decision, read_decision
+from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
-from pipebench.run.preparing import prepare_job
-from pipebench.run.recorder import RunRecorder
+from pipebench.run.one_process import EngineRuns
+from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.schedule.notation import format_plan
@@ -40,13 +40,12 @@ from pipebench.show.progress import Silent
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
-from pipebench.train.checkpointing import CheckpointPolicy
-from pipebench.train.interfaces import OnLoss, OnPoint, OnUnit, Progress
+from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
+from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Decision, Job, ProfiledModel, travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
-from pipebench.train.resume import load_checked, newest, nothing_to_go_on_from
 
 _LOG = logging.getLogger("pipebench.run")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -55,11 +54,11 @@ _USER_ERROR = 2
 _MEASURED = "measured"
 
 
-class DistributedRuns:
-    """A process per worker; this one starts them. See `pipebench.run.one_process.EngineRuns`."""
+class DistributedRuns(EngineRuns):
+    """A process per worker; this one starts them."""
 
     def decide(self, loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision:
-        """Return what is decided for all processes of a run, with every seed."""
+        """Decide for all processes of a run, with every seed."""
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
@@ -132,11 +131,16 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
         job = _prepared(request, world, folder)
         check_world_size(world.size, job.setup.pipeline.num_workers, str(job.setup.plan))
         policy = _checkpoint_policy(world, folder, job, goes_on=suite.resumed is not None)
-        process = _Process(world, job, policy)
-        if world.rank == 0:
-            _first(request, process, folder, log_text)
+        train = partial(_train, world, job, policy)
+        if world.rank > 0:
+            train(Silent(), lambda point: None)
         else:
-            process.train(Silent(), lambda point: None)
+            if not _is_restart(world):
+                folder.update(started_at_s=time.time())
+            recorder = RunRecorder(request, job, Tracking(request.suite.name), log_text, folder.record_path)
+            result = recorder.record(train)
+            if result.outcome == STOPPED and not launched_by_us():  # else the launcher says it
+                folder.say_how_to_go_on(suite.changes)
     world.close()
 
 
@@ -146,48 +150,29 @@ def _remark(world: World) -> None:
         print(f"pipebench: {world.remark}", file=sys.stderr, flush=True)
 
 
-class _Process:
-    """One process of a run, ready to train."""
+def _train(
+    world: World, job: Job, policy: CheckpointPolicy, progress: Progress, on_point: OnPoint
+) -> tuple[RunResult, Timeline]:
+    """Train this process's worker to the target, watched."""
+    setup = job.setup
+    control = Control(
+        world.store, ranks_of(setup).index(world.rank), world.size, setup.pipeline,
+        stall_limit_s=job.recipe.engine.stall_limit_s, multiple_of=setup.sampler.streams or 1,
+    )  # fmt: skip
+    engines: list[DistributedEngine] = []
 
-    def __init__(self, world: World, job: Job, policy: CheckpointPolicy) -> None:
-        self.world, self.job, self._policy = world, job, policy
-        setup, engine = job.setup, job.recipe.engine
-        worker = ranks_of(setup).index(world.rank)
-        self._control = Control(
-            world.store, worker, world.size, setup.pipeline, stall_limit_s=engine.stall_limit_s, on_stall=fail_stalled,
-            multiple_of=setup.sampler.streams or 1,
-        )  # fmt: skip
+    def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
+        engines.append(DistributedEngine(setup, world, control=control, on_loss=on_loss, on_unit=on_unit))
+        control.start()
+        on_stop_request(control.request_stop)
+        return engines[0]
 
-    def train(self, progress: Progress, on_point: OnPoint) -> tuple[RunResult, Timeline]:
-        """Train to the target, watched."""
-        engines: list[DistributedEngine] = []
-
-        def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
-            made = DistributedEngine(
-                self.job.setup, self.world, control=self._control, on_loss=on_loss, on_unit=on_unit
-            )
-            engines.append(made)
-            self._control.start()
-            on_stop_request(self._control.request_stop)
-            return made
-
-        try:
-            found = TrainingLoop(self.job, make, progress, on_point, self._policy).run()
-        finally:
-            self._control.close()
-        for engine in engines:  # waits for all: the store may end with rank 0's process
-            engine.close()
-        return found
-
-
-def _first(request: RunRequest, process: _Process, folder: RunFolder, log_text: io.StringIO) -> None:
-    """Do rank 0's part: train, record, print."""
-    if not _is_restart(process.world):
-        folder.update(started_at_s=time.time())
-    recorder = RunRecorder(request, process.job, Tracking(request.suite.name), log_text, folder.record_path)
-    result = recorder.record(process.train)
-    if result.outcome == STOPPED and not launched_by_us():  # else the launcher says it
-        folder.say_how_to_go_on(request.suite.changes)
+    try:
+        found = TrainingLoop(job, make, progress, on_point, policy).run()
+    finally:
+        control.close()
+    engines[0].close()  # waits for all: the store may end with rank 0's process
+    return found
 
 
 def _close_record(folder: RunFolder, code: int) -> None:

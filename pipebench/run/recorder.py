@@ -1,22 +1,32 @@
-"""Records one run, whatever engine trains it, and prints its answer."""
+"""Records one run, whatever engine trains it: what it takes to run it again, its curves, its answer, its timeline."""
 
 import contextlib
 import io
+import json
 import logging
-from collections.abc import Callable
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pipebench.model.device import environment
+from omegaconf import OmegaConf
+
+from pipebench.model.device import commit_diff, environment
+from pipebench.planner.plans import Comparison
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.engines import engine_kind
-from pipebench.run.artifacts import record_inputs, record_timeline, run_tags
-from pipebench.run.request import RunRequest
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.deciding import plan_form
+from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.show import console, pictures
 from pipebench.show.progress import RunProgress, Silent
 from pipebench.show.terminal import is_terminal, standard_output
+from pipebench.show.trace import write_trace
 from pipebench.simulate.meter import PREDICTION
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import Tracking, logged_params
+from pipebench.tracking import RunLog, Tracking, logged_params
 from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
@@ -25,9 +35,88 @@ from pipebench.train.result import RunResult
 from pipebench.train.simulated import predicted_metrics
 
 _LOG = logging.getLogger("pipebench.run")
-_PICTURE_WIDTH = 100  # at most
 
+_PICTURE_WIDTH = 100  # at most
 Train = Callable[[Progress, OnPoint], tuple[RunResult, Timeline]]
+
+
+def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
+    """Return what people filter runs by."""
+    recipe = job.recipe
+    return {
+        "kind": "run",
+        "mode": recipe.parallelism.mode,
+        "plan": str(job.setup.plan),
+        "engine": recipe.engine.kind,
+        "seed": str(recipe.train.seed),
+        "timing": job.profile.note,
+        **{f"metric.{metric}": note for metric, note in job.setup.dataset.notes().items()},
+        **facts,
+    }
+
+
+def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
+    """Keep everything it takes to run this again: recipe, profile, plan, environment, uncommitted changes."""
+    log.text("recipe.yaml", recipe_yaml(loaded))
+    log.text("profile.json", write_profile(job.profile))
+    log.text("plan.json", plan_form(job).text())
+    if job.comparison is not None:
+        log.text("modes.json", _modes_json(job.comparison))
+    log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
+    difference = commit_diff()
+    if difference:
+        log.text("changes.diff", difference)
+
+
+def _modes_json(comparison: Comparison) -> str:
+    """Return what the planner made of every mode, where the recipe left the choice to it."""
+    compared = [
+        {
+            "mode": each.plan.mode,
+            "plan": str(each.plan),
+            "predicted_minibatch_s": each.minibatch_s,
+            "memory_bytes": each.memory_bytes,
+        }
+        for each in (comparison.best, *comparison.others)
+    ]
+    return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
+
+
+def record_timeline(log: RunLog, timeline: Timeline) -> None:
+    """Keep a timeline as a picture and as a trace for Perfetto."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for artifact, write in (("timeline.png", pictures.draw_timeline), ("trace.json", write_trace)):
+                path = Path(folder) / artifact
+                write(timeline, path)
+                log.file(artifact, path)
+    except (OSError, ValueError) as error:  # a picture must never cost a result
+        _LOG.warning("the timeline could not be drawn: %s", error)
+
+
+@contextmanager
+def collected_log(verbose: bool) -> Iterator[io.StringIO]:
+    """Collect pipebench's log (and torch's warnings) for the artifact; show it too when verbose."""
+    text = io.StringIO()
+    root = logging.getLogger("pipebench")
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handlers: list[logging.Handler] = [handler, *([logging.StreamHandler()] if verbose else [])]
+    level, captured = root.level, logging.getLogger("py.warnings")
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.captureWarnings(True)
+    for each in handlers:
+        root.addHandler(each)
+        captured.addHandler(each)
+    try:
+        with warnings.catch_warnings():
+            yield text
+    finally:
+        logging.captureWarnings(False)
+        for each in handlers:
+            root.removeHandler(each)
+            captured.removeHandler(each)
+        root.setLevel(level)
 
 
 class RunRecorder:

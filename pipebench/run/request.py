@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run import folder as run_folder
-from pipebench.run.folder import RunFolder
+from pipebench.run.folder import RunFacts, RunFolder
 from pipebench.run.suite import Suite
 from pipebench.tracking import RunLog
 from pipebench.train.prepare import Decision
@@ -44,17 +44,18 @@ class RunRequest:
         Raises:
             UserError: nothing can be written to the working directory.
         """
-        return run_folder.create(
-            self.name,
-            recipe=self.loaded.recipe.name,
-            recipe_yaml=recipe_yaml(self.loaded),
+        facts = RunFacts(
+            run_id=run_folder.new_run_id(self.loaded.recipe.name),
+            name=self.name,
             suite=self.suite.name,
             seed=self.loaded.recipe.train.seed,
-            words=self.words,
+            words=tuple(self.words),
             parent_mlflow_run_id=parent_mlflow_run_id,
             verbose=self.suite.verbose,
-            code_folders=self.loaded.folders,
+            started_at_s=None,
+            code_folders=tuple(map(str, self.loaded.folders)),
         )
+        return run_folder.create(facts, recipe_yaml(self.loaded))
 
 
 def with_seed(loaded: LoadedRecipe, seed: int) -> LoadedRecipe:

@@ -6,14 +6,15 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.run.engines import runs_of
-from pipebench.run.preparing import prepare_job
+from pipebench.run.deciding import prepare_job
+from pipebench.run.one_process import EngineRuns, SimulatedRuns, VirtualRuns
+from pipebench.run.processes import DistributedRuns
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show import console, pictures
@@ -24,6 +25,11 @@ from pipebench.tracking import RunLog, Tracking, logged_params, require_writable
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
 _LOG = logging.getLogger("pipebench.run")
+RUNS: Mapping[str, EngineRuns] = {
+    "virtual": VirtualRuns(),
+    "simulated": SimulatedRuns(),
+    "distributed": DistributedRuns(),
+}  # by kind of engine, how runs with it are made
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
@@ -45,7 +51,7 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     require_writable()
     several = len(loaded) > 1
     # What only the traced model shows to be wrong must come out before the first recipe runs.
-    decisions = [runs_of(each).decide(each, suite, alone=not several) for each in loaded]
+    decisions = [RUNS[each.recipe.engine.kind].decide(each, suite, alone=not several) for each in loaded]
     processes_only = all(engine_kind(each.recipe).in_processes for each in loaded)
     # Where all there is to record is recorded by the processes, this one has no use for MLflow.
     tracking = None if processes_only and not several and len(seeds or [0]) == 1 else Tracking(suite.name)
@@ -102,7 +108,7 @@ def _run_with_seeds(
 ) -> list[RunResult]:
     """Run a recipe once per seed, in a group where there are several."""
     loaded, name = given.loaded, given.name
-    run = runs_of(loaded).run
+    run = RUNS[loaded.recipe.engine.kind].run
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]

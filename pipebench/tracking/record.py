@@ -45,11 +45,6 @@ class Start:
     virtual: bool
     parent_id: str | None = None
 
-    @property
-    def clock(self) -> str:
-        """The run's clock, as its tag says."""
-        return "virtual" if self.virtual else "wall"
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -87,7 +87,8 @@ class Tracking:
         record = RecordFolder.of_name(name, self.folder) if folder is None else RecordFolder(folder)
         start = Start(name, virtual, parent if isinstance(parent, str) else None)
         run = self._open(record, start, parent, system_metrics=system_metrics)
-        run.begin(Entry(start=start, params=params, tags={"clock": start.clock, "timestamps": "wall", **tags}))
+        clock = "virtual" if virtual else "wall"
+        run.begin(Entry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags}))
         return run
 
     def take_up(self, folder: Path) -> "RunLog | None":

@@ -24,7 +24,6 @@ from pipebench.tracking.record import RESULTS_FOLDER
 from pipebench.tracking.view import VIEW_TAG, view_state
 
 if TYPE_CHECKING:
-    from mlflow.entities import Experiment
     from mlflow.tracking import MlflowClient
 
 _log = logging.getLogger(__name__)
@@ -285,13 +284,9 @@ class Store:
                 found = client.get_experiment_by_name(self.suite)
                 if found is None:
                     raise
-        return self._alive(client, found)
-
-    @staticmethod
-    def _alive(client: "MlflowClient", experiment: "Experiment") -> str:
-        if experiment.lifecycle_stage == "deleted":  # in the UI; its name stays taken until it is restored
-            client.restore_experiment(experiment.experiment_id)
-        return str(experiment.experiment_id)
+        if found.lifecycle_stage == "deleted":  # in the UI; its name stays taken until it is restored
+            client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
 
     def _artifact_root(self) -> str | None:
         if self._path is None:

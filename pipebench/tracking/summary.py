@@ -5,7 +5,7 @@ The table shows the last value of a curve; people compare by the best one, and b
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pipebench.train.result import REACHED, SEED_METRICS, Point, RunResult
 
@@ -66,20 +66,13 @@ def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
 
 
 def _samples(results: Sequence[RunResult]) -> dict[str, list[float]]:
+    """Return the values of every metric; a run that missed its target has no time to it."""
     values: dict[str, list[float]] = {}
     for result in results:
-        for metric, value in _seed_metrics(result).items():
-            values.setdefault(metric, []).append(value)
+        for metric, value in result.metrics.items():
+            if math.isfinite(value) and (result.outcome == REACHED or metric not in TARGET_METRICS):
+                values.setdefault(metric, []).append(value)
     return values
-
-
-def _seed_metrics(result: RunResult) -> Mapping[str, float]:
-    reached = result.outcome == REACHED
-    return {
-        metric: value
-        for metric, value in result.metrics.items()
-        if math.isfinite(value) and (reached or metric not in TARGET_METRICS)
-    }
 
 
 def _spread(sample: Sequence[float]) -> dict[str, float]:

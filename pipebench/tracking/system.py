@@ -6,29 +6,18 @@ so that a SQLite file keeps one writer.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
-from pipebench.tracking.history import SYSTEM
 from pipebench.tracking.record import Entry
 
+SYSTEM = "system/"  # MLflow shows metrics of this prefix apart
 SAMPLE_EVERY_S = 10.0  # MLflow's own default
 _MONITORS = ("cpu_monitor.CPUMonitor", "disk_monitor.DiskMonitor", "network_monitor.NetworkMonitor")
 _GPU_MONITORS = ("gpu_monitor.GPUMonitor", "rocm_monitor.ROCMMonitor")
 _FOLDER = "mlflow.system_metrics.metrics"
 
 _log = logging.getLogger(__name__)
-
-
-class _Monitor(Protocol):
-    """What MLflow's monitors have; they are not typed."""
-
-    def collect_metrics(self) -> Any: ...
-
-    def aggregate_metrics(self) -> Mapping[str, float]: ...
-
-    def clear_metrics(self) -> Any: ...
 
 
 class SystemMetrics:
@@ -58,11 +47,10 @@ class SystemMetrics:
         return Entry(metrics={f"{SYSTEM}{name}": float(value) for name, value in values.items()}, step=step)
 
 
-def _start(path: str) -> _Monitor | None:
+def _start(path: str) -> Any:
     module, name = path.split(".")
     try:
-        make: Callable[[], _Monitor] = getattr(import_module(f"{_FOLDER}.{module}"), name)
-        monitor = make()
+        monitor = getattr(import_module(f"{_FOLDER}.{module}"), name)()  # MLflow's monitors are not typed
         monitor.collect_metrics()  # the first CPU share is since an earlier call, of which there is none
         monitor.clear_metrics()
     except Exception as error:  # no such device, a library that isn't there, a container that hides its counters
@@ -71,7 +59,7 @@ def _start(path: str) -> _Monitor | None:
     return monitor
 
 
-def _read(monitor: _Monitor) -> dict[str, float]:
+def _read(monitor: Any) -> dict[str, float]:
     try:
         monitor.collect_metrics()
         values = dict(monitor.aggregate_metrics())

@@ -3,19 +3,23 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from pipebench.checkpoint.state import ModelState
+from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.simulate.meter import Measured
-from pipebench.train.clock import TimeSource
 from pipebench.train.result import Point
 
-OnLoss = Callable[[torch.Tensor, int, float, float], None]
-OnUnit = Callable[[int, float, float], None]
 
+class Engine(Protocol):
+    """What trains: all workers in one process, or one of them. It also tells the time, virtual or of the wall."""
 
-class Engine(TimeSource, Protocol):
-    """What trains: all workers in one process, or one of them."""
+    clock_s: float  # at the last drain
+
+    @property
+    def now_s(self) -> float:
+        """The time, also between two drains."""
+
+    def start_clock(self, clock_s: float = 0.0) -> None:
+        """Let the run's clock start, or go on from `clock_s`."""
 
     @property
     def busy_fraction(self) -> float:

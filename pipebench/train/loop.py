@@ -15,16 +15,21 @@ from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError
 from pipebench.simulate.timeline import Timeline
-from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, write_checkpoint
+from pipebench.train.checkpointing import (
+    NO_CHECKPOINTS,
+    CheckpointPolicy,
+    ResumePoint,
+    earlier_workers,
+    taken_by,
+    write_checkpoint,
+)
 from pipebench.train.clock import RunClock
-from pipebench.train.curves import Curves
+from pipebench.train.curves import Curves, TrainingLoss
 from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
-from pipebench.train.loss import TrainingLoss
 from pipebench.train.metrics import EarlierWorkers, describe, run_metrics, stage_rows, sum_facts
 from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
-from pipebench.train.resume import ResumePoint, earlier_workers, taken_by
 
 _LOG = logging.getLogger(__name__)
 
@@ -125,7 +130,7 @@ class TrainingLoop:
 
     def _train_segment(self, num_minibatches: int) -> None:
         """Train up to a drain and put together what the processes know; end where a stop was agreed on."""
-        with self._clock.training():
+        with self._clock.spending("training_s"):
             self._done += self._engine.train(self._done, num_minibatches)
             self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
         shares = self._engine.exchange({**self._loss.take_share(), "stop": self._engine.stop_reason})
@@ -140,7 +145,7 @@ class TrainingLoop:
         raise _StoppedError(reason)
 
     def _evaluate(self) -> None:
-        with self._clock.evaluation():
+        with self._clock.spending("evaluation_s"):
             scores = self._engine.evaluate()
         metrics = {"train_loss": self._loss.take_mean(), **scores}
         point = Point(self._samples, self._clock.drained_s, metrics)
@@ -151,7 +156,7 @@ class TrainingLoop:
 
     def _save(self, store: Checkpoints | None) -> None:
         if store is not None:
-            with self._clock.checkpoint():
+            with self._clock.spending("checkpoint_s"):
                 write_checkpoint(store, self._done, self._engine, self._progress, self._saved)
 
     def _saved(self, facts: list[Facts]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The virtual engine, made for the training loop."""
 
 from pipebench.engine.gate import StopRequest
-from pipebench.engine.virtual import VirtualEngine
+from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
-from pipebench.train.interfaces import MakeEngine, OnLoss, OnUnit
+from pipebench.train.interfaces import MakeEngine
 from pipebench.train.prepare import Job
 
 

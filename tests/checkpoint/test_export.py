@@ -11,7 +11,7 @@ from torch import nn
 
 from pipebench.cli.main import cli
 from pipebench.recipe.load import LoadedRecipe, load
-from pipebench.run.folder import RunFolder, create
+from pipebench.run.folder import RunFacts, RunFolder, create, new_run_id
 from pipebench.train.prepare import initial_model
 from tests.models import ConvNet, Tied
 from tests.support import Blobs, make_engine, make_setup
@@ -79,7 +79,8 @@ class Images(Blobs):
 def trained(model: str = "tied", steps: tuple[int, ...] = (4, 8)) -> tuple[RunFolder, dict[str, torch.Tensor]]:
     """Return a run with checkpoints, and its last weights by name."""
     recipe = loaded(model)
-    folder = create("small", recipe="small", recipe_yaml=OmegaConf.to_yaml(recipe.config), suite="s", seed=3)
+    facts = RunFacts(new_run_id("small"), "small", "s", 3, (), None, verbose=False, started_at_s=None)
+    folder = create(facts, OmegaConf.to_yaml(recipe.config))
     plan = ([1], [2, 1]) if model == "convolutions" else ([], [2])
     made = initial_model(recipe.recipe)
     engine = make_engine(make_setup(made, plan, dataset=Images() if model == "convolutions" else None))

@@ -206,7 +206,7 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "suite": (in_file("run.json", "suite", 3), "suite: got 3, allowed is text"),
     "seed": (in_file("run.json", "seed", -1), "seed: got -1, allowed is a whole number from 0"),
     "words": (in_file("run.json", "words", "abc"), "words: got 'abc', allowed is a list"),
-    "mlflow_run_id": (in_file("run.json", "mlflow_run_id", ["x"]), "mlflow_run_id: got a list, allowed is text"),
+    "mlflow_run_id": (in_file("run.json", "parent_mlflow_run_id", ["x"]), "mlflow_run_id: got a list, allowed is text"),
     "started_at_s": (in_file("run.json", "started_at_s", "now"), "started_at_s: got 'now'"),
     "verbose": (in_file("run.json", "verbose", None), "'verbose' is missing"),
     "recipe spoilt": (lambda left: (left.folder / "recipe.yaml").write_text("{["), "recipe.yaml"),

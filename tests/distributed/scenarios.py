@@ -17,8 +17,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 from pipebench.distributed import channel
 from pipebench.distributed.control import STOP_KEY, Control
 from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, read_header
-from pipebench.distributed.world import PeerLostError, World
+from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.model.sampling import InOrder
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from pipebench.distributed import channel as channel_module
 from pipebench.distributed.channel import AHEAD, Link, Receiver, Sender
+from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, layout_of, read_header
-from pipebench.distributed.world import PeerLostError
 from tests.patience import PATIENCE_S
 
 

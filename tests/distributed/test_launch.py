@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from pipebench.distributed import launch, launch_worker, world
 from pipebench.distributed.launch import run_workers, worker_settings, worth_restart
-from pipebench.distributed.launch_failure import Failure, closed_apart, of_exception, read, record, report, root_cause
+from pipebench.distributed.launch_failure import Failure, of_exception, read, record, report, root_cause
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.errors import UserError
 from tests.patience import PATIENCE_S
@@ -68,13 +68,13 @@ def test_exceptions_are_recorded_by_kind(
     record(failure)
     record(Failure(3, "lost", "a consequence"))
     theirs = ProcessFailure(local_rank=3, pid=1, exitcode=exit_code, error_file=str(file))
-    assert read(3, exit_code, theirs.error_file_data) == failure
-    assert json.loads(file.read_text())["message"]["message"] == message
+    assert theirs.error_file_data["message"]["message"] == message
+    assert read(3, exit_code, file) == failure
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_exit_codes_speak_for_workers_that_recorded_nothing() -> None:
-    nothing = {"message": "<NONE>"}
+    nothing = Path("there-is-no-such-file")
     assert read(1, -signal.SIGSEGV, nothing) == Failure(1, "killed", "ended by SIGSEGV")
     assert read(1, -150, nothing) == Failure(1, "killed", "ended by signal 150")
     assert read(1, 7, nothing) == Failure(1, "ended", "ended with exit code 7 and said nothing")
@@ -94,30 +94,6 @@ def test_exit_codes_speak_for_workers_that_recorded_nothing() -> None:
 )
 def test_the_cause_is_told_from_its_consequences(failures: list[Failure], cause: int) -> None:
     assert root_cause(failures).rank == cause
-
-
-@pytest.mark.parametrize(
-    ("failures", "died_first", "by_us", "closed"),
-    [
-        # torch's launcher ended the others.
-        ([failed(0, "failed"), terminated(1), terminated(2)], {0}, {}, {1, 2}),
-        ([failed(0, "failed"), terminated(1), terminated(2)], {0, 1}, {}, {1, 2}),
-        ([killed(0), terminated(1)], {0}, {}, {1}),
-        # `kill PID` of a worker.
-        ([terminated(0), failed(1, "lost")], {0}, {}, set()),
-        ([terminated(0), terminated(1)], {0}, {}, {1}),
-        ([failed(0, "lost"), terminated(1)], {0, 1}, {}, set()),
-        # A stopped worker that pipebench had to kill.
-        ([failed(0, "failed"), killed(1)], {0}, {1}, {1}),
-        # It recorded why before it was killed.
-        ([failed(0, "stalled"), killed(1)], {0}, {0, 1}, {1}),
-    ],
-)
-def test_what_the_launcher_ended_is_no_cause(
-    failures: list[Failure], died_first: set[int], by_us: set[int], closed: set[int]
-) -> None:
-    sorted_out = closed_apart({each.rank: each for each in failures}, died_first, set(by_us))
-    assert {each.rank for each in sorted_out if each.kind == "closed"} == closed
 
 
 def test_reports() -> None:
@@ -314,16 +290,35 @@ def test_killed_workers_restart_all_up_to_the_limit(
         "pipebench: error: worker process rank 1 ended by SIGKILL (before training began, after 2 restarts)",
         "pipebench: error: the system sends SIGKILL when memory runs out, unless somebody did",
     ]
-    # torch's launcher would tell all of it a second time.
     assert caplog.records == []
     assert capfd.readouterr() == ("", "")
     assert sorted(file.name for file in tmp_path.glob("up-*-0")) == ["up-0-0", "up-1-0", "up-2-0"]
 
 
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("sys.exit(7)", "ended with exit code 7 and said nothing"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "ended by SIGTERM"),  # `kill PID` of a worker
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+    ],
+)
+def test_what_the_launcher_ended_is_no_cause(how: str, told: str, tmp_path: Path) -> None:
+    text = f"""
+while rank == 1:
+    if (folder / "up-0-0").exists() and (folder / "up-0-2").exists():
+        {how}
+    time.sleep(0.01)
+time.sleep({PATIENCE_S})
+"""
+    code, said = run(script(tmp_path, text), tmp_path, num_workers=3, max_restarts=0)
+    assert (code, said) == (3, f"pipebench: error: worker process rank 1 {told} (before training began)")
+
+
 def test_a_failing_start_is_not_repeated_and_a_stuck_worker_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipebench.distributed.launch_elastic._CLOSING_S", 0.3)
+    monkeypatch.setattr("pipebench.distributed.launch._CLOSING_S", 0.3)
     text = f"""
 def state(pid):
     return Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipebench.checkpoint.progress import MeterState
 from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.schedule.instructions import parse
 from pipebench.schedule.pipeline import Pipeline, chain
@@ -15,6 +16,7 @@ from pipebench.show.trace import write_trace
 from pipebench.simulate.meter import RECORDED_SPANS, Measured
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, EVALUATE, SEND, UPDATE, WAIT, Transfer
+from pipebench.typed_json import read
 
 SINGLE = Pipeline((1,), (), "1f1b", flushes=False, depth=1)
 STRAIGHT = Pipeline((1, 1), chain(2), "1f1b", flushes=False, depth=2)
@@ -128,7 +130,7 @@ def test_totals_go_on_after_a_checkpoint() -> None:
         play(meter, 0, "F0:1 B0:2 U0:0.5")
         meter.transfer(bucket_of_one(0.0, 1.0))
     after = MeasuredMeter(SINGLE, 0, rank=0)
-    after.restore(json.loads(json.dumps(before.state())))
+    after.restore(read(MeterState, before.state()))
     after.begin(3.5)
     for meter in (after, whole):
         play(meter, 0, "F1:1 B1:2 U1:0.5", start_s=3.5)
@@ -200,7 +202,7 @@ def test_where_gpus_compute_the_times_of_transfers_are_left_out_and_a_note_says_
 def test_a_run_partly_on_gpus_has_no_times_of_transfers() -> None:
     meters = [MeasuredMeter(STRAIGHT, worker, rank=worker) for worker in range(2)]
     for before, meter in zip((untimed(0), untimed(1)), meters, strict=True):
-        meter.restore(json.loads(json.dumps(before.state())))
+        meter.restore(read(MeterState, before.state()))
         meter.transfer(message(0, 1, 3.0, 4.0))
     measured = merge([meter.share() for meter in meters], STRAIGHT, 10.0)
     assert "comm_time_activation_s" not in measured.metrics

@@ -15,8 +15,18 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed import launch_join, nccl, world
-from pipebench.distributed.launch_join import PeerLostError, Place, connect, meet, peers, prefix, read_place, serve
-from pipebench.distributed.world import check_devices, check_world_size, lost
+from pipebench.distributed.launch_join import (
+    PeerLostError,
+    Place,
+    connect,
+    lost,
+    meet,
+    peers,
+    prefix,
+    read_place,
+    serve,
+)
+from pipebench.distributed.world import check_devices, check_world_size
 from pipebench.errors import UserError
 from pipebench.run import processes as process_run
 from tests.patience import PATIENCE_S
@@ -254,7 +264,7 @@ def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         free = port
     joined = world.join("cpu", limit_s=PATIENCE_S, place=place(port=free, agent_store=False, attempt=0))
     try:
-        assert (joined.rank, joined.size, joined.local_rank, joined.device) == (0, 1, 0, torch.device("cpu"))
+        assert (joined.rank, joined.size, joined.place.local_rank, joined.device) == (0, 1, 0, torch.device("cpu"))
         assert world.current() is joined
         assert not joined.direct
         assert joined.exchange({"a": [1.5, None, "é"]}) == [{"a": [1.5, None, "é"]}]

@@ -14,9 +14,8 @@ from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ProfileError, UserCodeError, WorkersFailedError
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.run import preparing, processes
-from pipebench.run.deciding import decided_apart
-from pipebench.run.decision import decision_of
+from pipebench.run import deciding, processes
+from pipebench.run.deciding import decided_apart, decision_of
 from pipebench.run.request import RunRequest
 from pipebench.train.prepare import Decision, Job, prepare
 
@@ -100,7 +99,7 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
         started.append((request.name, job.recipe.train.seed, job.profile == decided.profile))
         raise WorkersFailedError(3)
 
-    monkeypatch.setattr(preparing, "decided_apart", apart)
+    monkeypatch.setattr(deciding, "decided_apart", apart)
     monkeypatch.setattr(processes, "run_in_processes", run_in_processes)
     words = ["quickstart/pipedream", *SMALL, "engine.kind=distributed", "cluster.name=local"]
     CliRunner().invoke(cli, ["run", *words, "--seeds", "1,2"])

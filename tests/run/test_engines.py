@@ -2,7 +2,7 @@
 
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import CHOICES
-from pipebench.run.engines import RUNS
+from pipebench.run.runner import RUNS
 
 
 def test_every_kind_of_engine_has_its_runs() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipebench.errors import UserError
-from pipebench.run.folder import RunFolder, create, find
+from pipebench.run.folder import RunFacts, RunFolder, create, find, new_run_id
 from pipebench.tracking.record import RecordFolder
 
 
@@ -19,10 +19,11 @@ def make(recipe: str = "small", digits: str | None = None) -> RunFolder:
     with pytest.MonkeyPatch.context() as patch:
         if digits is not None:
             patch.setattr("pipebench.run.folder.secrets.token_hex", lambda _: digits)
-        return create(
-            f"{recipe}-seed3", recipe=recipe, recipe_yaml="name: small\n", suite="study", seed=3,
-            words=["small.yaml", "train.seed=3"], parent_mlflow_run_id="p1", verbose=True,
+        facts = RunFacts(
+            new_run_id(recipe), f"{recipe}-seed3", "study", seed=3, words=("small.yaml", "train.seed=3"),
+            parent_mlflow_run_id="p1", verbose=True, started_at_s=None,
         )  # fmt: skip
+        return create(facts, "name: small\n")
 
 
 def test_a_folder_says_who_the_run_is() -> None:

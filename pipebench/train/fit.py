@@ -5,7 +5,7 @@ model whose code has changed since; either way it is passed over like one that i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,34 +15,13 @@ from pipebench.checkpoint.optimizers import FreshStates
 from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.tensors import Form, check_form, has_nan, kind_of
+from pipebench.engine.setup import Setup
 from pipebench.model.graph import LayerGraph, carries_state, forget_states, run_node
-from pipebench.model.optimizer import MakeOptimizer
-from pipebench.model.sampling import Sampler, microbatch_sizes
+from pipebench.model.sampling import microbatch_sizes
 from pipebench.profile.shapes import without_data
-from zoo.registry import Dataset
 
 
-class Trained(Protocol):
-    """What a checkpoint has to fit: an engine's `Setup` is one."""
-
-    @property
-    def graph(self) -> LayerGraph:
-        """The model, with its initial weights or on the meta device."""
-
-    @property
-    def make_optimizer(self) -> MakeOptimizer:
-        """Makes the optimizer of some parameters."""
-
-    @property
-    def dataset(self) -> Dataset:
-        """The data."""
-
-    @property
-    def sampler(self) -> Sampler:
-        """Which samples make up minibatch k."""
-
-
-def check_fits(state: ModelState, setup: Trained, step: int) -> ModelState:
+def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
     """Compare a checkpoint with a model, its optimizer and its data.
 
     Args:
@@ -89,7 +68,7 @@ def check_weights(state: ModelState, graph: LayerGraph) -> None:
                 raise CheckpointError(f"parameter {name}: found an element that isn't a number (NaN)")
 
 
-def _fitting_optimizer(state: ModelState, setup: Trained, own: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+def _fitting_optimizer(state: ModelState, setup: Setup, own: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     fresh, taken = FreshStates(setup.make_optimizer), {}
     for name, found in state.optimizer.items():
         parameter = own.get(name)
@@ -129,7 +108,7 @@ def _began_with_nan(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and has_nan(tensor)
 
 
-def _check_carried(carried: Mapping[str, Any], setup: Trained, step: int) -> None:
+def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:
     """Compare what modules carry with what they carry after one minibatch of as many samples.
 
     Every stream that has begun has a state of every such module, in each microbatch it was cut into then.
@@ -165,7 +144,7 @@ def _stateful(graph: LayerGraph) -> list[str]:
     ]
 
 
-def _carried_forms(setup: Trained, modules: Sequence[str], num_samples: int) -> dict[str, Any]:
+def _carried_forms(setup: Setup, modules: Sequence[str], num_samples: int) -> dict[str, Any]:
     """Return what modules carry after some samples, as tensors without data: by module."""
     graph, dataset = setup.graph, setup.dataset
     root = without_data(graph.root).train()

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipebench.checkpoint.fit import check_fits
 from pipebench.checkpoint.optimizers import FreshStates
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.tensors import Form
 from pipebench.engine.setup import Setup
+from pipebench.train.fit import check_fits
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import BEFORE, MLP_PLANS, Float
 from tests.engine.test_streams import text_setup
