@@ -175,13 +175,14 @@ def _busy_s(totals: MeterTotals) -> float:
 def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]:
     """Return a worker's row. compute, waiting, sending and other add up to the training time."""
     worker, totals = share.worker, share.state.training
+    stages = pipeline.stages_of(worker)
     busy_s = _busy_s(totals)
     waiting_s = sum(totals.seconds[op.name] for op in _WAIT_COLUMNS)
     sending_s = sum(totals.seconds[op.name] for op in _SENDS)
     return {
         "worker": worker,
         "rank": share.rank,
-        "stage": pipeline.stages_of(worker)[0],
+        "stage": stages[0] if len(stages) == 1 else ", ".join(map(str, stages)),
         "replica": pipeline.replica_of(worker),
         "compute_s": busy_s,
         **{column: totals.seconds[op.name] for op, column in _COMPUTE_COLUMNS.items()},

@@ -97,15 +97,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What a plan's time per minibatch comes from: `cause` of stage `stage`, or of none."""
+    """What a plan's time per minibatch comes from: `cause` of a worker's stages, which are one mostly, or of none."""
 
-    stage: int | None
+    stages: tuple[int, ...]
     cause: str
 
     def __str__(self) -> str:
-        if self.stage is None:
+        if not self.stages:
             return "the busiest port between components" if self.cause == PORT else "the recurrence, level by level"
-        return f"stage {self.stage}'s {_CAUSES[self.cause]}"
+        return (
+            f"stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}'s {_CAUSES[self.cause]}"
+        )
 
 
 def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
@@ -114,23 +116,24 @@ def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
     sums_s = [sum(stage.stage_s for stage in stages) for stages in found.by_position]
     index = max(range(len(sums_s)), key=lambda position: sums_s[position])
     stage_s, stages = sums_s[index], found.by_position[index]
+    own = tuple(range(index, len(found.stages), len(sums_s)))
     parts = {cause: sum(getattr(stage, part) for stage in stages) for part, cause in _PARTS.items()}
     if found.port_s > stage_s * (1 + _ALMOST):
-        return Bottleneck(None, PORT)
+        return Bottleneck((), PORT)
     if found.plan.chunks == 1:
         if found.bottleneck_s > stage_s * (1 + _ALMOST):
-            return Bottleneck(None, RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
+            return Bottleneck((), RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
         unit_size = -(-answer.request.minibatch_size // found.microbatches)
         load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
         if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + _ALMOST):
-            return Bottleneck(index, LOADING)
+            return Bottleneck(own, LOADING)
         if 0 < stage_s <= parts[TRANSFER] * (1 + _ALMOST):
-            return Bottleneck(index, TRANSFER)
+            return Bottleneck(own, TRANSFER)
         if not answer.request.model.has_ports:
             del parts[TRANSFER]
         elif stage_s > sum(parts.values()) * (1 + _ALMOST):
-            return Bottleneck(index, WAITING)
-    return Bottleneck(index, max(parts, key=lambda cause: parts[cause]))
+            return Bottleneck(own, WAITING)
+    return Bottleneck(own, max(parts, key=lambda cause: parts[cause]))
 
 
 def plan_json(answer: Answer) -> str:
@@ -141,7 +144,11 @@ def plan_json(answer: Answer) -> str:
     report = {
         "name": answer.name,
         **_summary(answer, best),
-        "bottleneck": {"stage": bottleneck.stage, "cause": bottleneck.cause},
+        "bottleneck": {
+            "stage": next(iter(bottleneck.stages), None),
+            "stages": bottleneck.stages,
+            "cause": bottleneck.cause,
+        },
         "plan": form_of(best.plan, answer.layer_names).data(),
         "stages": [asdict(stage) for stage in best.stages],
         "idle_workers": request.cluster.num_workers - len(best.plan.devices),
@@ -223,7 +230,7 @@ def _questions(answer: Answer) -> Iterator[tuple[str, str]]:
 
 def _stage_table(answer: Answer, *, narrow: bool) -> Table:
     best, limit = answer.comparison.best, answer.request.cluster.memory_bytes
-    slowest = bottleneck_of(answer, best).stage
+    slowest = bottleneck_of(answer, best).stages
     headings = ["stage", "layers", "replicas", "compute", "sync", "transfer", "in all", "share"]
     headings.append("memory (of limit)" if limit else "memory")
     table = new_table(*headings, "in flight")
@@ -237,14 +244,14 @@ def _stage_table(answer: Answer, *, narrow: bool) -> Table:
         names = [shortened(name, width) for name in (own[0], own[-1])]
         layers = names[0] if len(own) == 1 else f"{names[0]}..{names[1]} ({len(own)})"
         table.add_row(
-            f"{index}{' <' if index == slowest else ''}",
+            f"{index}{' <' if index in slowest else ''}",
             layers,
             f"{place.replicas:,}",
             *(seconds(value) for value in (stage.compute_s, stage.sync_s, stage.transfer_s, stage.stage_s)),
             _share(stage.stage_s, best.bottleneck_s),
             num_bytes(stage.memory_bytes) + (f" ({percent(stage.memory_bytes / limit)})" if limit else ""),
             f"{stage.in_flight}",
-            style="bold" if index == slowest else "",
+            style="bold" if index in slowest else "",
         )
     return table
 
@@ -313,15 +320,19 @@ def _rest(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
-    if bottleneck.stage is None:
+    if not bottleneck.stages:
         return ""
-    stage = found.stages[bottleneck.stage]
-    others = sorted((each.stage_s for i, each in enumerate(found.stages) if i != bottleneck.stage), reverse=True)
-    following = f"; the next stage takes {seconds(others[0])}" if others else ""
-    parts = f"computing {seconds(stage.compute_s)}"
-    parts += f", gradient sum {seconds(stage.sync_s)}" if stage.sync_s else ""
-    parts += f", transfers {seconds(stage.transfer_s)}" if stage.transfer_s else ""
-    return f" ({parts}){following}"
+    mine = [found.stages[index] for index in bottleneck.stages]
+    of_workers = (stages for stages in found.by_position if stages[0] is not mine[0])
+    others = sorted((sum(stage.stage_s for stage in stages) for stages in of_workers), reverse=True)
+    following = "the next stage takes" if len(mine) == 1 else "those of the next worker take"
+    compute_s, sync_s, transfer_s = (
+        sum(getattr(stage, part) for stage in mine) for part in ("compute_s", "sync_s", "transfer_s")
+    )
+    parts = f"computing {seconds(compute_s)}"
+    parts += f", gradient sum {seconds(sync_s)}" if sync_s else ""
+    parts += f", transfers {seconds(transfer_s)}" if transfer_s else ""
+    return f" ({parts})" + (f"; {following} {seconds(others[0])}" if others else "")
 
 
 def _prediction(found: PlanEstimate) -> str:
