@@ -35,7 +35,6 @@ from pipebench.run.one_process import EngineRuns
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
-from pipebench.schedule.notation import format_plan
 from pipebench.show.progress import Silent
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.simulate.timeline import Timeline
@@ -211,7 +210,7 @@ def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
     world.barrier()
     decision = read_decision(folder)
     replicas = decision.plan.replicas
-    check_world_size(world.size, sum(replicas), format_plan(replicas))
+    check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))
 
     def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(loaded.recipe, known, profile, world)
