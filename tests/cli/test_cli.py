@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-import pipebench
+import pipebench.run
 from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ScheduleError, WorkersFailedError
 from pipebench.recipe.load import LoadedRecipe
@@ -42,7 +42,7 @@ class FakeRunner(types.ModuleType):
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     fake = FakeRunner()
     monkeypatch.setitem(sys.modules, "pipebench.run.runner", fake)
-    monkeypatch.setattr(pipebench, "runner", fake, raising=False)
+    monkeypatch.setattr(pipebench.run, "runner", fake, raising=False)  # where another test has imported it
     return fake
 
 
