@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.states import Floats, States
-from pipebench.schedule.orders import ALL_FORWARDS, ORDERS
+from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.schedule.programs import most_in_flight
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,4 @@ def in_flight_interleaved(order: str, positions: int, chunks: int, num_units: in
     if order == ALL_FORWARDS:
         return [num_units] * num_stages
     pipeline = Pipeline((1,) * num_stages, chain(num_stages), order, True, positions, num_units, chunks=chunks)
-    running, most = [0] * num_stages, [0] * num_stages
-    for worker in range(positions):
-        for each in ORDERS[order].passes(pipeline, worker, range(num_units)):
-            running[each.stage] += 1 if each.is_forward else -1
-            most[each.stage] = max(most[each.stage], running[each.stage])
-    return most
+    return list(most_in_flight(pipeline))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipebench.recipe.engines import engine_kind
+from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.meter import Measured, sum_by
 from pipebench.simulate.timeline import ACTIVATION, ALL_REDUCE, BUFFERS, EVALUATION, GRADIENT
 from pipebench.train.clock import RunClock
@@ -123,6 +124,8 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
     setup = job.setup
     travels = max(setup.costs.stages[0].forward_s)
     names = [layer.name for layer in setup.graph.layers]
+    # With several stages per worker what is in flight is the order's to say; 1F1B's formula is for one.
+    depths = setup.pipeline.warmups if setup.pipeline.chunks == 1 else most_in_flight(setup.pipeline)
     return [
         {
             "index": index,
@@ -130,7 +133,7 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
             "first_layer": names[stage.start],
             "last_layer": names[stage.stop - 1],
             "num_layers": stage.stop - stage.start,
-            "depth": setup.pipeline.warmups[index],
+            "depth": depths[index],
             "forward_s": costs.forward_s[travels],
             "backward_s": costs.backward_s[travels],
             "update_s": costs.update_s,
