@@ -12,7 +12,7 @@ from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.reducer import Reducer
 from pipebench.distributed.serving import Line, Serving
 from pipebench.distributed.world import World
-from pipebench.engine.replica import OnGradient
+from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.ring import of_one_type, ring_all_reduce
 from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup, ranks_of

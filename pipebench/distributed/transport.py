@@ -73,6 +73,22 @@ class Channel(NamedTuple):
         return Channel(kind, self.target, self.source, self.receiver, self.sender)
 
 
+class _Route(NamedTuple):
+    """What a message needs to know: looked up once per unit of a pipeline's period, since all others go like these.
+
+    Attributes:
+        channel: that it goes by.
+        sender: this end of it, where this worker sends; of the answering one, if there is one, where it receives.
+        receiver: likewise, where this worker receives.
+        level: name of the level of the cluster that it crosses.
+    """
+
+    channel: Channel
+    sender: Sender | None
+    receiver: Receiver | None
+    level: str
+
+
 class ChannelTransport:
     """The channels of one worker, its bytes, and what it waits for on them.
 
@@ -107,6 +123,7 @@ class ChannelTransport:
         self._num_bytes = num_bytes
         self._senders: dict[Channel, Sender] = {}
         self._receivers: dict[Channel, Receiver] = {}
+        self._routes: dict[tuple[bool, int, int, int], _Route] = {}
         rank_of = ranks_of(setup)
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
         on_gpu = setup.device.type == "cuda" and world.direct
@@ -136,20 +153,20 @@ class ChannelTransport:
         counts: Counter[Channel] = Counter()
         for op, stage, unit, peer, *_ in program:
             if op in _RECEIVES and not is_empty(unit):
-                counts[self._channel(_RECEIVES[op], unit, peer, stage)] += 1
+                counts[self._route(_RECEIVES[op], unit, peer, stage).channel] += 1
         for channel, count in counts.items():
             self._receivers[channel].expect(count)
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
         """Send a unit's values from one of this worker's stages to a stage of another. See `Sender.send`."""
-        channel = self._channel(GRADIENT if kind == GRADIENT else ACTIVATION, unit, source, target)
-        answers = self._receivers.get(channel.answering)
+        _, sender, answers, level = self._route(kind, unit, source, target)
+        assert sender is not None
         most_leaving = _MOST_LEAVING if kind == EVALUATION else None
         if answers is None:
-            sent = self._senders[channel].send(unit, values, self.latest_loss, most_leaving or _MOST_UNANSWERED)
+            sent = sender.send(unit, values, self.latest_loss, most_leaving or _MOST_UNANSWERED)
         else:
-            sent = self._senders[channel].send(unit, values, self.latest_loss, most_leaving, answers.num_taken)
-        self._num_bytes[kind, self._level(channel)] += sent
+            sent = sender.send(unit, values, self.latest_loss, most_leaving, answers.num_taken)
+        self._num_bytes[kind, level] += sent
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Wait for a unit's values from a stage of another worker.
@@ -157,10 +174,10 @@ class ChannelTransport:
         Raises:
             PeerLostError: it is gone.
         """
-        channel = self._channel(GRADIENT if kind == GRADIENT else ACTIVATION, unit, source, target)
+        channel, sender, receiver, level = self._route(kind, unit, source, target)
+        assert receiver is not None
         start_s = self._clock()
-        message = self._receivers[channel].receive(unit)
-        sender = self._senders.get(channel.answering)
+        message = receiver.receive(unit)
         if sender is not None:
             sender.taken(message.taken)
         if kind == GRADIENT:
@@ -169,7 +186,7 @@ class ChannelTransport:
         ends_s = max(message.sent_s, message.arrived_s)
         self._meter.transfer(
             Transfer(
-                kind, label, (channel.sender,), (channel.receiver,), self._level(channel), message.payload_bytes,
+                kind, label, (channel.sender,), (channel.receiver,), level, message.payload_bytes,
                 message.sent_s, ends_s,
             )
         )  # fmt: skip
@@ -189,13 +206,20 @@ class ChannelTransport:
         """Give up the connections; nothing is under way any more that anybody waits for."""
         leave(self._groups)
 
-    def _channel(self, kind: str, unit: int, source: int, target: int) -> Channel:
-        pipeline = self._setup.pipeline
-        return Channel(kind, source, target, pipeline.worker(source, unit), pipeline.worker(target, unit))
-
-    def _level(self, channel: Channel) -> str:
-        cluster = self._setup.cluster
-        return cluster.levels[cluster.level_between(channel.sender, channel.receiver)].name
+    def _route(self, kind: str, unit: int, source: int, target: int) -> _Route:
+        """Return how a unit's values go from a stage to another: units go alike that are a block apart."""
+        pipeline, returns = self._setup.pipeline, kind == GRADIENT
+        key = (returns, source, target, unit % pipeline.block)
+        found = self._routes.get(key)
+        if found is None:
+            ends = pipeline.worker(source, unit), pipeline.worker(target, unit)
+            channel = Channel(GRADIENT if returns else ACTIVATION, source, target, *ends)
+            by = channel if ends[0] == self._worker else channel.answering
+            cluster = self._setup.cluster
+            level = cluster.levels[cluster.level_between(*ends)].name
+            found = _Route(channel, self._senders.get(by), self._receivers.get(by.answering), level)
+            self._routes[key] = found
+        return found
 
 
 def channels_of(setup: Setup) -> Iterator[Channel]:
