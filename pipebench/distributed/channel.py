@@ -22,9 +22,9 @@ import torch.distributed as dist
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.message import (
     HEADER_BYTES,
-    Form,
     Header,
     Layout,
+    Layouts,
     aligned,
     form_of,
     read_header,
@@ -100,7 +100,7 @@ class _Buffer:
         """Return where the tensors of layout `number` are in a message whose tensors begin at `start`."""
         found = self.views.get((number, start))
         if found is None:
-            found = self.views[number, start] = layout.views(self.data, start)
+            found = self.views[number, start] = layout.views(self.data.numpy(), start)
         return found
 
 
@@ -115,7 +115,7 @@ class Sender:
     def __init__(self, link: Link, first_bytes: int) -> None:
         self._link = link
         self._capacity = _Capacity(first_bytes, AHEAD - 1)
-        self._layouts: dict[Form, tuple[int, Layout]] = {}
+        self._layouts = Layouts()
         self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
         self._num_left = 0
         self._direct: deque[tuple[Any, torch.Tensor]] = deque()
@@ -138,7 +138,7 @@ class Sender:
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
         form, tensors = form_of(values)
-        number, layout, text = self._laid_out(form)
+        number, layout, text = self._layouts.of(form)
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
         num_bytes = HEADER_BYTES + len(text) + body_bytes
         spills = num_bytes > self._capacity.now
@@ -179,6 +179,9 @@ class Sender:
             while self._direct:
                 self._direct.popleft()[0].wait()
 
+    def close(self) -> None:
+        """Nothing is to be done: the groups are their maker's."""
+
     def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors by NCCL, if that is how they travel; they are kept until the device has sent them."""
         if self._link.direct is None:
@@ -203,14 +206,6 @@ class Sender:
             if len(buffer.data) >= num_bytes:  # a smaller one has served its time
                 return buffer
         return _Buffer(self._link.buffer(max(num_bytes, self._capacity.now)))
-
-    def _laid_out(self, form: Form) -> tuple[int, Layout, bytes]:
-        """Return a form's number and layout, and the layout in words if the receiver doesn't know it."""
-        known = self._layouts.get(form)
-        if known is not None:
-            return *known, b""
-        self._layouts[form] = number, layout = len(self._layouts), form.layout()
-        return number, layout, layout.to_text()
 
 
 @dataclass(frozen=True)
@@ -279,12 +274,15 @@ class Receiver:
         self._capacity.count(header.num_bytes)
         self.expect(0)
         if self._link.direct is None:
-            tensors = [place.to(self._link.device) for place in layout.views(buffer, start)]
+            tensors = [place.to(self._link.device) for place in layout.views(buffer.numpy(), start)]
         else:
             tensors = self._directly(layout)
         self.num_taken += 1
         values = layout.values(tensors)
         return Message(values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+
+    def close(self) -> None:
+        """Nothing is to be done: the groups are their maker's."""
 
     def _wait(self, work: Any) -> None:
         with peers():

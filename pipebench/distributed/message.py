@@ -118,17 +118,16 @@ class Layout:
                 leaves.append((_DTYPES[leaf[0]], torch.Size(leaf[1]), leaf[2]))
         return _laid_out(from_words(structure), leaves)
 
-    def views(self, buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
-        """Return every tensor's place in a buffer of bytes on the CPU, in the tensor's type and shape.
+    def views(self, data: Any, start: int = 0) -> list[torch.Tensor]:
+        """Return every tensor's place in some bytes on the CPU, in the tensor's type and shape.
 
-        Each has a storage of its own, as large as itself, and keeps the buffer alive: autograd counts neither the
+        Each has a storage of its own, as large as itself, and keeps the bytes alive: autograd counts neither the
         header's bytes nor what happens to another tensor of the message as its own.
 
         Args:
-            buffer: holds a message.
+            data: NumPy's view of the bytes of a message.
             start: where its tensors begin.
         """
-        data: Any = buffer.numpy()
         return [
             torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=start + leaf.offset).view(leaf.shape)
             if (count := leaf.shape.numel())
@@ -161,6 +160,21 @@ class Form(NamedTuple):
     def layout(self) -> Layout:
         """Return where everything is."""
         return _laid_out(self.structure, [leaf if len(leaf) == _OF_TENSOR else leaf[1] for leaf in self.leaves])
+
+
+class Layouts:
+    """The layouts that a channel's sender has sent."""
+
+    def __init__(self) -> None:
+        self._known: dict[Form, tuple[int, Layout]] = {}
+
+    def of(self, form: Form) -> tuple[int, Layout, bytes]:
+        """Return a form's number and layout, and the layout in words if the receiver doesn't know it."""
+        known = self._known.get(form)
+        if known is not None:
+            return *known, b""
+        self._known[form] = number, layout = len(self._known), form.layout()
+        return number, layout, layout.to_text()
 
 
 def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:

@@ -23,7 +23,7 @@ earlier instruction of the same lists has started: NCCL's kernels are few and sm
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
+from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
@@ -84,8 +85,8 @@ class _Route(NamedTuple):
     """
 
     channel: Channel
-    sender: Sender | None
-    receiver: Receiver | None
+    sender: Sender | SharedSender | None
+    receiver: Receiver | SharedReceiver | None
     level: str
 
 
@@ -121,29 +122,43 @@ class ChannelTransport:
         self._clock = clock
         self._meter = meter
         self._num_bytes = num_bytes
-        self._senders: dict[Channel, Sender] = {}
-        self._receivers: dict[Channel, Receiver] = {}
+        self._senders: dict[Channel, Sender | SharedSender] = {}
+        self._receivers: dict[Channel, Receiver | SharedReceiver] = {}
         self._routes: dict[tuple[bool, int, int, int], _Route] = {}
+        self._groups: list[Any] = []
         rank_of = ranks_of(setup)
+        channels = list(channels_of(setup))
+        pairs = [(rank_of[channel.sender], rank_of[channel.receiver]) for channel in channels]
+        shared = connect(world, pairs, clock)
+        if shared is None:
+            self._open_groups(world, channels, pairs)
+            return
+        for channel, (sender, receiver) in zip(channels, shared, strict=True):
+            if sender is not None:
+                self._senders[channel] = sender
+            if receiver is not None:
+                self._receivers[channel] = receiver
+
+    def _open_groups(self, world: World, channels: Sequence[Channel], pairs: Sequence[tuple[int, int]]) -> None:
+        """Open channels by process groups: those of Gloo carry messages, NCCL's the tensors where GPUs hold them."""
+        setup = self._setup
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
         on_gpu = setup.device.type == "cuda" and world.direct
         idle = torch.cuda.Stream(setup.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._groups: list[Any] = [group for groups in lanes.values() for group in groups]
-        channels = list(channels_of(setup))
+        self._groups = [group for groups in lanes.values() for group in groups]
         edges = sorted({channel.edge for channel in channels})
         most = max(Counter(end for channel in channels for end in channel[3:]).values(), default=0)
-        for channel in channels:
-            ranks = (rank_of[channel.sender], rank_of[channel.receiver])
+        for channel, ranks in zip(channels, pairs, strict=True):
             direct = _pair(world, ranks, most) if world.direct else None
             self._groups += [] if direct is None else [direct]
-            if worker not in (channel.sender, channel.receiver):
+            if self._worker not in (channel.sender, channel.receiver):
                 continue
-            peer = ranks[1] if worker == channel.sender else ranks[0]
+            peer = ranks[1] if self._worker == channel.sender else ranks[0]
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
-            link = Link(peer, lanes[channel.kind], tag, direct, setup.device, clock, idle)
+            link = Link(peer, lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
             # Beside tensors that travel by themselves there is a header, and nothing else.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
-            if worker == channel.sender:
+            if self._worker == channel.sender:
                 self._senders[channel] = Sender(link, first_bytes)
             else:
                 self._receivers[channel] = Receiver(link, first_bytes)
@@ -204,6 +219,8 @@ class ChannelTransport:
 
     def close(self) -> None:
         """Give up the connections; nothing is under way any more that anybody waits for."""
+        for end in (*self._senders.values(), *self._receivers.values()):
+            end.close()
         leave(self._groups)
 
     def _route(self, kind: str, unit: int, source: int, target: int) -> _Route:

@@ -30,11 +30,11 @@ def through_bytes(values: Any) -> Any:
     form, tensors = form_of(values)
     layout = form.layout()
     buffer = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
-    for place, tensor in zip(layout.views(buffer), tensors, strict=True):
+    for place, tensor in zip(layout.views(buffer.numpy()), tensors, strict=True):
         place.copy_(tensor.detach())
     read = Layout.from_text(layout.to_text())
     assert read == layout
-    return read.values([place.clone() for place in read.views(buffer)])
+    return read.values([place.clone() for place in read.views(buffer.numpy())])
 
 
 def same(mine: Any, theirs: Any) -> bool:
