@@ -19,7 +19,8 @@ HEAVY = ("torch", "torchvision", "mlflow", "sympy", "matplotlib", "pydantic")
         "ls",
         "ls optimizers",
         "show quickstart",
-        "show quickstart/dp train.optimizer.name=adamw train.schedule={name:one_cycle_lr,max_lr:0.1,total_steps:9}",
+        "show quickstart/dp train.optimizer.momentum=null train.optimizer.name=adamw train.schedule.name=step_lr "
+        "train.schedule.step_size=9",
         "show papers/does-not-exist",
     ],
 )
