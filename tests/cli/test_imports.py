@@ -19,8 +19,7 @@ HEAVY = ("torch", "torchvision", "mlflow", "sympy", "matplotlib", "pydantic")
         "ls",
         "ls optimizers",
         "show quickstart",
-        "show quickstart/dp train.optimizer.momentum=null train.optimizer.name=adamw train.schedule.name=step_lr "
-        "train.schedule.step_size=9",
+        "show quickstart/dp train.schedule.name=step_lr train.schedule.step_size=9",
         "show papers/does-not-exist",
     ],
 )
