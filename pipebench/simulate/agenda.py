@@ -1,0 +1,33 @@
+"""What is still to happen: actions by time, equal times by priority and then in the order they were put down."""
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+Action = Callable[[float], object]  # is told the time
+
+LINKS, WORKERS = 0, 1  # priorities: at equal times links are granted before workers go on
+NOBODY = -1  # in the place of a worker: the entry is an action
+
+
+class Agenda:
+    """A heap of entries (time [s], priority, counter, worker or NOBODY, payload or action).
+
+    Attributes:
+        heap: the entries; whoever plays a schedule reads and writes it too.
+        counter: numbers them.
+    """
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, int, int, object]] = []
+        self.counter = itertools.count()
+
+    def push(self, time_s: float, action: Action) -> None:
+        """Let an action happen at a time, before what workers do then."""
+        heapq.heappush(self.heap, (time_s, LINKS, next(self.counter), NOBODY, action))
+
+    def play(self) -> None:
+        """Let everything happen; only actions are left."""
+        while self.heap:
+            now_s, _, _, _, action = heapq.heappop(self.heap)
+            action(now_s)  # type: ignore[operator]
