@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
 from pipebench.distributed.launch_join import leave, peers
+from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 
@@ -85,9 +86,7 @@ def _beside(world: World, work: Callable[[], None], communication: _Pass) -> flo
 
 def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
     """Return what sends a message to the next rank, and takes the rank before's last but one: it is there already."""
-    ends = [(world.rank + 1) % world.size, (world.rank - 1) % world.size]
-    to, back = (Link(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in ends)
-    sender, receiver = Sender(to, num_bytes), Receiver(back, num_bytes)
+    sender, receiver = _ends(world, lanes, num_bytes)
     values = {0: torch.zeros(num_bytes // 4)}
     receiver.expect((1 + _REPEATS) * _ITERATIONS)
     unit = -1
@@ -102,6 +101,21 @@ def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
             receiver.receive(unit - 1)
 
     return begin, end
+
+
+def _ends(
+    world: World, lanes: Sequence[Any], num_bytes: int
+) -> tuple[Sender | SharedSender, Receiver | SharedReceiver]:
+    """Return the ends of a channel to the next rank and of one from the rank before, such as a run has."""
+    to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    shared = connect(world, [(rank, (rank + 1) % world.size) for rank in range(world.size)], time.perf_counter)
+    if shared is None:
+        links = [Link(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in (to, back)]
+        return Sender(links[0], num_bytes), Receiver(links[1], num_bytes)
+    sender, receiver = shared[world.rank][0], shared[back][1]
+    assert sender is not None
+    assert receiver is not None
+    return sender, receiver
 
 
 def _all_reduces(group: Any) -> _Pass:

@@ -139,7 +139,7 @@ def shared_rows(world: World) -> tuple[Outcome, int]:
         slots.append(take(sender, num_bytes))
         return slots[-1]
 
-    SharedSender._take = noting  # type: ignore[method-assign]
+    SharedSender._take = noting  # type: ignore[assignment, method-assign]
     outcome = in_processes(world, rows_setup(), (7, 12, 5))
     SharedSender._take = take  # type: ignore[method-assign]
     return outcome, len({*slots})
