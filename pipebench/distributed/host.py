@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
+from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 
@@ -37,7 +38,7 @@ def host_costs(world: World) -> HostCosts:
     groups = [world.new_group("gloo") for _ in range(2 * LANES + 1)]
     small_s = _beside(world, work, _messages(world, groups[:LANES], _SMALL_BYTES))
     large_s = _beside(world, work, _messages(world, groups[LANES:-1], _LARGE_BYTES))
-    ring_s = _beside(world, work, _all_reduces(groups[-1]))
+    ring_s = _beside(world, work, _all_reduces(world, groups[-1]))
     world.barrier()
     leave(groups)
     per_byte_s = max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
@@ -118,7 +119,20 @@ def _ends(
     return sender, receiver
 
 
-def _all_reduces(group: Any) -> _Pass:
+def _all_reduces(world: World, group: Any) -> _Pass:
+    sharing = share(world, range(world.size), _RING_BYTES)
+    if sharing is not None:
+        shared = SharedSum(_RING_BYTES // 4, torch.float32, sharing, 0, 1)
+
+        def start() -> None:
+            shared.free()
+            shared.start()
+
+        def finish() -> None:
+            shared.go_on()
+            shared.wait()
+
+        return start, finish
     data = torch.zeros(_RING_BYTES // 4)
     works: list[Any] = []
 

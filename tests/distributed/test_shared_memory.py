@@ -11,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipebench.distributed import shared_memory
+from pipebench.distributed import pipes
 from pipebench.distributed.launch_join import PeerLostError
-from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, _open
+from pipebench.distributed.pipes import Line, _opened
+from pipebench.distributed.shared_memory import SharedReceiver, SharedSender
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
 
@@ -23,8 +24,9 @@ class Ends:
 
     def __init__(self, limit_s: float = 60.0) -> None:
         records, tokens = os.pipe(), os.pipe()
-        self.sender = SharedSender(records[1], tokens[0], lambda: 1.5, limit_s)
-        self.receiver = SharedReceiver(os.getpid(), records[0], tokens[1], lambda: 2.5, limit_s)
+        own = os.getpid()
+        self.sender = SharedSender(Line(own, tokens[0], records[1], limit_s), lambda: 1.5)
+        self.receiver = SharedReceiver(Line(own, records[0], tokens[1], limit_s), lambda: 2.5)
 
     def close(self) -> None:
         self.sender.close()
@@ -173,9 +175,9 @@ def test_a_slot_whose_process_is_gone_is_a_lost_peer(ends: Ends, monkeypatch: py
     ends.sender.send(0, torch.ones(1), 0.0)
 
     def gone(process: int, file: int, mode: int) -> int:
-        return _open(1 << 30, file, mode)
+        return _opened(1 << 30, file, mode)
 
-    monkeypatch.setattr(shared_memory, "_open", gone)
+    monkeypatch.setattr(pipes, "_opened", gone)
     with pytest.raises(PeerLostError, match=r"lost a peer: process .* is gone"):
         ends.receiver.receive(0)
 
