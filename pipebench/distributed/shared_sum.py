@@ -14,6 +14,7 @@ microbatches still exchange; and in a flush a worker waits for its first sum whe
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -100,7 +101,7 @@ class SharedSum:
         # Where a piece of the own chunk is, where the others' is read to, and where it stands in their files.
         self._pieces = [
             (piece, scratch[: len(piece)], _bytes_of(scratch[: len(piece)]), starts[sharing.own] + index * _PIECE_BYTES)
-            for index, piece in enumerate(own.split(step))
+            for index, piece in enumerate(torch.split(own, step))
             if len(piece)
         ]
 
@@ -170,7 +171,8 @@ def room_bytes(num_bytes: int) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    data: Any = tensor.view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
+    return memoryview(data)
 
 
 def _read(file: int, into: memoryview, start: int) -> None:
