@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from zoo import registry
 from zoo.convnet import ConvNet, scaled
 
 _LARGEST_MAP = 6
@@ -14,7 +13,6 @@ class AlexNet(ConvNet):
     """AlexNet: five convolutions."""
 
 
-@registry.model("alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout")
 def alexnet(
     width: float = 1.0,
     batch_norm: bool = False,

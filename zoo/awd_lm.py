@@ -5,7 +5,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from zoo import registry
 from zoo.dropouts import VariationalDropout, WordDropoutEmbedding
 from zoo.recurrent import CarriedLSTM
 
@@ -36,7 +35,6 @@ class AwdLm(nn.Module):
                 module.reset_state()
 
 
-@registry.model("awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size")
 def awd_lm(
     vocabulary: int = 10_000,
     embedding_size: int = 400,

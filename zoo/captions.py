@@ -1,15 +1,21 @@
 """What captioning data sets share: fields, loss, accuracy of words, and METEOR of the captions that a model writes."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from zoo import meteor
+from zoo.late import Late
 from zoo.registry import Dataset
 from zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, pad_rows
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 _CLIPS_AT_ONCE = 100  # decoded together; more would hold more features at a time, fewer would take longer
 
@@ -105,14 +111,16 @@ class Captions(Dataset):
         """Return the cross-entropy summed over the words; output: [samples, words, vocabulary]."""
         expected = targets["caption_out"]
         self.check_logits(output, "caption_out")
-        return nn.functional.cross_entropy(output.flatten(0, 1), expected.flatten(), ignore_index=PAD, reduction="sum")
+        return torch.nn.functional.cross_entropy(
+            output.flatten(0, 1), expected.flatten(), ignore_index=PAD, reduction="sum"
+        )
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the number of words predicted rightly, those before them given, as `token_accuracy`."""
         expected = targets["caption_out"]
         return {"token_accuracy": ((output.argmax(2) == expected) & (expected != PAD)).sum()}
 
-    def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+    def whole_model_metrics(self, model: torch.nn.Module) -> dict[str, float]:
         """Return METEOR of the captions that the model writes for all held-out clips."""
         device = next(model.parameters()).device
         written: list[list[str]] = []

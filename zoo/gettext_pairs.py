@@ -4,6 +4,8 @@ Short and about few things, but real: what number words are for grammar, these a
 Mercurial and pretalx are read where they are; nothing of them is in this package.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import os
@@ -12,13 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from zoo import bpe, gettext_files, registry
+from zoo import bpe, gettext_files
 from zoo.gettext_files import Pair
+from zoo.late import Late
 from zoo.places import DATA_VARIABLE, data_folder
 from zoo.translation import SIDES, Translation, TranslationOptions, check_split
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 # Text as people write it (the last six: dashes and quotation marks); placeholders, markup and code have other
 # characters.
@@ -77,14 +84,13 @@ class GettextPairs(Translation):
         folder = data_folder("gettext_pairs", self.root) if self.root or os.environ.get(DATA_VARIABLE) else None
         return tuple(map(str, gettext_files.find(folder, in_packages=not self.root)))
 
-    def _selection(self) -> "_Selection":
+    def _selection(self) -> _Selection:
         options = self.options
         return _Selection(
             self._places(), self.max_words, self.num_train, self.num_eval, options.vocabulary, self.split_seed
         )
 
 
-@registry.dataset("gettext_pairs", "English-German messages of Mercurial and pretalx, from their gettext catalogues")
 def gettext_pairs(
     root: str = "",
     num_train: int = 1880,

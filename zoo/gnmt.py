@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zoo import registry
 from zoo.attention import BahdanauAttention
 from zoo.beam_search import Tensors, beam_search
 from zoo.text import NUM_SPECIAL, PAD
@@ -210,7 +209,6 @@ class GNMT(nn.Module):
         return functional.log_softmax(logits, -1), weights, (torch.stack(states, 1).view_as(state[0]),)
 
 
-@registry.model("gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout")
 def gnmt8(
     hidden_size: int = 1024,
     source_vocabulary: int = VOCABULARY,
@@ -242,7 +240,6 @@ def gnmt8(
     )  # fmt: skip
 
 
-@registry.model("gnmt16", "GNMT with 16 LSTM layers: gnmt8 with twice the layers")
 def gnmt16(
     hidden_size: int = 1024,
     source_vocabulary: int = VOCABULARY,

@@ -3,6 +3,8 @@
 Everything random about a sample derives from (draw, index), so no neighbour, process or order changes it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import os
@@ -11,13 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from zoo import metrics, registry
+from zoo import metrics
+from zoo.late import Late
 from zoo.places import DATA_VARIABLE, data_folder
 from zoo.registry import Dataset
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 _FOLDERS = {"train": "train", "eval": "val"}
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -108,7 +114,7 @@ class ImageNet(Dataset):
         logits = metrics.main_logits(output)
         return {f"top{k}": metrics.num_correct(logits, targets["label"], k) for k in (1, 5)}
 
-    def _images(self, split: str, listing: "Listing", indices: Sequence[int], draw: int) -> torch.Tensor:
+    def _images(self, split: str, listing: Listing, indices: Sequence[int], draw: int) -> torch.Tensor:
         images = torch.empty(len(indices), 3, self.image_size, self.image_size)
         for row, index in enumerate(indices):
             picture = _decoded(listing.path(index))
@@ -119,7 +125,6 @@ class ImageNet(Dataset):
         return images
 
 
-@registry.dataset("imagenet", "ImageNet-1K from train/<class>/*.JPEG and val/<class>/*.JPEG, standard augmentation")
 def imagenet(
     root: str = "",
     image_size: int = 224,

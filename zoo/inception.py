@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo import registry
-
 _SMALLEST_IMAGE = 75  # leaves a map of 1x1 before the average pool
 _STEPS = 16  # every channel count of the network is a multiple of it
 _AUXILIARY_KERNEL = 5
@@ -65,7 +63,6 @@ class InceptionV3(nn.Module):
         return logits if auxiliary is None else (logits, auxiliary)
 
 
-@registry.model("inception_v3", "Inception-v3 with torchvision's parameter names; width, image size, auxiliary logits")
 def inception_v3(
     width: float = 1.0,
     aux_logits: bool = True,

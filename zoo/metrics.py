@@ -1,9 +1,16 @@
 """Losses and metrics of classifiers, as sums over samples: divided by the number of samples they are means."""
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
+
+from zoo.late import Late
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
+
 
 # Inception-v3's paper (Szegedy et al. 2016) doesn't print the auxiliary loss's weight; 0.4 is that of the authors' own
 # training script in TensorFlow's TF-Slim and of PyTorch's tutorial on fine-tuning torchvision's models.
@@ -38,7 +45,7 @@ def classification_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
         output: [samples, classes] float, or a tuple of such: the logits, then any auxiliary ones.
         labels: [samples] int64.
     """
-    loss = nn.functional.cross_entropy(main_logits(output), labels, reduction="sum")
+    loss = torch.nn.functional.cross_entropy(main_logits(output), labels, reduction="sum")
     for auxiliary in output[1:] if isinstance(output, tuple | list) else ():
-        loss = loss + AUXILIARY_WEIGHT * nn.functional.cross_entropy(auxiliary, labels, reduction="sum")
+        loss = loss + AUXILIARY_WEIGHT * torch.nn.functional.cross_entropy(auxiliary, labels, reduction="sum")
     return loss

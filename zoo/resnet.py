@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from zoo import registry
 from zoo.convnet import scaled
 
 _BLOCKS = (3, 4, 6, 3)
@@ -80,7 +79,6 @@ class ResNet(nn.Module):
         return self.fc(x)  # type: ignore[no-any-return]
 
 
-@registry.model("resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images")
 def resnet50(
     width: float = 1.0,
     num_classes: int = 1000,

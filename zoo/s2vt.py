@@ -7,7 +7,6 @@ so that a stage holds a few large layers and what crosses a cut is one rectangle
 import torch
 from torch import nn
 
-from zoo import registry
 from zoo.text import BOS, EOS, NUM_SPECIAL, content
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -108,7 +107,6 @@ class S2VT(nn.Module):
         return [content(row) for row in rows]
 
 
-@registry.model("s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout")
 def s2vt(
     num_features: int = 4096,
     embedding: int = 500,

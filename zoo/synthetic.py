@@ -1,13 +1,19 @@
 """Images of noise with labels to match, for measuring throughput: nothing to read and nothing to learn."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from zoo import metrics, registry
+from zoo import metrics
+from zoo.late import Late
 from zoo.registry import Dataset
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 # PipeDream's artifact repeats one image. A few more keep a minibatch's statistics, and so BatchNorm, from degenerating.
 _NUM_DISTINCT = 64
@@ -54,7 +60,6 @@ class Synthetic(Dataset):
         return metrics.classification_loss(output, targets["label"])
 
 
-@registry.dataset("synthetic", "noise in the shape of images, for throughput: nothing to read, nothing to learn")
 def synthetic(
     shape: tuple[int, ...] = (3, 224, 224),
     num_classes: int = 1000,

@@ -3,9 +3,18 @@
 Padding, unknown, begin and end have the ids 0 to 3, as in MLPerf's GNMT; a vocabulary's own tokens start at 4.
 """
 
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from zoo.late import Late
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
+
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 SPECIAL_TOKENS: tuple[str, ...] = ("<pad>", "<unk>", "<s>", "</s>")

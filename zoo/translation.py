@@ -4,17 +4,22 @@ A sentence pair is two lists of token ids. MLPerf's GNMT frames them: a source i
 begin and the target's tokens, and is to say the tokens and end.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from zoo import bleu
+from zoo.late import Late
 from zoo.registry import Dataset
 from zoo.text import BOS, EOS, PAD, content, pad_rows
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
 
 SIDES = ("source", "target")
 _SCORED_TOGETHER = 64  # sentences translated at a time: bounds memory, changes no translation
@@ -158,7 +163,7 @@ class Translation(Dataset):
             targets: `target_out` [samples, columns].
         """
         self.check_logits(output, "target_out")
-        return nn.functional.cross_entropy(
+        return torch.nn.functional.cross_entropy(
             output.flatten(0, 1),
             targets["target_out"].flatten(),
             ignore_index=PAD,
@@ -171,7 +176,7 @@ class Translation(Dataset):
         wanted = targets["target_out"]
         return {"token_accuracy": ((output.argmax(-1) == wanted) & (wanted != PAD)).sum()}
 
-    def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+    def whole_model_metrics(self, model: torch.nn.Module) -> dict[str, float]:
         """Return `bleu`, 0 to 100, of the model's translations of held-out sentences."""
         return {"bleu": self.bleu([self.text(ids) for ids in self._translations(model)])}
 
@@ -192,7 +197,7 @@ class Translation(Dataset):
     def _scored(self) -> range:
         return range(self.options.num_scored or self.num_eval)
 
-    def _translations(self, model: nn.Module) -> Iterator[list[int]]:
+    def _translations(self, model: torch.nn.Module) -> Iterator[list[int]]:
         device = next(model.parameters()).device
         scored = self._scored()
         translate: Any = getattr(model, str(self.generates_with))

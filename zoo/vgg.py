@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from zoo import registry
 from zoo.convnet import ConvNet, scaled
 
 _CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: pool, halves the image
@@ -17,7 +16,6 @@ class VGG(ConvNet):
     """VGG-16."""
 
 
-@registry.model("vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout")
 def vgg16(
     width: float = 1.0,
     batch_norm: bool = False,

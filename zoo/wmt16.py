@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from zoo import line_index, registry
+from zoo import line_index
 from zoo.bpe import undo_marks
 from zoo.line_index import Integers, LineIndex
 from zoo.places import cache_folder, data_folder, write_whole
@@ -133,7 +133,6 @@ class Wmt16(Translation):
         return paths[SIDES.index(side)], both[SIDES.index(side)]
 
 
-@registry.dataset("wmt16", "WMT16 English-German as MLPerf's GNMT prepares it; scored on newstest2014")
 def wmt16(
     root: str = "",
     num_train: int = NUM_TRAIN,

@@ -1,6 +1,6 @@
 """`pipebench ls`: what a recipe can name, one line each.
 
-Each kind is imported when it is asked for: models and data sets need torch, which takes seconds.
+Each kind is imported when it is asked for. None needs torch, which takes seconds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,9 +53,9 @@ def _rows(what: str) -> dict[str, str]:
         return {name: summary(recipes_folder() / f"{name}.yaml") for name in recipe_names()}
     if what in ("optimizers", "schedules"):
         return _classes(what)
-    import zoo  # imports torch
+    from zoo.registry import DATASETS, MODELS
 
-    registry: Mapping[str, Any] = {"models": zoo.MODELS, "datasets": zoo.DATASETS}[what]
+    registry: Mapping[str, Any] = {"models": MODELS, "datasets": DATASETS}[what]
     return {name: entry.summary for name, entry in registry.items()}
 
 

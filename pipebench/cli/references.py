@@ -18,14 +18,14 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in overrides], overrides
 
 
-def load_one(words: Sequence[str]) -> "LoadedRecipe":
-    """Load the one recipe that is named, with its overrides."""
+def load_one(words: Sequence[str], *, builds: bool = True) -> "LoadedRecipe":
+    """Load the one recipe that is named, with its overrides; `builds` is that of `load_each`."""
     from pipebench.recipe.load import load
 
     references, overrides = split(words)
     if len(references) != 1:
         raise click.UsageError(f"one recipe is needed, got {len(references)}")
-    return load(references[0], overrides)
+    return load(references[0], overrides, builds=builds)
 
 
 def load_runs(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:

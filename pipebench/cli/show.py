@@ -10,6 +10,8 @@ from pipebench.cli.references import load_one
 def show(words: tuple[str, ...]) -> None:
     """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
 
+    Names, types and rules are checked; what a model makes of its options' values, the commands that build it say.
+
     \b
     Examples:
       pipebench show quickstart
@@ -17,4 +19,4 @@ def show(words: tuple[str, ...]) -> None:
     """
     from omegaconf import OmegaConf
 
-    click.echo(OmegaConf.to_yaml(load_one(words).config), nl=False)
+    click.echo(OmegaConf.to_yaml(load_one(words, builds=False).config), nl=False)

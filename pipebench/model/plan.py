@@ -5,13 +5,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipebench.errors import PlanError, nearest
-from pipebench.model.graph import LayerGraph
 from pipebench.schedule.modes import KEEP, RECOMPUTE
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import noam
+
+if TYPE_CHECKING:
+    from pipebench.model.graph import LayerGraph
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def crossings(graph: Cuttable, stage_of: Sequence[int], last: int) -> dict[tuple
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
 
 
-def starts_of_cuts(graph: LayerGraph, cuts: Sequence[str]) -> list[int]:
+def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
     """Return the first layers of the stages after the first, given by name.
 
     Raises:

@@ -8,9 +8,10 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _MASK = (1 << 64) - 1
 
@@ -31,11 +32,13 @@ def name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_default_generator(device: torch.device, seed: int) -> None:
+def seed_default_generator(device: "torch.device", seed: int) -> None:
     """Seed the generator that random layers on a device draw from.
 
     Not `torch.manual_seed`, which seeds every device there is and costs 98 us a call (this: 1 us).
     """
+    import torch  # late: which samples there are takes no tensor, and planning needs no more
+
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         torch.cuda.default_generators[index].manual_seed(seed)
@@ -103,6 +106,8 @@ class Sampler:
         return Stream(0, starts=True)
 
     def _permute(self, epoch: int) -> list[int]:
+        import torch
+
         generator = torch.Generator().manual_seed(mix(self._seed, name_hash("epoch"), epoch))
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         buckets = self._buckets()

@@ -29,7 +29,7 @@ class Draft:
         pending: keys whose value only the environment knows.
         source: the recipe's own file, blamed for defaults.
         folder: where that file is.
-        made: what rules made on the way for later rules: `@cluster`, `@dataset`.
+        made: what rules made on the way for later rules, `@cluster`, `@dataset`; `@builds` where models may be built.
     """
 
     values: Mapping[str, Any]

@@ -115,12 +115,13 @@ def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 
-def load(reference: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load(reference: str, overrides: Sequence[str] = (), *, builds: bool = True) -> LoadedRecipe:
     """Load and validate one recipe.
 
     Args:
         reference: a file or a short name such as `quickstart/dp`.
         overrides: `key=value` texts.
+        builds: see `load_each`.
 
     Raises:
         RecipeError: with every fault found; needs neither the data nor the device to find them.
@@ -129,12 +130,12 @@ def load(reference: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     if path.is_dir():
         names = ", ".join(display(recipe) for recipe in find_recipes(reference))
         raise RecipeError([Fault(display(path), "", f"is a folder; one recipe is needed, here {names}")])
-    return load_file(path, overrides)
+    return load_file(path, overrides, builds=builds)
 
 
-def load_file(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_file(path: Path, overrides: Sequence[str] = (), *, builds: bool = True) -> LoadedRecipe:
     """Load and validate one recipe file; see `load`."""
-    loaded = load_each(path, overrides)[0]
+    loaded = load_each(path, overrides, builds=builds)[0]
     if loaded.varied:
         problem = (
             "got a list, one value is needed here: `pipebench run` and `pipebench plan` make a run of each element"
@@ -143,13 +144,17 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     return loaded
 
 
-def load_each(path: Path, overrides: Sequence[str] = (), *, zipped: bool = False) -> list[LoadedRecipe]:
+def load_each(
+    path: Path, overrides: Sequence[str] = (), *, zipped: bool = False, builds: bool = True
+) -> list[LoadedRecipe]:
     """Load and validate a recipe file: one recipe, or as many as its lists make (see `sweep`).
 
     Args:
         path: the file.
         overrides: `key=value` texts.
         zipped: take the elements of several lists together instead of in all combinations.
+        builds: build a model of the zoo, without weights, to hear what it says of its options' values: that takes
+            torch. False where nothing is built afterwards either; names and types are checked all the same.
 
     Raises:
         RecipeError: with every fault found.
@@ -161,7 +166,7 @@ def load_each(path: Path, overrides: Sequence[str] = (), *, zipped: bool = False
     _sweep_options(leaves)
     found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, Several)}
     if not found:
-        return [_finish(leaves, path)]
+        return [_finish(leaves, path, builds=builds)]
     given = [text.partition("=")[0].strip() for text in overrides]  # the last list of the command line varies fastest
     lists = dict(sorted(found.items(), key=lambda item: given.index(item[0]) if item[0] in given else -1))
     try:
@@ -172,7 +177,7 @@ def load_each(path: Path, overrides: Sequence[str] = (), *, zipped: bool = False
     faults: dict[Fault, list[Varied]] = {}
     for run in runs:
         try:
-            loaded.append(_varied(_finish(leaves.chosen(run.values), path), run))
+            loaded.append(_varied(_finish(leaves.chosen(run.values), path, builds=builds), run))
         except RecipeError as error:
             for fault in error.faults:
                 faults.setdefault(replace(fault, problem=run.told(fault.key, fault.problem)), []).append(run)
@@ -245,7 +250,7 @@ def _base(given: object, file: Path) -> Path:
     return found
 
 
-def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
+def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     given = _nested(leaves.found)
     for key in _missing(given, ()):
         if not leaves.is_faulty(key):
@@ -254,6 +259,8 @@ def _finish(leaves: Leaves, path: Path) -> LoadedRecipe:
     resolved, pending = _resolve(given, leaves)
     _anchor_paths(resolved, leaves.found)
     draft = Draft(resolved, leaves, {fault.key for fault in pending}, display(path), path.parent)
+    if builds:
+        draft.made["@builds"] = True
     check(draft)
     if leaves.faults:
         raise RecipeError(dict.fromkeys(leaves.faults))

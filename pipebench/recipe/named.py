@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedulers by name: a name is short for a target, a class, and takes what that takes.
 
-What torch has is found by looking, so there is no list of it here that could fall behind. torch is imported when a name
-is looked up. Classes that can't work here are told by what they ask for, not by their names.
+What torch has is found by looking into its source, so there is no list of it here that could fall behind. torch is
+imported when a class is to be used. Classes that can't work here are told by what they ask for, not by their names.
 """
 
 import importlib
@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from pipebench.recipe.leaves import Key, expected_type
 from pipebench.recipe.options import arguments_of
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
+from pipebench.recipe.skeletons import skeleton, subclasses
 from pipebench.recipe.typecheck import problem_with
 
 _OURS = {"lars": "pipebench.model.large_batch:LARS", "lamb": "pipebench.model.large_batch:LAMB"}
@@ -55,7 +55,7 @@ class Kind:
 
     def names(self) -> list[str]:
         """Return every name there is, but for classes that are refused whatever they are given."""
-        return [*self.ours, *(name for name in self.targets() if refusal(self.make(name), _AT_BEST) is None)]
+        return [*self.ours, *(name for name in self.targets() if refusal(self.like(name), _AT_BEST) is None)]
 
     def make(self, name: str) -> Callable[..., Any]:
         """Return the class of a name."""
@@ -63,9 +63,13 @@ class Kind:
         made: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return made
 
+    def like(self, name: str) -> Callable[..., Any]:
+        """Return what takes the arguments that the class of a name takes, without importing torch."""
+        return skeleton(self.targets()[name])
+
     def parameters(self, name: str) -> dict[str, inspect.Parameter]:
         """Return what the class of a name takes from a recipe."""
-        return arguments_of(self.make(name), self.passed) or {}
+        return arguments_of(self.like(name), self.passed) or {}
 
     def defaults(self, name: str) -> dict[str, Any]:
         """Return the defaults of a name's arguments as a recipe writes them; null stands for itself and is left out."""
@@ -75,16 +79,12 @@ class Kind:
 
 @cache
 def _optimizers() -> Mapping[str, str]:
-    from torch import optim
-
-    return dict(sorted({**_classes(optim, optim.Optimizer), **_OURS}.items()))
+    return dict(sorted({**_classes("torch.optim", "Optimizer"), **_OURS}.items()))
 
 
 @cache
 def _schedulers() -> Mapping[str, str]:
-    from torch.optim import lr_scheduler
-
-    return dict(sorted(_classes(lr_scheduler, lr_scheduler.LRScheduler).items()))
+    return dict(sorted(_classes("torch.optim.lr_scheduler", "LRScheduler").items()))
 
 
 OPTIMIZER: Key = ("train", "optimizer")
@@ -168,13 +168,8 @@ def refusal(make: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _classes(module: ModuleType, base: type) -> dict[str, str]:
-    found = {name: each for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, base)}
-    return {
-        _WORDS.sub("_", name).lower(): f"{module.__name__}:{name}"
-        for name, each in found.items()
-        if each is not base and not name.startswith("_")
-    }
+def _classes(module: str, base: str) -> dict[str, str]:
+    return {_WORDS.sub("_", name).lower(): f"{module}:{name}" for name in subclasses(module, base)}
 
 
 def _letters(name: str) -> str:

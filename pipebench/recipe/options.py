@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipebench.errors import nearest
+from pipebench.recipe.skeletons import skeleton
 from pipebench.recipe.typecheck import checkable, in_words, problem_with
 
 RESERVED = ("name", "target", "leaves")
@@ -38,14 +39,17 @@ def option_type(section: str, name: object, option: str) -> Any:
     entry = (MODELS if section == "model" else DATASETS).get(name) if isinstance(name, str) else None
     if entry is None:
         return Any
-    return typing.get_type_hints(entry.make.__init__ if inspect.isclass(entry.make) else entry.make).get(option, Any)
+    return _type_hints(skeleton(entry.target)).get(option, Any)
 
 
 def option_problems(make: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield option and problem for every option that the function doesn't take, or not like this."""
     parameters = inspect.signature(make).parameters
-    hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
-    yield from _problems(parameters, hints, given)
+    yield from _problems(parameters, _type_hints(make), given)
+
+
+def _type_hints(make: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
 
 
 def target_problems(

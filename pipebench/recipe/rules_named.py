@@ -47,12 +47,12 @@ def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[st
     """Compare what a class is given with its signature."""
     key, name = ".".join(section), str(kind.find(given["name"]))
     arguments, parameters = arguments_in(given, kind), kind.parameters(name)
-    problem = refusal(kind.make(name), arguments)
+    problem = refusal(kind.like(name), arguments)
     if problem is not None:
         yield f"{key}.name", f"got {name}, {problem}"
         return
     _refuse_arguments(draft, section, list(parameters))
-    for argument, said in target_problems(kind.make(name), arguments, kind.passed):
+    for argument, said in target_problems(kind.like(name), arguments, kind.passed):
         where = f"{key}.{argument}"
         if argument in kind.keys and argument not in parameters:
             allowed = f"allowed are {', '.join(parameters)}{nearest(argument, parameters)}"

@@ -12,6 +12,7 @@ from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.options import OF_PAIRS, option_problems, options
 from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
+from pipebench.recipe.skeletons import skeleton
 from pipebench.recipe.targets import ALLOWED, is_target, target_in
 from pipebench.recipe.typecheck import problem_with, shown
 from pipebench.schedule.modes import AUTO, MODES
@@ -41,7 +42,7 @@ def _model(draft: Draft) -> Problems:
     elif not isinstance(name, str) or name not in MODELS:
         yield "model.name", choice(shown(name).strip("'"), MODELS)
     else:
-        yield from _options(draft, "model", MODELS[name].make, model)
+        yield from _options(draft, "model", skeleton(MODELS[name].target), model)
 
 
 @rule("@draft")
@@ -61,7 +62,7 @@ def _dataset(draft: Draft) -> Problems:
     if not isinstance(name, str) or name not in DATASETS:
         yield "dataset.name", choice(shown(name).strip("'"), DATASETS)
         return
-    problems = list(_options(draft, "dataset", DATASETS[name].make, dataset))
+    problems = list(_options(draft, "dataset", skeleton(DATASETS[name].target), dataset))
     yield from problems
     if problems:
         return
@@ -115,8 +116,8 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
             yield key, f"{choice(shown(given).strip(chr(39)), known)}; or {form}"
 
 
-@rule("@draft", "model")
-def _model_values(draft: Draft, model: Mapping[str, Any]) -> Problems:
+@rule("@builds", "model")
+def _model_values(_builds: bool, model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo on the meta device: it checks the ranges of its options itself."""
     from pipebench.recipe.weightless import weightless
 
