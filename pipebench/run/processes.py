@@ -25,6 +25,7 @@ from pipebench.engine.setup import ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
+from pipebench.profile.choose import is_measured
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
@@ -51,7 +52,6 @@ _LOG = logging.getLogger("pipebench.run")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
-_MEASURED = "measured"
 _SEGMENTS = 3  # of practice
 
 
@@ -210,14 +210,28 @@ def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
     if world.rank == 0 and kept_decision(folder, changes) is None:
         keep_decision(folder, decision_of(prepare_job(loaded, trains=False)), changes)
     world.barrier()
-    decision = read_decision(folder)
+    return prepared_together(loaded, read_decision(folder), world)
+
+
+def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) -> Job:
+    """Prepare a recipe that was decided, in all its processes; what is measured here, all measure at the same time.
+
+    Args:
+        loaded: the recipe.
+        decision: the same in all processes.
+        world: the processes.
+
+    Raises:
+        UserError: they aren't as many as the plan has workers.
+    """
     replicas = decision.plan.replicas
     check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))
 
     def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(loaded.recipe, known, profile, world)
 
-    together = decision.profile.source == _MEASURED and world.size > 1
+    # A profile that the recipe names is taken as it is, wherever it was measured.
+    together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1
     job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
     job = replace(job, setup=replace(job.setup, device=world.device))
     return _in_use(job, world) if together and world.device.type == "cpu" else job
