@@ -20,6 +20,7 @@ from pipebench.distributed.launch import INTERRUPTED, run_workers
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
+from pipebench.engine.practice import entries, fetches_itself, in_use, mean, practise
 from pipebench.engine.setup import ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import WorkersFailedError, printable
@@ -37,7 +38,7 @@ from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.progress import Silent
-from pipebench.simulate.costs import NO_HOST_COSTS
+from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
@@ -51,6 +52,7 @@ _LOG = logging.getLogger("pipebench.run")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
+_SEGMENTS = 3  # of practice
 
 
 class DistributedRuns(EngineRuns):
@@ -231,8 +233,8 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
     # A profile that the recipe names is taken as it is, wherever it was measured.
     together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1
     job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
-    costs = replace(job.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
-    return replace(job, setup=replace(job.setup, device=world.device, costs=costs))
+    job = replace(job, setup=replace(job.setup, device=world.device))
+    return _in_use(job, world) if together and world.device.type == "cpu" else job
 
 
 def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
@@ -243,6 +245,15 @@ def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, w
         known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
     )
     return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
+
+
+def _in_use(job: Job, world: World) -> Job:
+    """Let costs be what the engine's worker finds in all processes at the same time, and communication beside it."""
+    setup = job.setup
+    (mine,) = practise([setup], _SEGMENTS, world.barrier)
+    profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
+    costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
+    return replace(job, profile=profile, setup=replace(setup, costs=costs))
 
 
 def _checkpoint_policy(world: World, folder: RunFolder, job: Job, *, goes_on: bool) -> CheckpointPolicy:
