@@ -19,7 +19,7 @@ from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
-from pipebench.simulate.network import traffic
+from pipebench.simulate.sums import traffic
 from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
 
 
@@ -110,9 +110,9 @@ class ProcessCollectives:
         self.stall_s += self._clock() - start_s
         return pulled
 
-    def on_gradient(self, stage: int) -> OnGradient:
-        """Return what takes every gradient of a round's last backward: they are reduced while it runs."""
-        return self._reducers[stage].add
+    def on_gradient(self, stage: int) -> OnGradient | None:
+        """Return what takes every gradient of a round's last backward, if they are reduced while it runs."""
+        return self._reducers[stage].add if SYNCS[self._setup.pipeline.sync].overlaps else None
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give the gradients of a round that the backward has not reached; of an idle replica, all, as zeros."""
@@ -124,10 +124,10 @@ class ProcessCollectives:
         Raises:
             PeerLostError: another replica is gone.
         """
-        start_s, sync = self._clock(), self._setup.pipeline.sync
+        start_s, sync = self._clock(), SYNCS[self._setup.pipeline.sync]
 
         def arrived(num_bytes: int, set_out_s: float) -> None:
-            self._count(stage, sync, SYNCS[sync].kind, f"R{round_index}", num_bytes, set_out_s)
+            self._count(stage, sync.way, sync.kind, f"R{round_index}", num_bytes, set_out_s)
 
         gradients = self._reducers[stage].wait(arrived)
         self.stall_s += self._clock() - start_s
@@ -227,17 +227,17 @@ class ProcessCollectives:
         is_member = stage in self._worker.replicas
         if is_member:
             self._rings[stage], self._stage_groups[stage] = ring, group
-        sync = setup.pipeline.sync
-        if not SYNCS[sync].waits:
+        sync = SYNCS[setup.pipeline.sync]
+        if not sync.waits:
             return
         like, buckets = self._buckets_of(stage) if is_member else ([], [])
-        sharing = share(world, ranks, shared_bytes(buckets, like)) if sync == ALL_REDUCE else None
+        sharing = share(world, ranks, shared_bytes(buckets, like)) if sync.way == ALL_REDUCE else None
         if sharing is not None:
             self._sharing.append(sharing)
         if is_member:
             host_copy = setup.device.type == "cuda" and not world.direct
             self._reducers[stage] = Reducer(
-                buckets, like, group, sync=sync, host_copy=host_copy, clock=self._clock, sharing=sharing
+                buckets, like, group, sync=sync.way, host_copy=host_copy, clock=self._clock, sharing=sharing
             )
 
     def _buckets_of(self, stage: int) -> tuple[list[torch.Tensor], list[list[int]]]:
