@@ -170,7 +170,8 @@ class ParallelismRecipe:
         flush: whether every update empties the pipeline.
         weights: `one`, `stash`, `stash-vertical-sync`, `double-buffer`, `predict`, `correct`, `newest-pulled` or
             `none`.
-        sync: how replicas agree: `all-reduce`, `parameter-server` or `asynchronous`.
+        sync: how replicas agree: `all-reduce`, `all-reduce-after` (once a backward is over), `parameter-server` or
+            `asynchronous`.
         push_order: the artifact `push-order.json` of another run, to repeat its order; sync `asynchronous` only.
         chunks: stages per worker (`interleaved` and `all-forwards`).
         backward: `whole`, or `split`: gradients of the input leave a stage before those of its weights are computed.
