@@ -242,7 +242,7 @@ def test_a_mistake_is_one_sentence(graph: str, arguments: list[str], message: st
 
 
 def test_a_size_that_json_does_not_have(graph: str) -> None:
-    from pipebench.profile.choose import load_profile
+    from pipebench.profile.load import load_profile
 
     Path("p.json").write_text(write_profile(load_profile(graph, 8)))
     assert answer("--profile", "p.json", "--levels", "2@1e9")["minibatch_size"] == 8
