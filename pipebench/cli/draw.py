@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.imports import importing
 from pipebench.cli.references import load_one
 
 
@@ -34,11 +35,12 @@ def draw(words: tuple[str, ...], versions: bool, table: Path | None) -> None:
       pipebench draw modes/xpipe --versions
       pipebench draw modes/zero-bubble --csv zb-h1.csv
     """
-    loaded = load_one(words)
-    from pipebench.cli.outputs import Output, refuse_to_overwrite
-    from pipebench.recipe.preflight import preflight
-    from pipebench.run import runner
-    from pipebench.schedule.csv_form import is_schedule
+    with importing():
+        loaded = load_one(words)
+        from pipebench.cli.outputs import Output, refuse_to_overwrite
+        from pipebench.recipe.preflight import preflight
+        from pipebench.run import runner
+        from pipebench.schedule.csv_form import is_schedule
 
     output = Output("--csv", table, "a schedule", is_schedule)
     refuse_to_overwrite([output])

@@ -41,6 +41,8 @@ class Feed:
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[tuple[int, int], _Ahead] = {}
+        self._parts = setup.pipeline.microbatches if self._trains else 1
+        self._cut: dict[int, Sequence[int]] = {}  # by samples of a minibatch; only the last of an epoch has others
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
@@ -131,9 +133,8 @@ class Feed:
     def _units(self, stage: int, worker: int) -> Iterator[int]:
         """Yield the units of a worker's stage that aren't empty, ascending."""
         pipeline = self._pipeline
-        parts = pipeline.microbatches if self._trains else 1
         blocks = -(-self._num_minibatches // pipeline.block)
-        for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * parts)):
+        for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * self._parts)):
             if self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
                 yield unit
 
@@ -143,9 +144,12 @@ class Feed:
     def _draw(self, unit: int) -> int:
         return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
 
-    def _sizes(self, minibatch: int) -> list[int]:
-        parts = self._pipeline.microbatches if self._trains else 1
-        return microbatch_sizes(self._sampler.size(minibatch), parts)
+    def _sizes(self, minibatch: int) -> Sequence[int]:
+        num_samples = self._sampler.size(minibatch)
+        sizes = self._cut.get(num_samples)
+        if sizes is None:
+            sizes = self._cut[num_samples] = microbatch_sizes(num_samples, self._parts)
+        return sizes
 
 
 _Task = tuple[list[int], int]
