@@ -9,6 +9,7 @@ from pipebench import __version__
 from pipebench.cli.draw import draw
 from pipebench.cli.export import export
 from pipebench.cli.group import Commands
+from pipebench.cli.lab import lab
 from pipebench.cli.ls import list_
 from pipebench.cli.plan import plan
 from pipebench.cli.profile import profile_
@@ -36,6 +37,7 @@ def cli() -> None:
       pipebench ui                         the recorded runs in a browser
       pipebench run --resume RUN           go on from a checkpoint, under another plan too
       pipebench export RUN                 a run's weights as a plain state_dict
+      pipebench lab lab --ladder           across wires of limited bandwidth; Linux, root
 
     \b
     Exit codes: 0 target reached or none set, 1 missed or diverged, 2 a mistake in what
@@ -43,7 +45,7 @@ def cli() -> None:
     """
 
 
-for command in (run, show, draw, profile_, plan, export, list_, ui):
+for command in (run, show, draw, profile_, plan, export, lab, list_, ui):
     cli.add_command(command)
 
 

@@ -1,7 +1,8 @@
 """What communication takes of the processors that compute, measured by all processes of a run at once.
 
-Sockets are served by the processor: copies, system calls, Gloo's own threads. A loop of plain work is timed with
-messages, or an all-reduce, beside it and without: the difference is the cost, wherever it arises.
+Sockets are served by the processor: copies, system calls, Gloo's own threads. The processor time of a loop of plain
+work, in all threads of a process, is taken with messages, or an all-reduce, beside it and without: the difference is
+the cost, wherever it arises, and whoever else has the core meanwhile.
 """
 
 import statistics
@@ -24,8 +25,12 @@ _TAG = 64
 _MOST_LEAVING = 4  # messages, so that buffers are used again
 
 
-def host_costs(world: World) -> HostCosts:
+def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
     """Measure; all processes call it. Nothing is measured where there is one process, or where GPUs compute.
+
+    Args:
+        world: the processes.
+        fetches: whether workers fetch their inputs themselves.
 
     Raises:
         PeerLostError: a process is gone.
@@ -42,7 +47,8 @@ def host_costs(world: World) -> HostCosts:
     per_byte_s = max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
     sent_bytes = _RING_BYTES * 2 * (world.size - 1) / world.size
     # An iteration sends a message and takes one: two ends.
-    return HostCosts(max(0.0, small_s - per_byte_s * _SMALL_BYTES) / 2, per_byte_s / 2, ring_s / sent_bytes)
+    message_s = max(0.0, small_s - per_byte_s * _SMALL_BYTES) / 2
+    return HostCosts(message_s, per_byte_s / 2, ring_s / sent_bytes, fetches)
 
 
 def _work() -> Callable[[], None]:
@@ -64,16 +70,16 @@ _Pass = tuple[Callable[[], None], Callable[[], None]]  # what begins an iteratio
 
 
 def _beside(world: World, work: Callable[[], None], communication: _Pass) -> float:
-    """Return by how many seconds communication lengthens an iteration of work: the median, mean of all processes."""
+    """Return the processor seconds that communication adds to an iteration of work: median, mean of all processes."""
 
     def timed(begin: Callable[[], None], end: Callable[[], None]) -> float:
         world.barrier()
-        started = time.perf_counter()
+        started = time.process_time()
         for _ in range(_ITERATIONS):
             begin()
             work()
             end()
-        return (time.perf_counter() - started) / _ITERATIONS
+        return (time.process_time() - started) / _ITERATIONS
 
     def nothing() -> None:
         pass
@@ -105,10 +111,12 @@ def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
 
 
 def _all_reduces(group: Any) -> _Pass:
-    data = torch.zeros(_RING_BYTES // 4)
+    """Return what begins an all-reduce of gradients that are copied into a bucket first, and what waits for it."""
+    gradients, data = (torch.zeros(_RING_BYTES // 4) for _ in range(2))
     works: list[Any] = []
 
     def begin() -> None:
+        data.copy_(gradients)
         works.append(dist.all_reduce(data, group=group, async_op=True))
 
     def end() -> None:

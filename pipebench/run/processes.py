@@ -20,10 +20,12 @@ from pipebench.distributed.launch import INTERRUPTED, run_workers
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import launched_by_us, on_stop_request
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
+from pipebench.engine.practice import entries, fetches_itself, in_use, mean, practise
 from pipebench.engine.setup import ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import WorkersFailedError, printable
 from pipebench.model.device import torch_settings
+from pipebench.profile.choose import is_measured
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
@@ -36,7 +38,7 @@ from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.progress import Silent
-from pipebench.simulate.costs import NO_HOST_COSTS
+from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
@@ -51,7 +53,7 @@ _LOG = logging.getLogger("pipebench.run")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
-_MEASURED = "measured"
+_SEGMENTS = 3  # of practice
 
 
 class DistributedRuns(EngineRuns):
@@ -209,17 +211,31 @@ def _prepared(request: RunRequest, world: World, folder: RunFolder) -> Job:
     if world.rank == 0 and kept_decision(folder, changes) is None:
         keep_decision(folder, decision_of(prepare_job(loaded, trains=False)), changes)
     world.barrier()
-    decision = read_decision(folder)
+    return prepared_together(loaded, read_decision(folder), world)
+
+
+def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) -> Job:
+    """Prepare a recipe that was decided, in all its processes; what is measured here, all measure at the same time.
+
+    Args:
+        loaded: the recipe.
+        decision: the same in all processes.
+        world: the processes.
+
+    Raises:
+        UserError: they aren't as many as the plan has workers.
+    """
     replicas = decision.plan.replicas
     check_world_size(world.size, sum(replicas), "-".join(map(str, replicas)))
 
     def measure(known: ProfiledModel, profile: Profile) -> Profile:
         return _measured_together(loaded.recipe, known, profile, world)
 
-    together = decision.profile.source == _MEASURED and world.size > 1
+    # A profile that the recipe names is taken as it is, wherever it was measured.
+    together = is_measured(loaded.recipe, loaded.cluster) and world.size > 1
     job = prepare_job(loaded, kept=decision, measure_again=measure if together else None)
-    costs = replace(job.setup.costs, host=host_costs(world) if together else NO_HOST_COSTS)
-    return replace(job, setup=replace(job.setup, device=world.device, costs=costs))
+    job = replace(job, setup=replace(job.setup, device=world.device))
+    return _in_use(job, world) if together and world.device.type == "cpu" else job
 
 
 def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
@@ -230,6 +246,15 @@ def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, w
         known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
     )
     return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
+
+
+def _in_use(job: Job, world: World) -> Job:
+    """Let costs be what the engine's worker finds in all processes at the same time, and communication beside it."""
+    setup = job.setup
+    (mine,) = practise([setup], _SEGMENTS, world.barrier)
+    profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
+    costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
+    return replace(job, profile=profile, setup=replace(setup, costs=costs))
 
 
 def _checkpoint_policy(world: World, folder: RunFolder, job: Job, *, goes_on: bool) -> CheckpointPolicy:

@@ -52,17 +52,19 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """What communication takes of a worker's own processor, on top of the links; nothing where a GPU computes.
+    """What communication and loading take of a worker's own processor; nothing where a GPU computes.
 
     Attributes:
         message_s: seconds of a message, at each of its two ends.
         message_byte_s: likewise, per byte.
         ring_byte_s: seconds per byte that the worker sends in a ring all-reduce.
+        fetches: whether the worker fetches its inputs itself, when it wants them; else they are fetched ahead.
     """
 
     message_s: float = 0.0
     message_byte_s: float = 0.0
     ring_byte_s: float = 0.0
+    fetches: bool = False
 
     def message(self, num_bytes: int) -> float:
         """Return the seconds that one end of a message takes."""

@@ -251,6 +251,8 @@ class Simulation:
 
     def _load(self, worker: int, stage: int, unit: int, now_s: float) -> float:
         """One loader and two buffers per worker: a load starts when the last one is done and a buffer was taken."""
+        if self._costs.host.fetches:
+            return now_s + self._costs.stages[stage].load_s[self._size_of(unit)]
         loaded_s, taken_before_s, taken_s = self._loaders[worker]
         ready_s = max(loaded_s, taken_before_s) + self._costs.stages[stage].load_s[self._size_of(unit)]
         self._loaders[worker] = (ready_s, taken_s, max(now_s, ready_s))

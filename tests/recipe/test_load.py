@@ -29,6 +29,7 @@ COUNTS = {
     "gnmt16": 9,
     "awd_lm": 5,
     "s2vt": 5,
+    "lab": 4,
     **dict.fromkeys((f"small/{name}" for name in SMALL), 6),
     "small/vgg16": 12,
     "small/gnmt8": 14,

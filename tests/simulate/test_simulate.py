@@ -148,6 +148,19 @@ def test_messages_take_their_ends_own_time_where_they_do() -> None:
     assert last.end_s == pytest.approx(arrives + end_s + 3 + 0.7 + end_s)
 
 
+def test_inputs_take_a_worker_s_own_time_where_nobody_fetches_ahead() -> None:
+    """3 minibatches of load 0.5, forward 1, backward 2; fetched ahead, only the first load is waited for."""
+    pipeline = Pipeline((1,), (), "1f1b", True, 1)
+    cluster = Cluster("one", "unit", None, (Level("server", 1, 100.0, 0.5),))
+    ends = {}
+    for fetches in (True, False):
+        costs = Costs((stage(1.0, 2.0, 0.0, 0.5),), {}, {}, HostCosts(fetches=fetches))
+        simulation = Simulation(pipeline, programs(pipeline, 3), costs, Network(cluster), lambda _: 1)
+        *_, last = simulation
+        ends[fetches] = last.end_s
+    assert ends == {True: pytest.approx(3 * 3.5), False: pytest.approx(0.5 + 3 * 3)}
+
+
 @pytest.mark.parametrize("early", [0.0, 5.0])
 def test_an_all_reduce_takes_its_members_own_time_where_it_does(early: float) -> None:
     """8 bytes over 2 replicas: each sends 8 at 0.5 s per byte of its own, whoever comes first."""

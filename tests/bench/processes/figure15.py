@@ -1,6 +1,8 @@
 """PipeDream's Figure 15 in miniature: predicted against measured throughput of many ways to run one model.
 
-Paper: PipeDream (SOSP'19), section 5.5. Differs: two processes on one machine, and flushing modes too.
+Paper: PipeDream (SOSP'19), section 5.5. Differs: two processes on one machine, or three on fewer cores; flushing modes
+too. Everything is done in rounds: each measures the machine, predicts, and only then runs, since the speed of a machine
+that others share drifts by more within minutes than a prediction may be off. A case's error is the rounds' median.
 """
 
 import itertools
@@ -13,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pipebench.cluster import Cluster, Level
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
-from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from pipebench.simulate.steady import simulate_segment
-from tests.bench.processes import crew
+from tests.bench.processes import crew, machine
+from tests.bench.processes.machine import Machine
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.subject import Case, Subject, cut_at, make_setup
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROUNDS = 3
-NUM_MINIBATCHES = 24  # a multiple of every number of replicas
+NUM_MINIBATCHES = 24  # a multiple of every number of replicas, and of those accumulated
+_WARM_UP, _SEGMENTS = 8, 3  # minibatches; segments that are timed in a round
 CLOSE = 0.05  # relative: the error wanted, and the difference from which an order counts
 _LEFT = (0.2, 0.35, 0.5, 0.65, 0.8)  # shares of the time before the cut
 _COLOURS = {"pipedream": "#0072B2", "pipedream-flush": "#009E73", "gpipe": "#E69F00", "dp": "#D55E00"}
@@ -34,22 +37,37 @@ _WIDTH_IN, _HEIGHT_IN = 7.0, 6.0
 
 @dataclass(frozen=True)
 class Point:
-    """A case with its two throughputs over a segment, fill and drain included.
+    """A case with its two throughputs over a segment, fill and drain included; a pair of them per round.
 
     Attributes:
         case: what was run.
-        predicted_samples_per_s: by the simulator.
-        measured_samples_per_s: median of `ROUNDS` segments.
+        predicted: by the simulator [samples/s].
+        measured: median of the round's segments [samples/s].
     """
 
     case: Case
-    predicted_samples_per_s: float
-    measured_samples_per_s: float
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
+
+    @property
+    def predicted_samples_per_s(self) -> float:
+        """The median round's prediction."""
+        return statistics.median(self.predicted)
+
+    @property
+    def measured_samples_per_s(self) -> float:
+        """The median round's measurement."""
+        return statistics.median(self.measured)
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Predicted over measured, less one, in every round: above 0 where the prediction promised too much."""
+        return tuple(p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True))
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one: above 0 where the prediction promised too much."""
-        return self.predicted_samples_per_s / self.measured_samples_per_s - 1
+        """The median of the rounds' errors."""
+        return statistics.median(self.errors)
 
 
 @dataclass(frozen=True)
@@ -85,55 +103,56 @@ def cases(profile: Profile, subject: Subject, num_processes: int = 2) -> list[Ca
             Case("dp", (), (3,)),
         ]
     cuts = list(dict.fromkeys(cut_at(profile, size, share) for share in _LEFT))
-    middle = cut_at(profile, size)
+    early, middle, late = cuts[1], cut_at(profile, size), cuts[-2]
     return [
         *(Case("pipedream", (cut,), (1, 1)) for cut in cuts),
         *(Case("pipedream", (middle,), (1, 1), depth) for depth in (1, 3)),
         *(Case("gpipe", (cut,), (1, 1), microbatches=4) for cut in (cuts[0], middle, cuts[-1])),
         *(Case("gpipe", (middle,), (1, 1), microbatches=m) for m in (2, 8)),
+        *(Case("gpipe", (cut,), (1, 1), microbatches=m) for cut, m in ((early, 8), (late, 2))),
         *(Case("pipedream-flush", (cut,), (1, 1), microbatches=4) for cut in (cuts[0], middle, cuts[-1])),
         *(Case("pipedream-flush", (middle,), (1, 1), microbatches=m) for m in (2, 8)),
-        Case("dp", (), (2,)),
+        *(Case("pipedream-flush", (cut,), (1, 1), microbatches=m) for cut, m in ((early, 2), (late, 8))),
+        *(Case("dp", (), (2,), accumulate=count) for count in (1, 2, 4)),
+        Case("pipedream-2bw", (middle,), (1, 1), accumulate=2),
+        Case("model", (middle,), (1, 1)),
     ]
 
 
-def sizes(subject: Subject) -> list[int]:
-    """Return the numbers of samples that travel in any case."""
-    return [subject.minibatch_size // microbatches for microbatches in (1, 2, 4, 8)]
-
-
-def predicted_s(
-    subject: Subject,
-    case: Case,
-    profile: Profile,
-    cluster: Cluster,
-    num_minibatches: int,
-    host: HostCosts = NO_HOST_COSTS,
-) -> float:
+def predicted_s(subject: Subject, case: Case, found: Machine, num_minibatches: int) -> float:
     """Return the seconds the simulator gives a segment."""
-    return simulate_segment(make_setup(subject, case, profile, cluster, host), num_minibatches).end_s
+    setup = make_setup(subject, case, found.profile_of(case), found.cluster, found.host)
+    return simulate_segment(setup, num_minibatches).end_s
 
 
 def points(
-    subject: Subject,
-    given: Sequence[Case],
-    profile: Profile,
-    cluster: Cluster,
-    host: HostCosts,
-    environment: Mapping[str, str],
-) -> list[Point]:
-    """Predict every case, then measure all of them in one crew, in turn."""
-    predicted = [predicted_s(subject, case, profile, cluster, NUM_MINIBATCHES, host) for case in given]
-    (level,) = cluster.levels
-    arguments = {
-        "subject": asdict(subject),
-        "given": [asdict(case) for case in given],
-        "profile": write_profile(profile),
-        "link": [level.bandwidth_bytes_per_s, level.latency_s],
-    }
-    measured = crew.run(measure_here, given[0].num_workers, arguments, environment=environment)[0]
+    subject: Subject, num_processes: int, environment: Mapping[str, str], rounds: int = ROUNDS
+) -> tuple[list[Point], Machine]:
+    """Measure the machine, predict every case, then run all of them in one crew, in turn; a few times.
+
+    Returns:
+        The points, and what the machine was like in the first round, which the cuts are from.
+    """
+    given: list[Case] = []
+    machines: list[Machine] = []
+    predicted: list[list[float]] = []
+    measured: list[list[float]] = []
+    for _ in range(rounds):
+        found = machine.measure(subject, num_processes, dict(environment))
+        machines.append(found)
+        given = given or cases(found.profile, subject, num_processes)
+        predicted.append([predicted_s(subject, case, found, NUM_MINIBATCHES) for case in given])
+        (level,) = found.cluster.levels
+        arguments = {
+            "subject": asdict(subject),
+            "given": [asdict(case) for case in given],
+            "profile": write_profile(found.profile),
+            "link": [level.bandwidth_bytes_per_s, level.latency_s],
+        }
+        measured.append(crew.run(measure_here, num_processes, arguments, environment=environment)[0])
     samples = NUM_MINIBATCHES * subject.minibatch_size
-    return [Point(c, samples / p, samples / m) for c, p, m in zip(given, predicted, measured, strict=True)]
+    columns = zip(given, zip(*predicted, strict=True), zip(*measured, strict=True), strict=True)
+    return [Point(c, tuple(samples / s for s in p), tuple(samples / s for s in m)) for c, p, m in columns], machines[0]
 
 
 def measure_here(
@@ -148,10 +167,19 @@ def measure_here(
         case = Case(**{**fields, "starts": tuple(fields["starts"]), "replicas": tuple(fields["replicas"])})
         cluster = Cluster("loopback", "local", None, (Level("machine", case.num_workers, *link),))
         engine = Ours(make_setup(Subject(**subject), case, read_profile(profile), cluster))
-        taken = [crew.together(lambda made=engine: made.train(NUM_MINIBATCHES)).slowest_s for _ in range(1 + ROUNDS)]  # type: ignore[misc]
-        medians.append(statistics.median(taken[1:]))
+        engine.train(_WARM_UP * case.num_workers)
+        taken = [crew.together(lambda made=engine: made.train(NUM_MINIBATCHES)).slowest_s for _ in range(_SEGMENTS)]  # type: ignore[misc]
+        medians.append(statistics.median(taken))
         engine.close()
     return medians
+
+
+def by_mode(found: Sequence[Point]) -> dict[str, list[float]]:
+    """Return the errors of the cases of every mode."""
+    errors: dict[str, list[float]] = {}
+    for point in found:
+        errors.setdefault(point.case.mode, []).append(point.error)
+    return errors
 
 
 def agreement(found: Sequence[Point]) -> Agreement:

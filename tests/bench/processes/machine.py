@@ -1,75 +1,124 @@
-"""What the machine is like with every process busy: the profile and the links that predictions are made from.
+"""What the machine is like with every process busy: what predictions are made from.
 
-Both are measured before anything else is, and never adjusted afterwards.
+All of it is measured before anything else is, and never adjusted afterwards: a profile of every layer, what its layers
+cost in use (`pipebench.engine.practice`, for the model cut where the profile balances, by order of work and number of
+microbatches), a link, and what communication takes of the processors.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import distributed
 
 from pipebench.cluster import Cluster, Level
 from pipebench.distributed.host import host_costs
-from pipebench.distributed.world import current
+from pipebench.distributed.world import World, current
+from pipebench.engine.practice import entries, in_use, mean, practise
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.schema import EngineRecipe
-from pipebench.simulate.costs import HostCosts
+from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from tests.bench.processes import crew
-from tests.bench.processes.subject import OPTIMIZER, Subject
+from tests.bench.processes.subject import OPTIMIZER, Case, Subject, cut_at, make_setup
 from zoo.mnist5k import mnist5k
 
 _SMALL_BYTES, _LARGE_BYTES = 4, 4 << 20
 _TRIPS, _WARM_UPS = 200, 10
-_PASSES = 21
+_PASSES, _SEGMENTS = 7, 3
 _ADDS_UP, _TRIES = 0.1, 3
+_MICROBATCHES = (1, 2, 4, 8)
 
 
-def measure(
-    subject: Subject, num_processes: int, sizes: Sequence[int], environment: dict[str, str] | None = None
-) -> tuple[Profile, Cluster, HostCosts]:
-    """Profile every layer in all processes of a crew at once, what communication costs, and the first two's link.
+@dataclass(frozen=True)
+class Machine:
+    """What was measured.
+
+    Attributes:
+        profile: every layer at every size that travels.
+        in_use: by mode and microbatches, what layers cost under an order of work.
+        cluster: the processes, with the link between two of them.
+        host: what communication takes of their processors.
+    """
+
+    profile: Profile
+    in_use: Mapping[tuple[str, int], Profile]
+    cluster: Cluster
+    host: HostCosts = NO_HOST_COSTS
+
+    def profile_of(self, case: Case) -> Profile:
+        """Return what layers cost in use in a case; of a mode that wasn't practised, 1F1B stands for the order."""
+        known = (case.mode, "pipedream", "pipedream-flush") if case.starts else ("dp",)
+        found = (self.in_use.get((mode, case.microbatches)) for mode in known)
+        return next(filter(None, found), self.profile)
+
+
+def sizes(subject: Subject) -> list[int]:
+    """Return the numbers of samples that travel in any case."""
+    return [subject.minibatch_size // microbatches for microbatches in _MICROBATCHES]
+
+
+def measure(subject: Subject, num_processes: int, environment: dict[str, str] | None = None) -> Machine:
+    """Measure in all processes of a crew at once, and the link between the first two.
 
     Args:
         subject: the model.
         num_processes: as many as a run has.
-        sizes: numbers of samples that travel.
         environment: of the crew.
 
     Returns:
-        The mean of the processes' profiles, the processes as a cluster of one level, and what communication takes of
-        their processors. Taken again, twice at most, when the layers of a profile don't add up to whole steps:
-        something else was running then.
+        What was found, the mean of the processes. Taken again, twice at most, when the layers of the profile don't add
+        up to whole steps: something else was running then.
     """
-    arguments = {"width": subject.width, "minibatch_size": subject.minibatch_size, "sizes": list(sizes)}
+    arguments = {"subject": asdict(subject)}
     for _ in range(_TRIES):
-        found = crew.run(measure_here, num_processes, arguments, environment=environment)
-        profile = mean_profile([read_profile(text) for text, _, _ in found])
+        found = crew.run(measure_here, num_processes, arguments, environment=environment)[0]
+        profile = read_profile(found["profile"])
         if all(abs(ratio - 1) <= _ADDS_UP for ratio in profile.sum_over_whole.values()):
             break
-    _, (bandwidth_bytes_per_s, latency_s), host = found[0]
-    level = Level("machine", num_processes, bandwidth_bytes_per_s, latency_s)
-    return profile, Cluster("loopback", "local", None, (level,)), HostCosts(*host)
+    used = {(mode, microbatches): read_profile(text) for mode, microbatches, text in found["in_use"]}
+    cluster = Cluster("loopback", "local", None, (Level("machine", num_processes, *found["link"]),))
+    return Machine(profile, used, cluster, HostCosts(**found["host"]))
 
 
-def measure_here(width: float, minibatch_size: int, sizes: list[int]) -> tuple[str, tuple[float, float], list[float]]:
-    """Return this process's profile as JSON, (bytes/s, seconds) of a link, and host costs; a job for a crew."""
-    subject = Subject(width, minibatch_size)
-    link = link_between_first_two()
-    distributed.barrier()
-    device = torch.device("cpu")
-    engine = EngineRecipe(threads=1)
-    profile = measured_profile(
-        subject.graph(), mnist5k(), sizes, OPTIMIZER, device, str(subject), _PASSES, engine=engine
-    )
-    distributed.barrier()
+def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
+    """Return what all processes found together, as JSON holds it; a job for a crew."""
+    model = Subject(**subject)
     world = current()
     assert world is not None
-    return write_profile(profile), link, list(asdict(host_costs(world)).values())
+    link = link_between_first_two()
+    world.barrier()
+    mine = measured_profile(
+        model.graph(), mnist5k(), sizes(model), OPTIMIZER, torch.device("cpu"), str(model), _PASSES,
+        engine=EngineRecipe(threads=1),
+    )  # fmt: skip
+    profile = mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
+    return {
+        "profile": write_profile(profile),
+        "in_use": _in_use(model, profile, world),
+        "link": link,
+        "host": asdict(host_costs(world, fetches=True)),
+    }
+
+
+def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str, int, str]]:
+    """Return the profile in use, as JSON, by mode and microbatches."""
+    cluster = Cluster("alone", "local", None, (Level("machine", 2, 1e9, 1e-6),))
+    cut = cut_at(profile, subject.minibatch_size)
+    cases = [Case("dp", (), (2,)), Case("pipedream", (cut,), (1, 1))]
+    cases += [
+        Case(mode, (cut,), (1, 1), microbatches=count)
+        for mode in ("gpipe", "pipedream-flush")
+        for count in _MICROBATCHES[1:]
+    ]
+    setups = [make_setup(subject, case, profile, cluster) for case in cases]
+    everybodys = world.exchange([entries(each) for each in practise(setups, _SEGMENTS, world.barrier)])
+    found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]
+    return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, found, strict=True)]
 
 
 def link_between_first_two() -> tuple[float, float]:

@@ -73,6 +73,7 @@ class Case:
         replicas: of every stage.
         depth: minibatches in flight per input-stage replica; None for the mode's own, or NOAM.
         microbatches: per minibatch.
+        accumulate: minibatches of every replica per update.
     """
 
     mode: str
@@ -80,6 +81,7 @@ class Case:
     replicas: tuple[int, ...]
     depth: int | None = None
     microbatches: int = 1
+    accumulate: int = 1
 
     @property
     def num_workers(self) -> int:
@@ -92,6 +94,7 @@ class Case:
         words += [f"cut {'+'.join(map(str, self.starts))}"] if self.starts else []
         words += [f"depth {self.depth}"] if self.depth else []
         words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        words += [f"{self.accumulate} accumulated"] if self.accumulate > 1 else []
         return ", ".join(words)
 
 
@@ -113,6 +116,7 @@ def make_setup(
         row.flush,
         case.depth or row.depth or noam(plan.replicas),
         case.microbatches,
+        case.accumulate,
         loads=(0,),
         weights=row.weights,
     )

@@ -1,0 +1,308 @@
+"""A practice: every worker's list, alone, so that a profile knows what layers cost in use.
+
+A profile times layers one by one, and the optimizer again and again. In use the engine is around them (its own Python,
+gradients that are added up, a stage's graph instead of a user's module), minibatches are in flight, forwards find other
+things in the caches than backwards, and an update neither its parameters nor its gradients: on CPUs that one takes
+twice as long as steps that follow each other. So workers play their own lists for a few minibatches, one after the
+other, and wait for nobody: what others would send is copied from what their own practice sent, gradients are zeros.
+What their instructions take is what the layers of a stage come to; the profile says how that is shared out among them.
+
+Nothing of it is kept: workers compute on copies.
+"""
+
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pipebench.engine.feed import Feed
+from pipebench.engine.server import Pulled
+from pipebench.engine.setup import Setup
+from pipebench.engine.worker import Worker, training_feed
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.modes import KEEP
+from pipebench.schedule.programs import programs
+from pipebench.simulate.timeline import GRADIENT
+
+_PERIODS = 2  # of a segment, after as many minibatches as are in flight
+_TIMED = (Op.LOAD_INPUT, Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.UPDATE)
+
+
+class Key(NamedTuple):
+    """What is timed: an instruction of a stage, with so many samples (0 for an update)."""
+
+    op: Op
+    stage: int
+    num_samples: int
+
+
+Practised = Mapping[Key, float]  # seconds
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What an optimizer step of a stage updates, and what that takes."""
+
+    num_bytes: int
+    seconds: float
+
+
+def practise(
+    setups: Sequence[Setup],
+    segments: int,
+    wait_for_others: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Practised]:
+    """Play training on copies of the model; return the seconds of every setup's instructions.
+
+    Of each the mean in a segment, since a run's seconds are a sum, and the median of the segments.
+
+    Args:
+        setups: what to play, in turns; every stage by its first replica.
+        segments: of each setup, that are timed, after one that isn't.
+        wait_for_others: called before every segment, so that processes which practise at once all compute all the time.
+        clock: seconds.
+    """
+    taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]
+    with torch.random.fork_rng([]):
+        practices = [_Practice(_keeping(setup)) for setup in setups]
+        for segment in range(1 + segments):
+            for practice, seconds in zip(practices, taken, strict=True):
+                wait_for_others()
+                found = practice.play(clock)
+                for key, each in found.items() if segment > 0 else ():
+                    seconds[key].append(each)
+    return [{key: statistics.median(each) for key, each in seconds.items()} for seconds in taken]
+
+
+def entries(practised: Practised) -> list[list[Any]]:
+    """Return what a practice has found as JSON holds it, for `mean`."""
+    return [[key.op.name, key.stage, key.num_samples, seconds] for key, seconds in practised.items()]
+
+
+def mean(found: Sequence[Sequence[Sequence[Any]]]) -> Practised:
+    """Return the mean of what several processes found at the same time: each is as slow as the others make it."""
+    seconds: dict[Key, list[float]] = defaultdict(list)
+    for process in found:
+        for op, stage, num_samples, taken_s in process:
+            seconds[Key(Op[op], stage, num_samples)].append(taken_s)
+    return {key: statistics.fmean(each) for key, each in seconds.items()}
+
+
+def in_use(profile: Profile, setup: Setup, practised: Practised) -> Profile:
+    """Return a profile whose layers, stage by stage, add up to what a practice has found.
+
+    Sizes that were not practised change like the nearest that was.
+
+    Args:
+        profile: layer costs at every size that travels.
+        setup: what was practised; its plan's stages are.
+        practised: what `practise` returned of it.
+    """
+    sizes = sorted({key.num_samples for key in practised if key.op is Op.FORWARD})
+    bounds = [range(stage.start, stage.stop) for stage in setup.plan.stages]
+    bounds[-1] = range(bounds[-1].start, bounds[-1].stop + 1)  # the loss is the last stage's
+
+    def scaled(size: int) -> tuple[LayerProfile, ...]:
+        near, rows = min(sizes, key=lambda other: abs(other - size)), profile.layers[size]
+        return tuple(
+            _scaled(rows[i], ratios)
+            for stage, indices in enumerate(bounds)
+            for ratios in [_ratios([profile.layers[near][i] for i in indices], practised, stage, near)]
+            for i in indices
+        )
+
+    layers = {size: scaled(size) for size in profile.layers}
+    loads = {key.num_samples: seconds for key, seconds in practised.items() if key.op is Op.LOAD_INPUT}
+    loads = loads if fetches_itself(setup) else {}  # else it is a wait for what is fetched ahead
+    rows = profile.layers[sizes[0]]
+    stages = [(_trained_bytes(rows, indices), Key(Op.UPDATE, stage, 0)) for stage, indices in enumerate(bounds)]
+    steps = [Stepped(num_bytes, practised[key]) for num_bytes, key in stages if num_bytes and key in practised]
+    floor_s, s_per_byte = update_costs(steps)
+    before_s, after_s = (sum(map(_seconds, each[sizes[-1]])) for each in (profile.layers, layers))
+    return replace(
+        profile,
+        note=f"{profile.note}; in use {after_s / before_s:.3f} of that at {sizes[-1]} samples",
+        layers=layers,
+        load_s={**profile.load_s, **loads},
+        update_floor_s=floor_s,
+        update_s_per_byte=s_per_byte,
+    )
+
+
+def fetches_itself(setup: Setup) -> bool:
+    """Return whether a worker fetches its inputs when it wants them, since no other process fetches them ahead."""
+    return setup.dataset.loader_processes == 0
+
+
+def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
+    """Return the seconds of an update that it takes at least, and those per byte, as stages of different size show.
+
+    The line through what they took, by least squares; through 0 where it would begin below, level where it would fall.
+    """
+    if not steps:
+        return 0.0, 0.0
+    mean_bytes = statistics.fmean(step.num_bytes for step in steps)
+    mean_s = statistics.fmean(step.seconds for step in steps)
+    spread = sum((step.num_bytes - mean_bytes) ** 2 for step in steps)
+    slope = sum((step.num_bytes - mean_bytes) * (step.seconds - mean_s) for step in steps) / spread if spread else 0.0
+    if slope < 0:
+        return mean_s, 0.0
+    floor_s = mean_s - slope * mean_bytes
+    if spread and floor_s >= 0:
+        return floor_s, slope
+    return 0.0, sum(step.num_bytes * step.seconds for step in steps) / sum(step.num_bytes**2 for step in steps)
+
+
+class _Practice:
+    """The workers of a setup, those of every stage's first replica, and what they would send each other.
+
+    Args:
+        setup: what they practise.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        pipeline = setup.pipeline
+        self._indices = sorted({pipeline.worker(stage, 0) for stage in range(pipeline.num_stages)})
+        self._workers = [Worker(setup, index) for index in self._indices]
+        self._others = _Others()
+        sampler = setup.sampler
+        whole = [k for k in range(sampler.minibatches_per_epoch) if sampler.size(k) == sampler.size(0)]
+        wanted = _PERIODS * pipeline.period + pipeline.depth * pipeline.replicas[0]
+        self._num_minibatches = min(wanted, len(whole))
+
+    def play(self, clock: Callable[[], float]) -> dict[Key, float]:
+        """Play the first minibatches through; return what instructions took, the mean.
+
+        A worker plays its list to the end, but for the first time: then it may have to wait for what to copy.
+        """
+        count, others = self._num_minibatches, self._others
+        feed, divisors = training_feed(self._setup, 0, count)
+        others.feed = feed
+        lists = programs(self._setup.pipeline, count)
+        playing = {worker: deque(lists[index]) for index, worker in zip(self._indices, self._workers, strict=True)}
+        found: dict[Key, list[float]] = defaultdict(list)
+        try:
+            for worker in playing:
+                worker.begin_training(feed, 0, count, divisors)
+            while any(playing.values()):
+                for worker, program in playing.items():
+                    while program and others.can_hear(program[0]):
+                        it = program.popleft()
+                        started_s = clock()
+                        worker.execute(it, others, others)
+                        seconds = clock() - started_s
+                        if it.op in _TIMED:
+                            size = 0 if it.op is Op.UPDATE else feed.size(it.number)
+                            found[Key(it.op, it.stage, size)].append(seconds)
+        finally:
+            feed.close()
+        return {key: statistics.fmean(each) for key, each in found.items()}
+
+
+class _Others:
+    """What a worker would hear of others: activations as they were sent last, gradients of zeros, sums of its own.
+
+    Attributes:
+        feed: says how large units are.
+    """
+
+    feed: Feed
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int, int], Any] = {}
+        self._gradients: list[torch.Tensor | None] = []
+
+    def can_hear(self, it: Instruction) -> bool:
+        """Return whether there is something to copy for an instruction that receives."""
+        size = self.feed.size(it.number) if it.op is Op.RECEIVE_ACTIVATION else 0
+        return size == 0 or (it.peer, it.stage, size) in self._sent
+
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Keep a copy of what a stage reads; gradients are of no use."""
+        key = (source, target, self.feed.size(unit))
+        if kind != GRADIENT and key not in self._sent:
+            self._sent[key] = pytree.tree_map(_copied, values)
+
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Return what the other stage sent, or a gradient of zeros for what this one did."""
+        size = self.feed.size(unit)
+        if kind != GRADIENT:
+            return pytree.tree_map(_copied, self._sent[source, target, size])
+        leaves = {layer: pytree.tree_leaves(value) for layer, value in self._sent[target, source, size].items()}
+        return {
+            layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            for layer, found in leaves.items()
+        }
+
+    def on_gradient(self, stage: int) -> None:
+        """Nobody takes gradients one by one."""
+
+    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep a round's gradients."""
+        self._gradients = list(gradients)
+
+    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return a round's gradients."""
+        return self._gradients
+
+    def norm(self, round_index: int) -> torch.Tensor:
+        """Return a norm that clips nothing away."""
+        return torch.zeros(())
+
+    def push(self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[Any]) -> None:
+        """No server applies it."""
+
+    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
+        """Nothing has changed."""
+        return Pulled(0, None)
+
+
+class _Ratios(NamedTuple):
+    """Seconds in use over seconds in the profile, of a stage's layers."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def _ratios(rows: Sequence[LayerProfile], practised: Practised, stage: int, num_samples: int) -> _Ratios:
+    def ratio(profiled_s: float, *ops: Op) -> float:
+        found_s = sum(practised.get(Key(op, stage, num_samples), 0.0) for op in ops)
+        return found_s / profiled_s if found_s > 0 and profiled_s > 0 else 1.0
+
+    backward = ratio(sum(row.backward_s for row in rows), Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    is_split = Key(Op.BACKWARD_WEIGHT, stage, num_samples) in practised
+    weight = ratio(sum(row.weight_s for row in rows), Op.BACKWARD_WEIGHT) if is_split else backward
+    return _Ratios(ratio(sum(row.forward_s for row in rows), Op.FORWARD), backward, weight)
+
+
+def _scaled(row: LayerProfile, ratios: _Ratios) -> LayerProfile:
+    backward_s = row.backward_s * ratios.backward
+    weight_s = min(row.weight_s * ratios.weight, backward_s)
+    return replace(row, forward_s=row.forward_s * ratios.forward, backward_s=backward_s, weight_s=weight_s)
+
+
+def _seconds(row: LayerProfile) -> float:
+    return row.forward_s + row.backward_s
+
+
+def _trained_bytes(rows: Sequence[LayerProfile], indices: range) -> int:
+    return sum({name: size for i in indices for name, size in rows[i].parameter_sizes.items()}.values())
+
+
+def _keeping(setup: Setup) -> Setup:
+    """Return a setup that recomputes nothing: what that takes is known from the forwards."""
+    stages = tuple(replace(stage, memory=(KEEP,) * len(stage.memory)) for stage in setup.plan.stages)
+    return replace(setup, plan=replace(setup.plan, stages=stages))
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,54 @@
+"""What `pipebench lab` does, from loaded recipes to the report; it ends tidily whatever signal asks it to."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from pipebench.errors import UserError, printable
+from pipebench.lab.findings import Case, Options
+from pipebench.lab.hosts import Lab, ended_by_signals
+from pipebench.lab.report import write_report
+from pipebench.lab.study import Study
+from pipebench.lab.trials import cluster_words
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.preflight_all import preflight_all
+from pipebench.run.suite import suite_name
+from pipebench.tracking import require_writable
+
+_USUAL_LATENCY_S = 3e-5  # until it is measured: recipes are checked before there is a lab
+
+
+def run_lab(load: Callable[[Sequence[str]], list[LoadedRecipe]], overrides: Sequence[str], options: Options) -> int:
+    """Make a lab, study the recipes in it, write the report, and remove the lab.
+
+    Args:
+        load: returns the recipes under more overrides.
+        overrides: the user's own.
+        options: what is asked for.
+
+    Returns:
+        0; that a target was missed is a finding.
+
+    Raises:
+        UserError: a recipe can't be run in a lab, or nothing can be written.
+        WorkersFailedError: a run ended without a result; why has been said.
+    """
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        words = cluster_words(options, min(options.bandwidths), _USUAL_LATENCY_S)
+    except OSError as error:
+        raise UserError(f"--out: {options.folder} can't be written: {error.strerror}") from error
+    require_writable()
+    loaded = load(words)
+    preflight_all(loaded)
+    cases = [
+        Case(each.run_name, each.path.absolute(), (*overrides, *each.words), each.recipe.parallelism.mode)
+        for each in loaded
+    ]
+    with ended_by_signals(), Lab(options.num_hosts) as lab:
+        found = Study(lab, cases, options, suite_name(loaded), _say).run()
+    write_report(found, _say)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"pipebench: {printable(text)}", file=sys.stderr, flush=True)

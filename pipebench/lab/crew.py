@@ -1,0 +1,92 @@
+"""Training processes across a lab's hosts: torchrun on every one of them, as across hosts of a cluster."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from pipebench.distributed.launch import worker_settings
+from pipebench.lab import wires
+from pipebench.lab.hosts import Lab, environment
+
+_PORT = 29500  # every host has ports of its own
+# Once one host's processes have failed the others end by themselves, or are ended.
+_CLOSING_S, _POLL_S = 30.0, 0.05
+
+
+def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[str]) -> list[str]:
+    """Return torchrun's command on a host.
+
+    Args:
+        num_hosts: of the lab.
+        workers_per_host: processes to start there.
+        index: the host.
+        words: module and arguments of every process.
+    """
+    first = wires.address(0)
+    # A host with a name of its own can't tell whether the endpoint is its address: no name server knows it.
+    is_first = f"is_host={int(index == 0)}"
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(num_hosts), "--nproc-per-node", str(workers_per_host)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{_PORT}", "--rdzv-id", "lab", "--rdzv-conf", is_first),
+        *("--local-addr", wires.address(index), "-m", *words),
+    ]
+
+
+def start(
+    lab: Lab, workers_per_host: int, words: Sequence[str], logs: Sequence[int | IO[str]]
+) -> list["subprocess.Popen[str]"]:
+    """Start torchrun on every host.
+
+    Args:
+        lab: the hosts.
+        workers_per_host: processes on each.
+        words: module and arguments of every process.
+        logs: where what each host's processes say goes.
+    """
+    settings = {**os.environ, **worker_settings(lab.num_hosts * workers_per_host), "PYTHONUNBUFFERED": "1"}
+    return [
+        lab.start(
+            index, torchrun(lab.num_hosts, workers_per_host, index, words), env=environment(index, settings),
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        )
+        for index, log in enumerate(logs)
+    ]  # fmt: skip
+
+
+def run(lab: Lab, workers_per_host: int, words: Sequence[str], log: Path) -> int:
+    """Run processes on every host to their end; return torchrun's worst exit code.
+
+    Args:
+        lab: the hosts.
+        workers_per_host: processes on each.
+        words: module and arguments of every process.
+        log: the file that takes what host 0 says; the others' stand beside it.
+    """
+    paths = [log, *(log.with_suffix(f".host{index}.log") for index in range(1, lab.num_hosts))]
+    files = [path.open("w") for path in paths]
+    agents: list[subprocess.Popen[str]] = []
+    try:
+        agents = start(lab, workers_per_host, words, files)
+        until_s = float("inf")
+        while None in (codes := [agent.poll() for agent in agents]):
+            if any(codes):
+                until_s = min(until_s, time.monotonic() + _CLOSING_S)
+            if time.monotonic() > until_s:
+                break
+            time.sleep(_POLL_S)
+        return max(abs(code) for code in codes if code is not None)
+    finally:
+        for agent in agents:
+            agent.terminate()
+            try:
+                agent.wait(_CLOSING_S)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+        for file in files:
+            file.close()

@@ -1,0 +1,226 @@
+"""A lab while it is there: hosts and wires that exist between `with` and its end, however that comes.
+
+Three things remove a lab: the end of `with`; a watcher process, when its owner dies without it; and, should both have
+been killed, the next lab, which knows by the names whose owner is gone.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+from pipebench.distributed import launch_child
+from pipebench.errors import PipebenchError, UserError
+from pipebench.lab import inside, watcher, wires
+from pipebench.lab.names import host_name, lab_name, left_behind, namespaces, this_process
+
+_NUMBERS = itertools.count()
+_TOOLS = ("ip", "tc")
+# Of every host: Reno is in every kernel, and where nothing is dropped it sends as much as the wire takes; without IPv6
+# nobody but the training talks.
+_SETTINGS = {
+    "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
+    "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1",
+}
+_SET = "import sys\nfor path, value in zip(sys.argv[1::2], sys.argv[2::2]):\n    open(path, 'w').write(value)"
+
+
+class LabError(PipebenchError, RuntimeError):
+    """A command that makes or changes the lab failed."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What passed an interface since it was made, both ways, Ethernet headers included.
+
+    What is sent in one piece counts its headers once, however many frames it would be on a cable.
+
+    Attributes:
+        sent_bytes: by its host.
+        sent_packets: likewise.
+        received_bytes: by its host.
+        received_packets: likewise.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
+
+    def __sub__(self, other: "Counters") -> "Counters":
+        return Counters(
+            self.sent_bytes - other.sent_bytes,
+            self.sent_packets - other.sent_packets,
+            self.received_bytes - other.received_bytes,
+            self.received_packets - other.received_packets,
+        )
+
+
+def why_not() -> str:
+    """Return why there can be no lab here, in one sentence; "" if there can."""
+    if sys.platform != "linux":
+        return f"a lab needs the network namespaces of Linux, and this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "a lab needs root, which alone may make network namespaces; try sudo, or a container with --privileged"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"a lab needs {' and '.join(missing)} of iproute2, which isn't there: install the package iproute2"
+    return ""
+
+
+def clean() -> list[str]:
+    """Remove what labs have left whose owners are gone; return the names of the namespaces."""
+    there = sorted(os.listdir(watcher.NETNS)) if watcher.NETNS.is_dir() else []
+    return watcher.remove(left_behind(there))
+
+
+class Lab:
+    """Hosts joined by wires, as a context manager.
+
+    Args:
+        num_hosts: two or more.
+
+    Attributes:
+        name: what the names of its namespaces begin with.
+        num_hosts: how many hosts there are.
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        self.num_hosts = num_hosts
+        self.name = lab_name(this_process(), next(_NUMBERS))
+        self._limited = False
+
+    def __enter__(self) -> Self:
+        """Make hosts and wires, without limits.
+
+        Raises:
+            UserError: there can be no lab here.
+            LabError: the kernel refuses a part of it.
+        """
+        refused = why_not()
+        if refused:
+            raise UserError(refused)
+        clean()
+        names = namespaces(self.name, self.num_hosts)
+        command = [sys.executable, "-I", "-S", watcher.__file__, *names]
+        self._watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self._watcher.stdout is not None
+        self._watcher.stdout.readline()  # from here on, it is on guard
+        try:
+            _execute(wires.building(self.name, self.num_hosts))
+            for index in range(self.num_hosts):
+                words = [word for setting in _SETTINGS.items() for word in setting]
+                subprocess.run([*self._entering(index), sys.executable, "-I", "-S", "-c", _SET, *words], check=True)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove everything, and end what still runs there."""
+        self.close()
+
+    def close(self) -> None:
+        """Remove everything, and end what still runs there."""
+        watcher.remove(namespaces(self.name, self.num_hosts))
+        self._watcher.communicate()
+
+    def limit(self, bandwidth_bytes_per_s: float) -> None:
+        """Give every wire a bandwidth, each way; while something runs, too.
+
+        Raises:
+            LabError: the kernel refuses it.
+        """
+        for index in range(self.num_hosts):
+            self.limit_host(index, bandwidth_bytes_per_s)
+
+    def limit_host(self, index: int, bandwidth_bytes_per_s: float) -> None:
+        """Give one host's wire a bandwidth, each way."""
+        _execute(wires.limiting(self.name, self.num_hosts, index, bandwidth_bytes_per_s))
+        self._limited = True
+
+    def unlimit(self) -> None:
+        """Take the limits of all wires away, if there are any."""
+        if self._limited:
+            hosts = range(1 if self.num_hosts == 2 else self.num_hosts)  # two hosts share a wire
+            for index in hosts:
+                _execute(wires.unlimiting(self.name, self.num_hosts, index))
+        self._limited = False
+
+    def unplug(self, index: int) -> None:
+        """Let nothing pass a host's wire any more; nobody is told."""
+        _execute(wires.switching(self.name, index, "down"))
+
+    def plug(self, index: int) -> None:
+        """Let things pass an unplugged wire again."""
+        _execute(wires.switching(self.name, index, "up"))
+
+    def destroy(self, index: int) -> None:
+        """Take a host away, with all that runs on it: its wire first, so that it says no last word."""
+        self.unplug(index)
+        watcher.remove([f"{self.name}-{host_name(index)}"])
+
+    def counters(self, index: int) -> Counters:
+        """Return what has passed a host's interface."""
+        shown = _execute([("ip", "-n", f"{self.name}-{host_name(index)}", "-s", "-j", "link", "show", wires.INTERFACE)])
+        rows: list[dict[str, Any]] = json.loads(shown)
+        sent, received = rows[0]["stats64"]["tx"], rows[0]["stats64"]["rx"]
+        return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
+
+    def start(self, index: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
+        """Start a process on a host; it ends with this one at the latest.
+
+        Args:
+            index: the host.
+            command: program and arguments.
+            options: of `subprocess.Popen`.
+        """
+        child = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid())]
+        return subprocess.Popen(
+            [*child, *self._entering(index), *command], text=True, start_new_session=True, **options
+        )
+
+    def _entering(self, index: int) -> list[str]:
+        host = host_name(index)
+        return [sys.executable, "-I", "-S", inside.__file__, f"{self.name}-{host}", host]
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP do what Ctrl-C does: unwind, and so remove the lab."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _execute(commands: Sequence[wires.Command]) -> str:
+    """Run commands one after another; return what the last one printed."""
+    said = ""
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise LabError(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        said = done.stdout
+    return said
+
+
+def environment(index: int, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of training processes on a host: they talk by its one interface."""
+    return {**base, "GLOO_SOCKET_IFNAME": wires.INTERFACE, "NCCL_SOCKET_IFNAME": wires.INTERFACE}

@@ -1,0 +1,70 @@
+"""Measures what a lab's predictions are made of, in as many processes at once as the runs have: layers, host costs.
+
+A process of torchrun's: `python -m pipebench.lab.measuring FOLDER`. The wires are unlimited then, so what messages take
+of the processors is measured, not what they wait for the wire. FOLDER/recipes.json lists the recipes; a profile of each
+is written there, and `measured.json`, which says whose is which.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from pipebench.distributed.launch_worker import worker_main
+from pipebench.distributed.world import World, join
+from pipebench.model.device import torch_settings
+from pipebench.profile.stored import read_profile, write_profile
+from pipebench.recipe.load import LoadedRecipe, load
+from pipebench.run.deciding import decision_of, parse_decided_plan, prepare_job
+from pipebench.run.processes import prepared_together
+from pipebench.train.prepare import Decision, Job
+
+RECIPES, MEASURED = "recipes.json", "measured.json"
+
+
+def work(folder: Path) -> None:
+    """Measure, and write on rank 0; all processes call it.
+
+    Args:
+        folder: where the recipes are listed, and what is measured is written.
+    """
+    listed = json.loads((folder / RECIPES).read_text())
+    recipes = {name: load(path, words) for name, (path, words) in listed.items()}
+    engine = next(iter(recipes.values())).recipe.engine
+    world = join(engine.device, limit_s=engine.join_limit_s)
+    named: dict[str, str] = {}
+    of_cause: dict[str, str] = {}
+    with torch_settings(engine):
+        for name, loaded in recipes.items():
+            cause = _cause(loaded)
+            if cause not in of_cause:
+                of_cause[cause] = f"profile-{len(of_cause)}.json"
+                job = _measured(loaded, world)
+                if world.rank == 0:
+                    (folder / of_cause[cause]).write_text(write_profile(job.profile))
+            named[name] = of_cause[cause]
+    if world.rank == 0:
+        (folder / MEASURED).write_text(json.dumps({"profiles": named, "host": asdict(job.setup.costs.host)}))
+    world.close()
+
+
+def _measured(loaded: LoadedRecipe, world: World) -> Job:
+    """Prepare a recipe as a run of it would, by what rank 0 decides."""
+    texts = ["", ""]
+    if world.rank == 0:
+        decision = decision_of(prepare_job(loaded, trains=False))
+        texts = [decision.plan.text(), write_profile(decision.profile)]
+    plan, profile = world.exchange(texts)[0]
+    return prepared_together(loaded, Decision(parse_decided_plan(plan, "the plan"), read_profile(profile), "it"), world)
+
+
+def _cause(loaded: LoadedRecipe) -> str:
+    """Return all that a profile of a recipe depends on: recipes that differ in nothing else share one."""
+    recipe = loaded.recipe
+    train, parallelism = recipe.train, recipe.parallelism
+    parts = (recipe.model, recipe.dataset, train.minibatch_size, train.streams, train.precision, train.optimizer.name)
+    return repr((*parts, train.optimizer.target, parallelism.microbatches))
+
+
+if __name__ == "__main__":
+    worker_main(lambda: work(Path(sys.argv[1])))

@@ -1,0 +1,78 @@
+"""Names of a lab's network namespaces: they say which process owns them, so that nobody else's is ever touched.
+
+A process id comes back one day; together with the moment the process began, in the kernel's ticks, it doesn't.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+SWITCH = "switch"
+_NAME = re.compile(
+    r"pipebench-lab-(?P<pid>[0-9]+)\.(?P<ticks>[0-9]+)\.(?P<number>[0-9]+)-(host[0-9]+|switch)", re.ASCII
+)
+_STARTTIME = 22 - 3  # of /proc/PID/stat, whose third field is the first behind the command's name
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that has labs.
+
+    Attributes:
+        pid: its id.
+        ticks: when it began, in the kernel's ticks since boot.
+    """
+
+    pid: int
+    ticks: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether that process, and not a later one of its id, is there."""
+        return begun_ticks(self.pid) == self.ticks
+
+
+def this_process() -> Owner:
+    """Return this process as an owner."""
+    ticks = begun_ticks(os.getpid())
+    assert ticks is not None
+    return Owner(os.getpid(), ticks)
+
+
+def begun_ticks(pid: int) -> int | None:
+    """Return when a process began, in ticks since boot; None if it isn't there, or has only not been waited for."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # a command's name may hold blanks and brackets
+    return None if state in "ZX" else int(fields[_STARTTIME - 1])
+
+
+def lab_name(owner: Owner, number: int) -> str:
+    """Return what the names of a lab's namespaces begin with.
+
+    Args:
+        owner: whose lab it is.
+        number: tells the labs of one owner apart.
+    """
+    return f"pipebench-lab-{owner.pid}.{owner.ticks}.{number}"
+
+
+def host_name(index: int) -> str:
+    """Return a host's name inside its lab."""
+    return f"host{index}"
+
+
+def namespaces(lab: str, num_hosts: int) -> list[str]:
+    """Return the names of all namespaces of a lab: one per host, and one for the switch that joins more than two."""
+    inside = [host_name(index) for index in range(num_hosts)] + ([SWITCH] if num_hosts > 2 else [])
+    return [f"{lab}-{name}" for name in inside]
+
+
+def left_behind(names: Iterable[str]) -> list[str]:
+    """Return those of some namespaces that belong to labs whose owner is gone."""
+    owned = ((name, _NAME.fullmatch(name)) for name in names)
+    return [name for name, match in owned if match and not Owner(int(match["pid"]), int(match["ticks"])).is_alive]

@@ -1,0 +1,75 @@
+"""The lab's picture: throughput and time to accuracy against bandwidth, predicted as lines, measured as points."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pipebench.lab.findings import Findings, Run, label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vP*"
+
+
+def draw(found: Findings, path: str | os.PathLike[str]) -> None:
+    """Write the picture as PNG."""
+    figure(found).savefig(path, dpi=110)
+
+
+def figure(found: Findings) -> "Figure":
+    """Return the picture: one panel, or two where a target is set."""
+    from matplotlib.figure import Figure
+
+    has_target = any(run.time_to_accuracy_s is not None for run in found.runs)
+    made = Figure(figsize=(11.0 if has_target else 6.5, 4.6), layout="constrained")
+    panels = made.subplots(1, 2 if has_target else 1, squeeze=False)[0]
+    _throughput(panels[0], found)
+    if has_target:
+        _time_to_accuracy(panels[1], found)
+    for axes in panels:
+        axes.set_xscale("log")
+        ticks = sorted({run.bandwidth_bytes_per_s for run in found.runs})
+        axes.set_xticks(ticks, [label(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("bandwidth of every host's wire")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False, title="lines predicted, points measured")
+    return made
+
+
+def _throughput(axes: "Axes", found: Findings) -> None:
+    for index, case in enumerate(found.cases):
+        curve = found.curves[case.name]
+        colour = _COLOURS[index % len(_COLOURS)]
+        axes.plot([at for at, _ in curve], [each.throughput_samples_per_s for _, each in curve], color=colour)
+        runs = [run for run in (*found.runs, *found.climbed) if run.case == case]
+        _points(axes, runs, index, lambda run: run.throughput_samples_per_s, case.name)
+    if found.crossing is not None:
+        axes.axvline(found.crossing.bandwidth_bytes_per_s, color="#999999", linestyle=":")
+    axes.set_ylabel("samples/s in training")
+    axes.set_ylim(bottom=0)
+
+
+def _time_to_accuracy(axes: "Axes", found: Findings) -> None:
+    for index, case in enumerate(found.cases):
+        runs = [run for run in found.runs if run.case == case]
+        predicted = [(run.bandwidth_bytes_per_s, run.predicted_time_to_accuracy_s) for run in runs]
+        line = [(at, wanted) for at, wanted in predicted if wanted is not None]
+        axes.plot([at for at, _ in line], [wanted for _, wanted in line], color=_COLOURS[index % len(_COLOURS)])
+        _points(axes, runs, index, lambda run: run.time_to_accuracy_s, case.name)
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds to the target accuracy")
+
+
+def _points(axes: "Axes", runs: Sequence[Run], index: int, value: Callable[[Run], float | None], name: str) -> None:
+    found = [(run.bandwidth_bytes_per_s, value(run)) for run in runs]
+    there = [(at, each) for at, each in found if each is not None]
+    axes.plot(
+        [at for at, _ in there], [each for _, each in there], linestyle="none", marker=_MARKERS[index % len(_MARKERS)],
+        color=_COLOURS[index % len(_COLOURS)], label=name,
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""What the simulator says of a recipe at any bandwidth of a lab's wires, from what was measured before on this host."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipebench.errors import UserError
+from pipebench.lab.measuring import MEASURED
+from pipebench.profile.stored import read_profile
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.deciding import decision_of, prepare_job
+from pipebench.simulate.costs import HostCosts
+from pipebench.train.prepare import Job
+from pipebench.train.simulated import predicted_metrics
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What is predicted of a recipe at a bandwidth.
+
+    Attributes:
+        plan: the plan in the papers' notation.
+        num_stages: of the plan.
+        throughput_samples_per_s: in training.
+        epoch_time_s: seconds of an epoch's training.
+        comm_bytes_per_sample: payload.
+    """
+
+    plan: str
+    num_stages: int
+    throughput_samples_per_s: float
+    epoch_time_s: float
+    comm_bytes_per_sample: float
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a recipe gets to its target, which no bandwidth changes: both engines end with the same weights.
+
+    Attributes:
+        epochs_to_target: from the virtual engine's training; None: it didn't get there.
+        evaluation_time_s: seconds of evaluation until there, on the virtual clock.
+    """
+
+    epochs_to_target: float | None
+    evaluation_time_s: float
+
+    def time_to_accuracy_s(self, predicted: Predicted) -> float | None:
+        """Return the predicted time to the target."""
+        if self.epochs_to_target is None:
+            return None
+        return self.epochs_to_target * predicted.epoch_time_s + self.evaluation_time_s
+
+
+class Predictor:
+    """Predicts recipes; what it found once it remembers.
+
+    Args:
+        recipes: by name, each with the profile's file as its `engine.timing`, on the lab's cluster at any bandwidth.
+        host: what communication takes of the processors.
+    """
+
+    def __init__(self, recipes: dict[str, LoadedRecipe], host: HostCosts) -> None:
+        self._recipes = recipes
+        self._host = host
+        self._found: dict[tuple[str, float], Predicted] = {}
+
+    def predict(self, name: str, bandwidth_bytes_per_s: float) -> Predicted:
+        """Return what a recipe is predicted to do at a bandwidth.
+
+        Raises:
+            UserError: its plan has another number of workers than the lab.
+        """
+        key = (name, bandwidth_bytes_per_s)
+        if key not in self._found:
+            self._found[key] = self._predicted(self._recipes[name], bandwidth_bytes_per_s)
+        return self._found[key]
+
+    def _predicted(self, loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Predicted:
+        job = at_bandwidth(loaded, bandwidth_bytes_per_s)
+        setup = replace(job.setup, costs=replace(job.setup.costs, host=self._host))
+        metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch)
+        return Predicted(
+            str(setup.plan), len(setup.plan.stages), metrics["throughput_samples_per_s"], metrics["epoch_time_s"],
+            metrics["comm_bytes_per_sample"],
+        )  # fmt: skip
+
+
+def at_bandwidth(loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Job:
+    """Prepare a recipe, without weights, as it would run with wires of another bandwidth.
+
+    Raises:
+        UserError: its plan has another number of workers than the cluster.
+    """
+    cluster = loaded.cluster
+    wires = replace(cluster.levels[-1], bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    job = prepare_job(replace(loaded, cluster=replace(cluster, levels=(*cluster.levels[:-1], wires))), trains=False)
+    workers = sum(decision_of(job).plan.replicas)
+    if workers != cluster.num_workers:
+        raise UserError(
+            f"{loaded.source}: parallelism.plan: {job.setup.plan} has {workers} workers, and the lab has "
+            f"{cluster.num_workers}: choose --hosts and --workers-per-host so that their product is {workers}"
+        )
+    return job
+
+
+def read_measured(folder: Path) -> tuple[dict[str, Path], HostCosts]:
+    """Return what `measuring` wrote: the profile's file of every recipe, and the host's costs."""
+    data = json.loads((folder / MEASURED).read_text())
+    for file in set(data["profiles"].values()):
+        read_profile((folder / file).read_text())
+    return {name: folder / file for name, file in data["profiles"].items()}, HostCosts(**data["host"])

@@ -1,0 +1,123 @@
+"""What is tried in a lab: plain sockets, the measuring of profiles, and training; each with its bytes and its log."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipebench.errors import PipebenchError, WorkersFailedError, printable_lines
+from pipebench.lab import crew, probe, wires
+from pipebench.lab.cluster_file import LEVEL, cluster_text
+from pipebench.lab.findings import Case, Options, Passed, Wire, label
+from pipebench.lab.hosts import Lab
+from pipebench.run.folder import RUNS, RunFolder
+from pipebench.train.result import RunResult
+
+_PROBED_S = 0.5  # how long a wire is tried
+_FASTEST_BYTES_PER_S = 1.25e9  # a share of what kernels copy from process to process
+_TAIL_LINES = 20
+_FAILED = 3
+
+
+class Trials:
+    """Tries things in a lab that is there.
+
+    Args:
+        lab: the hosts.
+        options: what is asked for.
+        say: prints a line about what goes on.
+
+    Attributes:
+        free: the wires without a limit.
+    """
+
+    def __init__(self, lab: Lab, options: Options, say: Callable[[str], None]) -> None:
+        self._lab, self._options, self._say = lab, options, say
+        self.free = self._probed(None)
+
+    def limit(self, bandwidth_bytes_per_s: float) -> Wire:
+        """Limit the wires, and try one with plain sockets."""
+        self._lab.limit(bandwidth_bytes_per_s)
+        return self._probed(bandwidth_bytes_per_s)
+
+    def overrides(self, bandwidth_bytes_per_s: float) -> list[str]:
+        """Return words of a command line that put a recipe onto the lab's cluster; writes its file."""
+        return cluster_words(self._options, bandwidth_bytes_per_s, self.free.latency_s)
+
+    def measure(self, module: str, folder: Path) -> None:
+        """Have processes on all hosts, as many as runs have, measure what goes into predictions.
+
+        Raises:
+            WorkersFailedError: they can't; why has been said.
+        """
+        self._crew([module, str(folder)], folder / "measuring.log")
+
+    def train(self, case: Case, words: Sequence[str]) -> tuple[RunResult, Passed]:
+        """Train a recipe on all hosts; return what it came to and what passed the wires meanwhile.
+
+        Args:
+            case: the recipe.
+            words: overrides beside its own; the name among them is one that no other run of the lab has.
+
+        Raises:
+            WorkersFailedError: it ended without a result; why has been said.
+        """
+        name = next(word.partition("=")[2] for word in words if word.startswith("name="))
+        before = {path.name for path in RUNS.glob(f"{name}-????????")}
+        counted = self._counted()
+        log = self._options.folder / "logs" / f"{name}.log"
+        self._crew(["pipebench", "run", str(case.path), *case.words, *words], log)
+        wire_bytes, num_pieces = (now - then for now, then in zip(self._counted(), counted, strict=True))
+        made = [path for path in RUNS.glob(f"{name}-????????") if path.name not in before]
+        result = RunFolder(made[0].absolute()).result() if len(made) == 1 else None
+        if result is None:
+            raise self._failure(f"{name} ended without a result", log)
+        return result, Passed(wire_bytes, num_pieces, self._payload_bytes(result))
+
+    def _payload_bytes(self, result: RunResult) -> int:
+        """Return what a run says it sent over wires; what evaluations sent inside a host is not known apart."""
+        found = result.metrics
+        apart = ("comm_bytes_buffers", "comm_bytes_evaluation") if self._options.workers_per_host == 1 else ()
+        return int(sum(found.get(name, 0) for name in (f"comm_bytes_level_{LEVEL}", *apart)))
+
+    def _counted(self) -> tuple[int, int]:
+        """Return bytes and pieces that all hosts have sent; what one sends, another is sent."""
+        counters = [self._lab.counters(index) for index in range(self._options.num_hosts)]
+        return sum(each.sent_bytes for each in counters), sum(each.sent_packets for each in counters)
+
+    def _probed(self, bandwidth_bytes_per_s: float | None) -> Wire:
+        num_bytes = round((bandwidth_bytes_per_s or _FASTEST_BYTES_PER_S) * _PROBED_S)
+        words = [sys.executable, "-I", "-S", probe.__file__]
+        server = self._lab.start(0, [*words, "serve", wires.address(0)], stdout=subprocess.PIPE)
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            asking = [*words, "ask", wires.address(0), str(num_bytes)]
+            client = self._lab.start(1, asking, stdout=subprocess.PIPE)
+            there_and_back_s, goodput_bytes_per_s = json.loads(client.communicate()[0])
+        finally:
+            server.kill()
+            server.communicate()
+        return Wire(bandwidth_bytes_per_s, goodput_bytes_per_s, there_and_back_s / 2)
+
+    def _crew(self, words: Sequence[str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        code = crew.run(self._lab, self._options.workers_per_host, words, log)
+        if code != 0:
+            raise self._failure(f"`{' '.join(words[:3])}` ended with exit code {code}", log)
+
+    def _failure(self, what: str, log: Path) -> PipebenchError:
+        """Say what failed, with the last of what was said; return what to raise."""
+        self._say(f"{what}; the end of {log}:")
+        for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]:
+            self._say(f"  {printable_lines(line)[0] if line else ''}")
+        return WorkersFailedError(_FAILED)
+
+
+def cluster_words(options: Options, bandwidth_bytes_per_s: float, latency_s: float) -> list[str]:
+    """Return words of a command line that put a recipe onto a lab's cluster, whose file is written."""
+    path = options.folder / "clusters" / f"lab-{label(bandwidth_bytes_per_s)}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(cluster_text(bandwidth_bytes_per_s, latency_s, options.workers_per_host), encoding="utf-8")
+    return ["engine.kind=distributed", f"cluster.name={path}", f"cluster.servers={options.num_hosts}"]

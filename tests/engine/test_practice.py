@@ -1,0 +1,142 @@
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipebench.engine.practice import Key, Stepped, entries, in_use, mean, practise, update_costs
+from pipebench.engine.setup import Setup
+from pipebench.schedule.instructions import Op
+from tests.engine.test_modes import images
+from tests.engine.test_streams import text_setup
+from tests.models import ConvNet
+from tests.support import Blobs, Mlp, make_setup, unit_profile
+
+MODES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "pipedream": (([2, 3], [1, 1, 1]), {}),
+    "dp": (([], [3]), {"weights": "one", "depth": 1}),
+    "replicated": (([2], [2, 1]), {}),
+    "gpipe-recompute": (
+        ([2], [1, 1]), {"weights": "one", "order": "all-forwards", "microbatches": 2, "recompute": True}
+    ),
+    "dp-asp": (([], [2]), {"weights": "newest-pulled", "sync": "asynchronous", "depth": 1}),
+    "double-buffer": (([2], [1, 1]), {"weights": "double-buffer", "depth": 2, "accumulate": 2}),
+    "interleaved": (([1, 2, 3], [1, 1] * 2), {"weights": "one", "order": "interleaved", "chunks": 2}),
+    "zero-bubble": (
+        ([2], [1, 1]), {"weights": "one", "order": "zero-bubble", "backward": "split", "microbatches": 2}
+    ),
+    "clipped": (([2], [1, 1]), {"weights": "one", "microbatches": 4, "clip_norm": 0.1}),
+}  # fmt: skip
+
+
+def ticks() -> Any:
+    """Return a clock that goes on by one second between two looks."""
+    return itertools.count().__next__
+
+
+def nobody_else() -> None:
+    """Nobody is waited for."""
+
+
+def setup_of(mode: str) -> Setup:
+    plan, columns = MODES[mode]
+    return make_setup(Mlp(), plan, dataset=Blobs(), **columns)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
+    setup = setup_of(mode)
+    before = {name: p.detach().clone() for name, p in setup.graph.root.named_parameters()}
+    state = torch.get_rng_state()
+    (found,) = practise([setup], 2, nobody_else, ticks())
+    size, stages = 4 // setup.pipeline.microbatches, range(len(setup.plan.stages))
+    parts = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT] if setup.pipeline.backward == "split" else [Op.BACKWARD]
+    expected = {Key(Op.LOAD_INPUT, 0, size), *(Key(op, s, size) for op in (Op.FORWARD, *parts) for s in stages)}
+    expected |= set() if mode == "dp-asp" else {Key(Op.UPDATE, s, 0) for s in stages}
+    assert set(found) == expected
+    assert set(found.values()) == {1}
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], p) for name, p in setup.graph.root.named_parameters())
+
+
+def test_models_that_carry_states_and_running_statistics_practise() -> None:
+    for setup in (text_setup(([2], [1, 1]), weights="one"), make_setup(ConvNet(), ([2], [1, 1]), dataset=images())):
+        before = {name: b.clone() for name, b in setup.graph.root.named_buffers()}
+        assert practise([setup], 1, nobody_else)[0]
+        assert all(torch.equal(before[name], b) for name, b in setup.graph.root.named_buffers())
+
+
+def test_setups_take_turns_and_wait_for_others_every_time() -> None:
+    setups = [make_setup(Mlp(), ([2], [1, 1]), weights="one", microbatches=m) for m in (1, 2)]
+    waits: list[None] = []
+    found = practise(setups, 3, lambda: waits.append(None), ticks())
+    assert len(waits) == 2 * (1 + 3)
+    assert [{key.num_samples for key in each if key.op is Op.FORWARD} for each in found] == [{4}, {2}]
+
+
+def test_parts_of_a_split_backward_are_told_apart() -> None:
+    setup = setup_of("zero-bubble")
+    profile = unit_profile(setup.graph, setup.dataset, [2])
+    rows = tuple(replace(row, weight_s=row.backward_s / 4) for row in profile.layers[2])
+    parts = {Key(Op.FORWARD, 0, 2): 1.0, Key(Op.BACKWARD_INPUT, 0, 2): 6.0, Key(Op.BACKWARD_WEIGHT, 0, 2): 2.0}
+    found = in_use(replace(profile, layers={2: rows}), setup, parts).layers[2][:2]
+    assert sum(row.backward_s for row in found) == pytest.approx(8)
+    assert sum(row.weight_s for row in found) == pytest.approx(2)
+
+
+def test_layers_in_use_add_up_to_what_stages_took_and_keep_their_shares() -> None:
+    setup = make_setup(Mlp(), ([2], [1, 1]), weights="one")
+    profile = unit_profile(setup.graph, setup.dataset, range(1, 9))
+    rows = [replace(row, forward_s=1.0 + i, backward_s=2.0, weight_s=1.0) for i, row in enumerate(profile.layers[4])]
+    profile = replace(profile, layers={**profile.layers, 4: tuple(rows)})
+    took = {(Op.FORWARD, 0): 12.0, (Op.FORWARD, 1): 5.0, (Op.BACKWARD, 0): 8.0, (Op.BACKWARD, 1): 9.0}
+    found = in_use(profile, setup, {Key(op, stage, 4): seconds for (op, stage), seconds in took.items()})
+    parts = found.layers[4][:2], found.layers[4][2:]  # the loss belongs to the last stage
+    assert [sum(row.forward_s for row in part) for part in parts] == pytest.approx([12, 5])
+    assert [sum(row.backward_s for row in part) for part in parts] == pytest.approx([8, 9])
+    assert [row.forward_s for row in parts[0]] == pytest.approx([4, 8])
+    assert [row.weight_s for row in parts[0]] == pytest.approx([2, 2])
+    # A size that nobody practised, nearest to 4: ratios are those of 4.
+    assert [row.forward_s for row in found.layers[7][:2]] == pytest.approx([4, 4])
+    assert (found.load_s, found.update_floor_s, found.update_s_per_byte) == (profile.load_s, 0, 0)
+    assert "in use" in found.note
+
+
+def test_loads_count_where_workers_fetch_themselves() -> None:
+    setup = make_setup(Mlp(), ([2], [1, 1]), weights="one")
+    profile = unit_profile(setup.graph, setup.dataset, [4])
+    practised = {Key(Op.FORWARD, 0, 4): 1.0, Key(Op.LOAD_INPUT, 0, 4): 0.25}
+    assert in_use(profile, setup, practised).load_s == {4: 0.25}
+    setup.dataset.loader_processes = 1
+    assert in_use(profile, setup, practised).load_s == {4: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([], (0, 0)),
+        ([(100, 3.0)], (0, 0.03)),
+        ([(100, 3.0), (300, 4.0)], (2.5, 0.005)),
+        ([(0, 2.0), (300, 1.0)], (1.5, 0)),  # larger stages are not faster
+        ([(100, 1.0), (200, 3.0)], (0, (100 + 600) / (100**2 + 200**2))),  # nor is anything faster than 0
+    ],
+)
+def test_update_costs_are_a_line_that_makes_sense(
+    steps: list[tuple[int, float]], expected: tuple[float, float]
+) -> None:
+    assert update_costs([Stepped(*step) for step in steps]) == pytest.approx(expected)
+
+
+def test_update_costs_of_many_stages_are_least_squares() -> None:
+    num_bytes = np.array([1e6, 2e6, 5e6, 9e6])
+    seconds = 2e-3 + 1e-9 * num_bytes + np.array([1, -2, 2, -1]) * 1e-4
+    slope, floor = np.polyfit(num_bytes, seconds, 1)
+    found = update_costs([Stepped(int(n), float(s)) for n, s in zip(num_bytes, seconds, strict=True)])
+    assert found == pytest.approx((floor, slope))
+
+
+def test_processes_are_averaged_through_json() -> None:
+    key, other = Key(Op.FORWARD, 0, 4), Key(Op.UPDATE, 1, 0)
+    assert mean([entries({key: 1.0, other: 2.0}), entries({key: 3.0, other: 2.0})]) == {key: 2.0, other: 2.0}
