@@ -134,7 +134,8 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
     answers, refused = [], {}
     for each in loaded:
         try:
-            answers.append(replace(_of_recipe(each, options), name=each.varied_name))
+            # The table has no place for other modes, JSON has.
+            answers.append(replace(_of_recipe(each, options, others=options.as_json), name=each.varied_name))
         except RecipeError as error:
             refused[each.varied_name] = "; ".join(fault.problem for fault in error.faults)
             cause = error
@@ -146,7 +147,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused)
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, *, others: bool = True) -> Answer:
     recipe, own = loaded.recipe, loaded.cluster
     parallelism = recipe.parallelism
     mode = options.mode or parallelism.mode
@@ -160,7 +161,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
             row=row if mode == parallelism.mode else None,
             accumulate=parallelism.accumulate if row is None or row.flush else None,
         )
-        answer = _answer(recipe.name, request, mode, options, says_samples=True)
+        answer = _answer(recipe.name, request, mode, options, says_samples=True, others=others)
         if request.row is not None:
             answer = replace(answer, given=_given(parallelism, known, request, mode))
     return answer
@@ -220,9 +221,11 @@ def _of_file(options: PlanOptions) -> Answer:
     return _answer(name, request, options.mode or "pipedream", options, says_samples=says_samples)
 
 
-def _answer(name: str, request: Request, mode: str, options: PlanOptions, *, says_samples: bool) -> Answer:
+def _answer(
+    name: str, request: Request, mode: str, options: PlanOptions, *, says_samples: bool, others: bool = True
+) -> Answer:
     with searching(name, _progress(options)) as tell:
-        comparison = compare(request, None if mode == AUTO else mode, tell=tell)
+        comparison = compare(request, None if mode == AUTO else mode, others=others, tell=tell)
     best = comparison.best
     spare_s = None
     row = request.row or MODES[best.plan.mode]
