@@ -6,6 +6,7 @@ The order is fixed beforehand: what is fetched, and when it arrives, changes no 
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pipebench.recipe.users_code import as_users
 from zoo.registry import Dataset
 
 _AHEAD = 2  # minibatches that every loader process has ready
+_SIZES_KEPT = 1024  # more than there are units in flight
 
 
 class Feed:
@@ -42,7 +44,7 @@ class Feed:
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[tuple[int, int], _Ahead] = {}
         self._parts = setup.pipeline.microbatches if self._trains else 1
-        self._cut: dict[int, Sequence[int]] = {}  # by samples of a minibatch; only the last of an epoch has others
+        self._size = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)  # asked for by every instruction of a unit
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
@@ -58,8 +60,7 @@ class Feed:
 
     def size(self, unit: int) -> int:
         """Return a unit's number of samples; 0 in short minibatches with fewer samples than microbatches."""
-        minibatch, microbatch = self.minibatch(unit)
-        return self._sizes(minibatch)[microbatch]
+        return self._size(unit)
 
     def weight(self, unit: int) -> float:
         """Return a unit's weight in the mean loss."""
@@ -144,12 +145,12 @@ class Feed:
     def _draw(self, unit: int) -> int:
         return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
 
-    def _sizes(self, minibatch: int) -> Sequence[int]:
-        num_samples = self._sampler.size(minibatch)
-        sizes = self._cut.get(num_samples)
-        if sizes is None:
-            sizes = self._cut[num_samples] = microbatch_sizes(num_samples, self._parts)
-        return sizes
+    def _size_of(self, unit: int) -> int:
+        minibatch, microbatch = self.minibatch(unit)
+        return self._sizes(minibatch)[microbatch]
+
+    def _sizes(self, minibatch: int) -> list[int]:
+        return microbatch_sizes(self._sampler.size(minibatch), self._parts)
 
 
 _Task = tuple[list[int], int]
