@@ -82,6 +82,18 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def lab(session: nox.Session) -> None:
+    """Take hosts and wires away from runs, compare what is left, and write `reports/lab.md`; Linux, root.
+
+    It makes network namespaces and removes them. With arguments, which go to pytest, there is no report.
+    """
+    python = python_with_pipebench(session)
+    session.run(python, "-m", "pytest", "-m", "lab", *session.posargs, env=ONE_THREAD, external=True)
+    if not session.posargs:
+        session.run(python, "-m", "reports.studies.lab", external=True)
+
+
+@nox.session(venv_backend="none")
 def reports(session: nox.Session) -> None:
     """Write `analytic_profile.md`, `planner_vs_simulator.md` and `table1_plans.md` in `reports/` again.
 

@@ -18,7 +18,7 @@ from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
-from pipebench.simulate.network import traffic
+from pipebench.simulate.sums import traffic
 from pipebench.simulate.timeline import BUFFERS, CONTROL, Transfer
 
 
@@ -108,9 +108,9 @@ class ProcessCollectives:
         self.stall_s += self._clock() - start_s
         return pulled
 
-    def on_gradient(self, stage: int) -> OnGradient:
-        """Return what takes every gradient of a round's last backward: they are reduced while it runs."""
-        return self._reducers[stage].add
+    def on_gradient(self, stage: int) -> OnGradient | None:
+        """Return what takes every gradient of a round's last backward, if they are reduced while it runs."""
+        return self._reducers[stage].add if SYNCS[self._setup.pipeline.sync].overlaps else None
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give the gradients of a round that the backward has not reached; of an idle replica, all, as zeros."""
@@ -122,10 +122,10 @@ class ProcessCollectives:
         Raises:
             PeerLostError: another replica is gone.
         """
-        start_s, sync = self._clock(), self._setup.pipeline.sync
+        start_s, sync = self._clock(), SYNCS[self._setup.pipeline.sync]
 
         def arrived(num_bytes: int, set_out_s: float) -> None:
-            self._count(stage, sync, SYNCS[sync].kind, f"R{round_index}", num_bytes, set_out_s)
+            self._count(stage, sync.way, sync.kind, f"R{round_index}", num_bytes, set_out_s)
 
         gradients = self._reducers[stage].wait(arrived)
         self.stall_s += self._clock() - start_s
@@ -233,7 +233,7 @@ class ProcessCollectives:
             for indices in of_one_type([weights.names.index(name) for name in bucket.parameters], like)
         ]
         host_copy = setup.device.type == "cuda" and not world.direct
-        sync = setup.pipeline.sync
+        sync = SYNCS[setup.pipeline.sync].way
         self._reducers[stage] = Reducer(buckets, like, group, sync=sync, host_copy=host_copy, clock=self._clock)
 
     def _make_server(self, stage: int) -> None:

@@ -256,7 +256,7 @@ def worth_restart(cause: Failure, started: bool) -> bool:
         cause: why the workers ended.
         started: training had begun on all of them.
     """
-    if cause.kind in ("user", "stalled", "interrupted"):
+    if cause.kind in ("user", "stalled", "silent", "interrupted"):
         return False
     # Somebody, or something, ended it from outside: at whatever moment, that says nothing about the program.
     return started or cause.message in ("ended by SIGKILL", "ended by SIGTERM")

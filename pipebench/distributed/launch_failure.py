@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipebench import files
-from pipebench.distributed.launch_join import lost
+from pipebench.distributed.launch_join import HostLostError, lost
 from pipebench.errors import UserError, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # In the order in which they are believed to be the cause.
-KINDS = ("user", "killed", "stalled", "failed", "ended", "lost", "interrupted", "closed")
+KINDS = ("user", "killed", "stalled", "silent", "failed", "ended", "lost", "interrupted", "closed")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Failure:
     Attributes:
         rank: the worker process's.
         kind: `user` (a mistake in what was given), `killed` (by a signal), `stalled` (an instruction took too long),
-            `failed` (an exception), `ended` (an exit code and no record), `lost` (another worker was gone),
-            `interrupted` (the user ended it) or `closed` (the launcher ended it because of another).
+            `silent` (another host is not heard of any more), `failed` (an exception), `ended` (an exit code and no
+            record), `lost` (another worker was gone), `interrupted` (the user ended it) or `closed` (the launcher
+            ended it because of another).
         message: a sentence or two.
         traceback: text, "" where it says nothing; of a `user` mistake only where the user's own code raised it.
     """
@@ -51,6 +52,8 @@ def of_exception(error: BaseException, rank: int) -> Failure:
     """Return what a worker records about an exception that ended it."""
     if lost(error):
         return Failure(rank, "lost", str(error).splitlines()[0] if str(error) else type(error).__name__)
+    if isinstance(error, HostLostError):
+        return Failure(rank, "silent", str(error).splitlines()[0])
     if isinstance(error, UserError):
         return Failure(rank, "user", str(error) or type(error).__name__, traceback_of(error))
     if isinstance(error, KeyboardInterrupt):
@@ -107,8 +110,8 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def sentence(failure: Failure) -> str:
-    """Return a failure in words: with its rank, unless it is the user's mistake and no matter of one worker."""
-    if failure.kind == "user":
+    """Return a failure in words: with its rank, unless it is the user's mistake, or says itself who it is about."""
+    if failure.kind in ("user", "silent"):
         return failure.message
     if failure.kind in ("killed", "ended", "closed"):
         return f"worker process rank {failure.rank} {failure.message}"

@@ -32,6 +32,10 @@ class PeerLostError(PipebenchError):
     """Another worker is gone or doesn't answer: a consequence, whose cause lies with that worker."""
 
 
+class HostLostError(PipebenchError):
+    """A worker of another host is gone, and says no word itself: the cause, as far as anybody here will ever know."""
+
+
 _LOST = (
     "connection closed",
     "connection reset",

@@ -43,13 +43,20 @@ def launched_by_us() -> bool:
     return RUN in os.environ
 
 
-def fail(failure: Failure, *, verbose: bool = False) -> NoReturn:
-    """Record a failure and end this process now; from any thread. `verbose` is as for `report`."""
+def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoReturn:
+    """Record a failure and end this process now; from any thread.
+
+    Args:
+        failure: why.
+        verbose: as for `report`.
+        asks: let the store say whether another worker has told it already; it would be waited for in vain if it is
+            silent.
+    """
     try:
         record(failure)
         if not launched_by_us() and failure.kind not in ("lost", "interrupted"):
             joined = world.current()
-            if joined is None or joined.first("report"):
+            if joined is None or not asks or joined.first("report"):
                 print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -60,6 +67,11 @@ def fail(failure: Failure, *, verbose: bool = False) -> NoReturn:
 def fail_stalled(text: str) -> NoReturn:
     """Record that an instruction took too long and end this process now; from any thread."""
     fail(Failure(_rank(), "stalled", text))
+
+
+def fail_silent(text: str, store_answers: bool) -> NoReturn:
+    """Record that a worker, or the store, is not heard of any more, and end this process now; from any thread."""
+    fail(Failure(_rank(), "silent", text), asks=store_answers)
 
 
 def on_stop_request(listener: Callable[[str], None]) -> None:

@@ -29,10 +29,10 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
 from pipebench.schedule.pushes import Turns
-from pipebench.schedule.syncs import SYNCS
+from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Measured, Meter, fractions
-from pipebench.simulate.network import Network
+from pipebench.simulate.network import Message, Network
 from pipebench.simulate.simulation import Event, Simulation
 from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION
 
@@ -251,7 +251,7 @@ class VirtualEngine:
 
     def _average_buffers(self) -> None:
         """Average running statistics over the replicas of every stage, as part of the drain (DESIGN: BatchNorm)."""
-        pipeline = self.setup.pipeline
+        pipeline, network = self.setup.pipeline, self.network
         ends = [self.clock_s]
         for stage, r in enumerate(pipeline.replicas):
             num_bytes = self.setup.costs.stages[stage].buffer_bytes
@@ -263,11 +263,16 @@ class VirtualEngine:
                 mean = ring_all_reduce(flats, self._rings.counter(BUFFERS, ring)) / r
                 for buffer in column:
                     buffer.copy_(mean.view(buffer.shape))
-            ends.append(self.network.all_reduce(BUFFERS, "buffers", ring, num_bytes, self.clock_s))
-        self.clock_s = max([*ends, *self._hand_out_averages()])
+            workers = pipeline.workers_of(stage)
+            network.sum_up(ALL_REDUCE, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
+        messages = [*self._hand_out_averages()]
+        network.agenda.play()
+        for message in messages:
+            network.arrived(message)
+        self.clock_s = max([*ends, *(message.arrival_s for message in messages)])
 
-    def _hand_out_averages(self) -> Iterator[float]:
-        """Let replicas evaluate with the averages that a server's optimizer keeps; yield when they are there."""
+    def _hand_out_averages(self) -> Iterator[Message]:
+        """Let replicas evaluate with the averages that a server's optimizer keeps; yield what sets out."""
         pipeline = self.setup.pipeline
         for stage, server in enumerate(self._rings.servers):
             host, *others = pipeline.workers_of(stage)
@@ -277,7 +282,8 @@ class VirtualEngine:
                 self.workers[worker].replicas[stage].weights.take_averages(averages)
                 num_bytes = sum(average.nbytes for average in averages)
                 self.num_bytes[BUFFERS, self.setup.level_between(host, worker).name] += num_bytes
-                yield self.network.send(BUFFERS, "averages", host, worker, num_bytes, self.clock_s)
+                connection = self.network.connection(BUFFERS, host, worker)
+                yield self.network.send(connection, num_bytes, self.clock_s, "averages")
 
 
 class _Mailbox:
@@ -384,7 +390,7 @@ class _Rings:
 
     def _reduced(self, stage: int, given: Mapping[int, Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """Sum a round's gradients bucket by bucket; a member without a gradient brings zeros."""
-        ring, sync = self.of_stage(stage), self._setup.pipeline.sync
+        ring, sync = self.of_stage(stage), SYNCS[self._setup.pipeline.sync]
         weights = self._workers[ring[0]].replicas[stage].weights
         names, like = weights.names, weights.newest.parameters
         nothing: list[torch.Tensor | None] = [None] * len(names)
@@ -397,7 +403,7 @@ class _Rings:
                 torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members
             ]
-            total = SUMS[sync](flats, self.counter(SYNCS[sync].kind, ring))
+            total = SUMS[sync.way](flats, self.counter(sync.kind, ring))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)

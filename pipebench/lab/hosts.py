@@ -170,6 +170,10 @@ class Lab:
         self.unplug(index)
         watcher.remove([f"{self.name}-{host_name(index)}"])
 
+    def kill(self, index: int) -> None:
+        """End all processes of a host; its kernel closes their connections, which tells their peers."""
+        watcher.kill([f"{self.name}-{host_name(index)}"])
+
     def counters(self, index: int) -> Counters:
         """Return what has passed a host's interface."""
         shown = _execute([("ip", "-n", f"{self.name}-{host_name(index)}", "-s", "-j", "link", "show", wires.INTERFACE)])

@@ -30,19 +30,24 @@ def main(names: Sequence[str]) -> None:
 def remove(names: Sequence[str]) -> list[str]:
     """End all processes inside some namespaces and remove them; return those that were there."""
     there = [name for name in names if (NETNS / name).exists()]
-    until_s = time.monotonic() + _KILLING_S
-    while time.monotonic() < until_s:
-        living = [pid for name in there for pid in processes_in(name)]
-        for pid in living:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not living:
-            break
-        time.sleep(_POLL_S)
+    kill(there)
     for name in there:
         # Somebody else, such as the next lab, may have been quicker.
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
     return there
+
+
+def kill(names: Sequence[str]) -> None:
+    """End all processes inside some namespaces, and wait until they have ended."""
+    until_s = time.monotonic() + _KILLING_S
+    while time.monotonic() < until_s:
+        living = [pid for name in names for pid in processes_in(name)]
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not living:
+            return
+        time.sleep(_POLL_S)
 
 
 def processes_in(name: str) -> Iterator[int]:

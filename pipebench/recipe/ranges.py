@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.checkpoint_every.minibatches": _COUNT,
     "engine.max_restarts": (_within(0, 2**31), "a whole number from 0 on, at most 2147483648"),
     "engine.stall_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
+    "engine.silence_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "engine.join_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "cluster.servers": (lambda servers: servers >= 1, "a whole number of at least 1"),  # at most: the cluster's rule
     "parallelism.microbatches": _COUNT,

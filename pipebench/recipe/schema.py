@@ -170,7 +170,8 @@ class ParallelismRecipe:
         flush: whether every update empties the pipeline.
         weights: `one`, `stash`, `stash-vertical-sync`, `double-buffer`, `predict`, `correct`, `newest-pulled` or
             `none`.
-        sync: how replicas agree: `all-reduce`, `parameter-server` or `asynchronous`.
+        sync: how replicas agree: `all-reduce`, `all-reduce-after` (once a backward is over), `parameter-server` or
+            `asynchronous`.
         push_order: the artifact `push-order.json` of another run, to repeat its order; sync `asynchronous` only.
         chunks: stages per worker (`interleaved` and `all-forwards`).
         backward: `whole`, or `split`: gradients of the input leave a stage before those of its weights are computed.
@@ -221,6 +222,8 @@ class EngineRecipe:
         tf32: allow TF32 on GPUs that have it.
         max_restarts: distributed only: how often all processes start again after one has died.
         stall_limit_s: distributed only: seconds after which a worker that doesn't get on ends the run.
+        silence_limit_s: distributed over several hosts only: seconds without any sign of life of a worker, after which
+            the run ends.
         join_limit_s: distributed only: seconds to wait for all processes at the start.
     """
 
@@ -232,6 +235,7 @@ class EngineRecipe:
     tf32: bool = False
     max_restarts: int = 3
     stall_limit_s: float = 300.0
+    silence_limit_s: float = 30.0
     join_limit_s: float = 120.0
 
 

@@ -9,16 +9,18 @@ import logging
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from pipebench.distributed.control import Control
+from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.host import host_costs
 from pipebench.distributed.launch import INTERRUPTED, run_workers
 from pipebench.distributed.launch_join import RUN
-from pipebench.distributed.launch_worker import launched_by_us, on_stop_request
+from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
+from pipebench.distributed.pulse import Pulse, store_text
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.practice import entries, fetches_itself, in_use, mean, practise
 from pipebench.engine.setup import ranks_of
@@ -124,12 +126,26 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
     engine = loaded.recipe.engine
     world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=max(1800.0, 2 * engine.stall_limit_s))
     _remark(world)
+    with _pulse(world, engine.silence_limit_s):
+        _take_part(loaded, suite, world)
+    world.close()
+
+
+def _pulse(world: World, limit_s: float) -> AbstractContextManager[object]:
+    """Hear, until the end, whether the other hosts are there; on one host the system tells."""
+    if world.place.one_host:
+        return nullcontext()
+    return Pulse(world.store, world.place, limit_s=limit_s, on_silence=fail_silent)
+
+
+def _take_part(loaded: LoadedRecipe, suite: Suite, world: World) -> None:
+    """Do one process's part of a run, when all have met."""
     folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite))
     shared_folder_check(world, folder.path)
     facts = folder.read()
     suite = replace(suite, name=facts.suite, verbose=facts.verbose)
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
-    with collected_log(facts.verbose) as log_text, torch_settings(engine):
+    with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine):
         job = _prepared(request, world, folder)
         check_world_size(world.size, job.setup.pipeline.num_workers, str(job.setup.plan))
         policy = _checkpoint_policy(world, folder, job, goes_on=suite.resumed is not None)
@@ -143,7 +159,6 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
             result = recorder.record(train)
             if result.outcome == STOPPED and not launched_by_us():  # else the launcher says it
                 folder.say_how_to_go_on(suite.changes)
-    world.close()
 
 
 def _remark(world: World) -> None:
@@ -160,6 +175,7 @@ def _train(
     control = Control(
         world.store, ranks_of(setup).index(world.rank), world.size, setup.pipeline,
         stall_limit_s=job.recipe.engine.stall_limit_s, multiple_of=setup.sampler.streams or 1,
+        on_orphan=end_quietly if world.place.one_host else partial(fail_silent, _closed(world), False),
     )  # fmt: skip
     engines: list[DistributedEngine] = []
 
@@ -175,6 +191,11 @@ def _train(
         control.close()
     engines[0].close()  # waits for all: the store may end with rank 0's process
     return found
+
+
+def _closed(world: World) -> str:
+    """Return what is told where the store ends the connection; on one host its launcher has been killed."""
+    return f"{store_text(world.place)} has closed the connection: torchrun, or rank 0, has ended there"
 
 
 def _close_record(folder: RunFolder, code: int) -> None:

@@ -7,6 +7,8 @@ passes a worker runs; here they get what belongs to them: messages, all-reduces,
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
 
 from pipebench.schedule.instructions import ENDS, Instruction, Op
 from pipebench.schedule.orders import order_of
@@ -15,22 +17,26 @@ from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
+# From all seven fields; half of the time of `Instruction(...)`, which also fills in defaults. A list has millions.
+_instruction = partial(tuple.__new__, Instruction)
+
 
 def programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
     """Return every worker's list of instructions for `num_minibatches` minibatches between two drains, lazily."""
     program = _program if SYNCS[pipeline.sync].waits else _pushing_program
-    return [program(pipeline, worker, num_minibatches) for worker in range(pipeline.num_workers)]
+    workers = range(pipeline.num_workers)
+    return [chain.from_iterable(program(pipeline, worker, num_minibatches)) for worker in workers]
 
 
 def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
     """Return every worker's list for an evaluation: forwards only, whole minibatches dealt round-robin."""
 
-    def program(worker: int) -> Iterator[Instruction]:
+    def program(worker: int) -> Iterator[list[Instruction]]:
         stages = {stage: _StageProgram(pipeline, stage, worker, 0) for stage in pipeline.stages_of(worker)}
         for stage, _, unit in forwards(pipeline, worker, range(num_minibatches)):
-            yield from stages[stage].forward(unit, -1)
+            yield stages[stage].forward(unit, -1)
 
-    return [program(worker) for worker in range(pipeline.num_workers)]
+    return [chain.from_iterable(program(worker)) for worker in range(pipeline.num_workers)]
 
 
 def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
@@ -46,7 +52,7 @@ def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[Instruction]:
+def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
     """Pass after pass, with an update of a stage after the last backward of a round, or of all stages at a flush."""
     stages = {stage: _StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
     passes, minibatch = order_of(p.order).passes, p.minibatch
@@ -54,19 +60,19 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[Instruc
         for stage, op, unit in passes(p, worker, units):
             program = stages[stage]
             if op is Op.FORWARD:
-                yield from program.forward(unit, *program.read(minibatch(unit)[0], unit))
+                yield program.forward(unit, *program.read(minibatch(unit)[0], unit))
             else:
-                yield from program.backward(op, unit)
+                yield program.backward(op, unit)
                 if program.left == 0 and not p.flushes:
-                    yield from _update(p, [program])
+                    yield _update(p, [program])
         if p.flushes:
-            yield from _update(p, [*stages.values()])
+            yield _update(p, [*stages.values()])
     for program in stages.values():  # the last round is short and had no unit for us
         if not p.flushes and program.updates * p.round_size(program.stage) < num_minibatches:
-            yield from _update(p, [program])
+            yield _update(p, [program])
 
 
-def _pushing_program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[Instruction]:
+def _pushing_program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
     """Minibatch after minibatch: pull, forward, backward, push; and at the end pull what all pushes have made.
 
     A drain has left the newest weights everywhere, so the first pull is left out, and there are as many as pushes.
@@ -76,14 +82,12 @@ def _pushing_program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator
     passes = order_of(p.order).passes(p, worker, range(num_minibatches))
     for index, (_, op, unit) in enumerate(passes):
         if op is Op.FORWARD:
-            if index > 0:
-                yield Instruction(Op.PULL, stage, unit)
-            yield from program.forward(unit, *program.read(unit, unit))
+            pull = [Instruction(Op.PULL, stage, unit)] if index > 0 else []
+            yield pull + program.forward(unit, *program.read(unit, unit))
         else:
-            yield Instruction(op, stage, unit)
-            yield Instruction(Op.PUSH, stage, unit)
+            yield [Instruction(op, stage, unit), Instruction(Op.PUSH, stage, unit)]
     if num_minibatches > 0:
-        yield Instruction(Op.PULL, stage, num_minibatches - 1, version=num_minibatches)
+        yield [Instruction(Op.PULL, stage, num_minibatches - 1, version=num_minibatches)]
 
 
 def _between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int]]:
@@ -102,13 +106,12 @@ def _units(p: Pipeline, start: int, stop: int) -> Sequence[int]:
     return sorted(unit for minibatch in range(start, stop) for unit in p.units(minibatch))
 
 
-def _update(p: Pipeline, programs: Sequence["_StageProgram"]) -> Iterator[Instruction]:
-    for program in programs:
-        yield from program.wait()
+def _update(p: Pipeline, programs: Sequence["_StageProgram"]) -> list[Instruction]:
+    instructions = [instruction for program in programs for instruction in program.wait()]
     if p.shares_norm:
-        yield Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates)
-    for program in programs:
-        yield program.update()
+        instructions.append(Instruction(Op.WAIT_NORM, programs[0].stage, programs[0].updates))
+    instructions += [program.update() for program in programs]
+    return instructions
 
 
 class _StageProgram:
@@ -127,6 +130,8 @@ class _StageProgram:
         self._num_minibatches = num_minibatches
         self._replica, self._replicas = p.replica_of(worker), p.replicas[stage]
         self._policy = WEIGHT_POLICIES[p.weights]
+        self._round_size = p.round_size(stage)
+        self._units_of_whole = self._own(self._round_size)
         self._used: dict[int, int] = {}  # unit in flight to the version of its forward
         self._bellwether = (-1, 0)  # the last round that has begun here, and the version of its first forward
         self._to_begin = 0  # units of that round that haven't run forward
@@ -157,24 +162,23 @@ class _StageProgram:
         self._used[unit] = version
         return version, ahead
 
-    def forward(self, unit: int, version: int, ahead: int = 0) -> Iterator[Instruction]:
-        """Yield a forward and its messages."""
-        stage = self.stage
+    def forward(self, unit: int, version: int, ahead: int = 0) -> list[Instruction]:
+        """Return a forward and its messages."""
+        stage, made = self.stage, []
         if self._loads:
-            yield Instruction(Op.LOAD_INPUT, stage, unit)
+            made.append(_instruction((Op.LOAD_INPUT, stage, unit, -1, -1, -1, 0)))
         for source in self._sources:
-            yield Instruction(Op.RECEIVE_ACTIVATION, stage, unit, source)
-        yield Instruction(Op.FORWARD, stage, unit, -1, -1, version, ahead)
+            made.append(_instruction((Op.RECEIVE_ACTIVATION, stage, unit, source, -1, -1, 0)))
+        made.append(_instruction((Op.FORWARD, stage, unit, -1, -1, version, ahead)))
         for target in self._targets:
-            yield Instruction(Op.SEND_ACTIVATION, stage, unit, target)
+            made.append(_instruction((Op.SEND_ACTIVATION, stage, unit, target, -1, -1, 0)))
+        return made
 
-    def backward(self, op: Op, unit: int) -> Iterator[Instruction]:
-        """Yield a backward, or a part of one, and its messages; they leave before any wait, or some plans deadlock."""
+    def backward(self, op: Op, unit: int) -> list[Instruction]:
+        """Return a backward, or a part of one, and its messages; they leave before any wait, or some plans deadlock."""
         if op is Op.BACKWARD and self._pipeline.backward == SPLIT:
-            yield from self.backward(Op.BACKWARD_INPUT, unit)
-            yield from self.backward(Op.BACKWARD_WEIGHT, unit)
-            return
-        stage, ends, reduce = self.stage, op in ENDS, -1
+            return self.backward(Op.BACKWARD_INPUT, unit) + self.backward(Op.BACKWARD_WEIGHT, unit)
+        stage, ends, reduce, made = self.stage, op in ENDS, -1, []
         version, ahead = self._read_again(self._used[unit])
         if ends:
             del self._used[unit]
@@ -182,11 +186,12 @@ class _StageProgram:
             reduce = self.updates if self.left == 0 and self._replicas > 1 else -1
         if op is not Op.BACKWARD_WEIGHT:
             for target in self._answering:
-                yield Instruction(Op.RECEIVE_GRADIENT, stage, unit, target)
-        yield Instruction(op, stage, unit, -1, reduce, version, ahead)
+                made.append(_instruction((Op.RECEIVE_GRADIENT, stage, unit, target, -1, -1, 0)))
+        made.append(_instruction((op, stage, unit, -1, reduce, version, ahead)))
         if op is not Op.BACKWARD_WEIGHT:
             for source in self._answered:
-                yield Instruction(Op.SEND_GRADIENT, stage, unit, source)
+                made.append(_instruction((Op.SEND_GRADIENT, stage, unit, source, -1, -1, 0)))
+        return made
 
     def _read_again(self, version: int) -> tuple[int, int]:
         """Return the version that a backward reads whose forward read `version`, and how far its weights are moved."""
@@ -197,11 +202,12 @@ class _StageProgram:
             return newest, version - newest
         return newest, 0 if policy.aim is None else policy.aim(self._pipeline, self.stage, newest) - newest
 
-    def wait(self) -> Iterator[Instruction]:
-        """Yield the wait for a round's all-reduce; a replica without a unit in the round joins it there, with zeros."""
-        if self._replicas > 1:
-            reduce = self.updates if self._units_of_round == 0 else -1
-            yield Instruction(Op.WAIT_ALL_REDUCE, self.stage, self.updates, -1, reduce)
+    def wait(self) -> list[Instruction]:
+        """Return the wait for a round's all-reduce; who has no unit in the round joins it there, with zeros."""
+        if self._replicas == 1:
+            return []
+        reduce = self.updates if self._units_of_round == 0 else -1
+        return [Instruction(Op.WAIT_ALL_REDUCE, self.stage, self.updates, -1, reduce)]
 
     def update(self) -> Instruction:
         """Return the update that ends a round."""
@@ -209,15 +215,19 @@ class _StageProgram:
         oldest = self._bellwether[1] if self._to_begin else made
         if self._next < self._num_minibatches:
             oldest = min(oldest, self._policy.version(self._pipeline, self.stage, self._next, made))
-        instruction = Instruction(Op.UPDATE, self.stage, self.updates, -1, -1, oldest)
+        instruction: Instruction = _instruction((Op.UPDATE, self.stage, self.updates, -1, -1, oldest, 0))
         self.updates = made
         self._begin_round()
         return instruction
 
     def _begin_round(self) -> None:
-        self.left = self._units_of_round = self._own_units(self.updates)
+        is_whole = (self.updates + 1) * self._round_size <= self._num_minibatches
+        self.left = self._units_of_round = self._units_of_whole if is_whole else self._own_units(self.updates)
 
     def _own_units(self, round_index: int) -> int:
         minibatches = self._pipeline.round_minibatches(self.stage, round_index, self._num_minibatches)
-        own = math.ceil(max(0, len(minibatches) - self._replica) / self._replicas)
-        return own * self._pipeline.microbatches
+        return self._own(len(minibatches))
+
+    def _own(self, num_minibatches: int) -> int:
+        """Return how many units of a round of so many minibatches are this worker's."""
+        return math.ceil(max(0, num_minibatches - self._replica) / self._replicas) * self._pipeline.microbatches

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 ALL_REDUCE, PARAMETER_SERVER, ASYNCHRONOUS = "all-reduce", "parameter-server", "asynchronous"
+ALL_REDUCE_AFTER = "all-reduce-after"
 
 
 @dataclass(frozen=True)
@@ -13,21 +14,34 @@ class Sync:
     Attributes:
         summary: one line for people.
         kind: what its bytes are counted as.
+        way: in which a buffer is summed: ALL_REDUCE, a ring, or PARAMETER_SERVER.
         waits: whether an update waits for a gradient of every replica; else each is an update of its own, on a server
             beside the first replica, and a replica computes with the weights it has pulled last.
+        overlaps: whether gradients set out while a round's last backward still runs, bucket by bucket (wait-free
+            backpropagation); else all of them when it is over.
     """
 
     summary: str
     kind: str
+    way: str
     waits: bool = True
+    overlaps: bool = True
 
 
 SYNCS: Final[dict[str, Sync]] = {
-    ALL_REDUCE: Sync("replicas sum their gradients in a ring", ALL_REDUCE),
+    ALL_REDUCE: Sync("replicas sum their gradients in a ring", ALL_REDUCE, ALL_REDUCE),
+    ALL_REDUCE_AFTER: Sync(
+        "replicas sum their gradients in a ring, once the backward is over", ALL_REDUCE, ALL_REDUCE, overlaps=False
+    ),
     PARAMETER_SERVER: Sync(
-        "every replica is the server of a share: it sums what all send, and hands it back", PARAMETER_SERVER
+        "every replica is the server of a share: it sums what all send, and hands it back",
+        PARAMETER_SERVER,
+        PARAMETER_SERVER,
     ),
     ASYNCHRONOUS: Sync(
-        "a server applies every gradient as it comes, replicas pull the newest weights", PARAMETER_SERVER, waits=False
+        "a server applies every gradient as it comes, replicas pull the newest weights",
+        PARAMETER_SERVER,
+        PARAMETER_SERVER,
+        waits=False,
     ),
 }

@@ -39,6 +39,7 @@ _FREE = (
     "model.leaves",
     "engine.max_restarts",
     "engine.stall_limit_s",
+    "engine.silence_limit_s",
     "engine.join_limit_s",
 )
 # Schedules whose rate depends on when training would end; for the others the number of epochs is only patience.

@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Callable
 
 Action = Callable[[float], object]  # is told the time
+Entry = tuple[float, int, int, int, object]  # time [s], priority, counter, worker or NOBODY, payload or action
 
 LINKS, WORKERS = 0, 1  # priorities: at equal times links are granted before workers go on
 NOBODY = -1  # in the place of a worker: the entry is an action
 
 
 class Agenda:
-    """A heap of entries (time [s], priority, counter, worker or NOBODY, payload or action).
+    """A heap of entries.
 
     Attributes:
         heap: the entries; whoever plays a schedule reads and writes it too.
@@ -19,7 +20,7 @@ class Agenda:
     """
 
     def __init__(self) -> None:
-        self.heap: list[tuple[float, int, int, int, object]] = []
+        self.heap: list[Entry] = []
         self.counter = itertools.count()
 
     def push(self, time_s: float, action: Action) -> None:

@@ -1,59 +1,119 @@
-"""The cluster's links in time: who may send when, and when the last byte arrives.
+"""The cluster's links in time: what is on its way at once shares them, and nobody takes them whole.
 
-A transfer between two workers crosses one level, the innermost that joins them, and takes the sending component's
-outgoing port and the receiving component's incoming port of that level for bytes / bandwidth seconds, whole, at the
-level's goodput (bandwidth times efficiency). Its last byte arrives one latency later.
+A message between two workers crosses one level, the innermost that joins them: the sending component's outgoing port
+and the receiving component's incoming port of that level, each with the level's goodput (bandwidth times efficiency) as
+its capacity. Its last byte arrives one latency after it was sent. Rates are max-min fair (`sharing`).
 
-Transfers take their ports in the order in which they are asked for, with one exception. A transfer may have to wait
-although its own port is free, because the port at its other end is taken. A later transfer may then use the free port
-first, if it is over before the waiting one starts.
+What travels on one connection stays in order: a message waits until the last byte of the one before it is sent. A
+connection is one kind of message from one worker to another; connections share ports. Likewise the buckets of one
+group: a sum starts when the one before it has come to its end.
+
+A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps in which every
+member passes on one chunk, each with its latency (bandwidth-optimal ring; PipeDream section 3.1). Its chunks are many
+and small, so a message that shares a port with it has half of the port, not nothing until the ring is done.
 """
 
-import bisect
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from pipebench.cluster import Cluster
+from pipebench.cluster import Cluster, Level
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
+from pipebench.simulate.agenda import Action, Agenda
+from pipebench.simulate.sharing import OVER, Flow, Resource, Sharing, Uses
+from pipebench.simulate.sums import traffic
 from pipebench.simulate.timeline import Transfer
 
 _Port = tuple[int, int, bool]  # level, component of the level below, outgoing?
-_ROUNDING = 1e-9  # of a transfer's duration: a gap shorter by so much is long enough
 
 
-def ring_bytes(num_bytes: int, size: int) -> list[int]:
-    """Return what each member of a ring all-reduce sends, in bytes; together exactly 2 (size - 1) num_bytes.
+class Connection:
+    """Where one kind of messages goes from one worker to another.
 
-    The buffer is cut into `size` chunks as evenly as 4-byte elements allow. Member i passes on every chunk but chunk
-    i+1 while sums are formed, and every chunk but chunk i+2 while they are handed round.
+    Attributes:
+        kind: what travels on it.
+        ends: sender and receiver.
+        level: the level of links that it crosses.
+        counted: under what its bytes are counted.
     """
-    chunks = _chunks(num_bytes, size)
-    return [2 * num_bytes - chunks[(i + 1) % size] - chunks[(i + 2) % size] for i in range(size)]
+
+    __slots__ = ("counted", "ends", "kind", "last", "latency_s", "level", "uses")
+
+    def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses) -> None:
+        self.kind = kind
+        self.ends = ends
+        self.level = level
+        self.counted = (kind, level.name)
+        self.latency_s = level.latency_s
+        self.uses = uses
+        self.last: Flow = OVER
 
 
-def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what the members of a group send each other when they sum a buffer: sender, receiver, bytes.
+class Message(Flow):
+    """Bytes on their way from one worker to another."""
 
-    In a ring each sends to the next. With servers each sends every other its share, and everybody the sum of its own:
-    every member sends 2 (m-1) |w| / m and receives as much (the 2018 preprint counts both, 4 (m-1) |w| / m).
+    __slots__ = ("connection", "label", "num_bytes")
+
+    def __init__(self, connection: Connection, num_bytes: int, label: str) -> None:
+        super().__init__(num_bytes, connection.uses, connection.latency_s)
+        self.connection = connection
+        self.num_bytes = num_bytes
+        self.label = label
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What members of a group send each other over one level in one phase, all of them at one pace.
+
+    Attributes:
+        share: of the buffer, what goes through each connection.
+        uses: the ports, with the number of connections through each.
+        latency_s: of the phase's steps together.
     """
-    if sync == ALL_REDUCE:
-        yield from ((i, (i + 1) % size, sent) for i, sent in enumerate(ring_bytes(num_bytes, size)))
-        return
-    chunks = _chunks(num_bytes, size)
-    yield from ((i, j, chunks[j] + chunks[i]) for i in range(size) for j in range(size) if i != j)
+
+    share: float
+    uses: Uses
+    latency_s: float
 
 
-def _chunks(num_bytes: int, size: int) -> list[int]:
-    elements, rest = divmod(num_bytes, 4)
-    chunks = [4 * (elements // size + (i < elements % size)) for i in range(size)]
-    chunks[0] += rest
-    return chunks
+@dataclass
+class Group:
+    """Workers that sum buffers in one way.
+
+    Attributes:
+        sync: the way, a name in `syncs.SYNCS`.
+        ring: the workers in the order of their devices: as a ring, they leave and enter every component once.
+        phases: one after the other, the parts of each side by side.
+        level: the slowest level that is crossed.
+        queue: sums that wait for the one under way.
+    """
+
+    sync: str
+    ring: Sequence[int]
+    phases: list[list[_Part]]
+    level: Level
+    queue: deque["_Sum"] = field(default_factory=deque)
+    sent: dict[int, Counter[str]] = field(default_factory=dict)  # by size of a buffer: bytes by level
+
+
+@dataclass
+class _Sum:
+    """One buffer that a group sums."""
+
+    group: Group
+    kind: str
+    label: str
+    num_bytes: int
+    done: Action
+    start_s: float = 0.0
+    phase: int = -1
+    under_way: int = 0
 
 
 class Network:
-    """Grants links by time of request and counts payload bytes, by kind and level, once, at the sender."""
+    """Lets bytes travel, and counts them as payload, by kind and level, once, at the sender."""
 
     def __init__(
         self,
@@ -66,105 +126,162 @@ class Network:
         Args:
             cluster: their levels.
             devices: of every worker; None where worker i is on device i.
-            observe: is told of every transfer.
+            observe: is told of every transfer that has come to its end.
         """
         self.cluster = cluster
         self.devices = range(cluster.num_workers) if devices is None else devices
         self.num_bytes: Counter[tuple[str, str]] = Counter()
-        self._taken: dict[_Port, list[tuple[float, float]]] = {}  # from, to; in order, what is over left out
-        self._paths: dict[tuple[int, int], tuple[int, _Port, _Port]] = {}
+        self.agenda = Agenda()
+        self.sharing = Sharing(self.agenda)
+        self.observed = observe is not None
         self._observe = observe
+        self._ports: dict[_Port, Resource] = {}
+        self._connections: dict[tuple[str, int, int], Connection] = {}
+        self._groups: dict[tuple[str, str, Sequence[int]], Group] = {}
 
-    def send(self, kind: str, label: str, sender: int, receiver: int, num_bytes: int, now_s: float) -> float:
-        """Start a transfer; return when its last byte arrives [s]."""
-        level_index, outgoing, incoming = self._path(sender, receiver)
-        level = self.cluster.levels[level_index]
-        duration_s = num_bytes / level.goodput_bytes_per_s
-        start_s = self._take((outgoing, incoming), now_s, duration_s)
-        end_s = start_s + duration_s + level.latency_s
-        self.num_bytes[kind, level.name] += num_bytes
-        if self._observe is not None:
-            self._observe(Transfer(kind, label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s))
-        return end_s
-
-    def all_reduce(self, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float) -> float:
-        """Start a ring all-reduce of a buffer of `num_bytes` among two or more workers; return its end [s].
-
-        2 (r - 1) steps, each as slow as the ring's slowest link (bandwidth-optimal ring; PipeDream section 3.1).
-        """
-        size, ring = len(workers), sorted(workers, key=self.devices.__getitem__)
-        paths = [self._path(worker, ring[(i + 1) % size]) for i, worker in enumerate(ring)]
-        levels = [self.cluster.levels[index] for index, _, _ in paths]
-        step_s = max(num_bytes / size / level.goodput_bytes_per_s + level.latency_s for level in levels)
-        return self._together(ALL_REDUCE, kind, label, ring, num_bytes, now_s, 2 * (size - 1) * step_s)
-
-    def serve(self, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float) -> float:
-        """Start a sum by servers of a buffer of `num_bytes`: every worker is the server of a share; return its end [s].
-
-        Everybody pushes every other its share, and when all are there pulls the sums: twice as long as the port takes
-        that most of these flows go through, since flows share ports and nothing else.
-        """
-        size, ring = len(workers), sorted(workers, key=self.devices.__getitem__)
-        flows: Counter[_Port] = Counter()
-        latency_s = 0.0
-        for sender, receiver in itertools.permutations(ring, 2):
+    def connection(self, kind: str, sender: int, receiver: int) -> Connection:
+        """Return the connection that a kind of messages takes from one worker to another."""
+        found = self._connections.get((kind, sender, receiver))
+        if found is None:
             index, *ports = self._path(sender, receiver)
-            flows.update(ports)
-            latency_s = max(latency_s, self.cluster.levels[index].latency_s)
-        rates = [level.goodput_bytes_per_s for level in self.cluster.levels]
-        busiest_s = max(count * (num_bytes / size) / rates[port[0]] for port, count in flows.items())
-        duration_s = 2 * (busiest_s + latency_s)
-        return self._together(PARAMETER_SERVER, kind, label, ring, num_bytes, now_s, duration_s)
+            uses = tuple((self._port(port), 1.0) for port in ports)
+            found = Connection(kind, (sender, receiver), self.cluster.levels[index], uses)
+            self._connections[kind, sender, receiver] = found
+        return found
 
-    def sum_up(self, sync: str, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float) -> float:
-        """Start a sum among two or more workers in a way of `syncs.SYNCS`; return its end [s]."""
-        ways = {ALL_REDUCE: self.all_reduce, PARAMETER_SERVER: self.serve}
-        return ways[sync](kind, label, workers, num_bytes, now_s)
+    def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:
+        """Let a message set out, behind those that are on its connection."""
+        self.num_bytes[connection.counted] += num_bytes
+        message = Message(connection, num_bytes, label)
+        last, connection.last = connection.last, message
+        if last.end_s <= now_s:
+            self.sharing.start(message, now_s)
+        else:
+            self.sharing.then(last, message, now_s)
+        return message
 
-    def _together(
-        self, sync: str, kind: str, label: str, ring: Sequence[int], num_bytes: int, now_s: float, duration_s: float
-    ) -> float:
-        """Let workers take all ports between them, for so long; return the end."""
-        ports: set[_Port] = set()
-        levels: set[int] = set()
-        total = 0
-        for sender, receiver, sent in traffic(sync, num_bytes, len(ring)):
-            index, outgoing, incoming = self._path(ring[sender], ring[receiver])
-            ports |= {outgoing, incoming}
-            levels.add(index)
-            total += sent
-            self.num_bytes[kind, self.cluster.levels[index].name] += sent
-        start_s = self._take(ports, now_s, duration_s)
-        end_s = start_s + duration_s
+    def arrived(self, message: Message) -> None:
+        """Tell who observes that a message was taken."""
         if self._observe is not None:
-            members = tuple(sorted(ring))
-            slowest = min((self.cluster.levels[index] for index in levels), key=lambda each: each.goodput_bytes_per_s)
-            self._observe(Transfer(kind, label, members, members, slowest.name, total, start_s, end_s))
-        return end_s
+            kind, (sender, receiver), level = message.connection.kind, message.connection.ends, message.connection.level
+            start_s, end_s, num_bytes = message.start_s, message.arrival_s, message.num_bytes
+            told = Transfer(kind, message.label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s)
+            self._observe(told)
 
-    def _take(self, ports: Iterable[_Port], now_s: float, duration_s: float) -> float:
-        """Take some ports for so long, as soon as all of them are free; return when that is."""
-        every = [self._taken.setdefault(port, []) for port in ports]
-        start_s, settled = now_s, False
-        for taken in every:
-            while taken and taken[0][1] <= now_s:
-                del taken[0]
-        while not settled:
-            settled = True
-            for taken in every:
-                for from_s, to_s in taken:
-                    if from_s < start_s + duration_s * (1 - _ROUNDING) and to_s > start_s:
-                        start_s, settled = to_s, False
-        for taken in every:
-            bisect.insort(taken, (start_s, start_s + duration_s))
-        return start_s
+    def sum_up(
+        self, sync: str, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float, done: Action
+    ) -> None:
+        """Let workers sum a buffer, once what they have begun before is done.
+
+        Args:
+            sync: in which way, a name in `syncs.SYNCS`.
+            kind: what its bytes are counted as.
+            label: for people.
+            workers: who sums.
+            num_bytes: the buffer's size.
+            now_s: when all of them have it.
+            done: happens when all of them have the sum.
+        """
+        group = self._group(sync, kind, workers)
+        for level, sent in self._sent(group, num_bytes).items():
+            self.num_bytes[kind, level] += sent
+        group.queue.append(_Sum(group, kind, label, num_bytes, done))
+        if len(group.queue) == 1:
+            self._begin(group.queue[0], now_s)
+
+    def _begin(self, begun: _Sum, now_s: float) -> None:
+        begun.start_s = now_s
+        self._next_phase(begun, now_s)
+
+    def _next_phase(self, begun: _Sum, now_s: float) -> None:
+        begun.phase += 1
+        group = begun.group
+        if begun.phase == len(group.phases):
+            self._end(begun, now_s)
+            return
+        parts = group.phases[begun.phase]
+        begun.under_way = len(parts)
+        for part in parts:
+            flow = Flow(part.share * begun.num_bytes, part.uses, part.latency_s)
+            self.sharing.start(flow, now_s)
+            self.sharing.tell(flow, partial(self._part_done, begun), now_s)
+
+    def _part_done(self, begun: _Sum, now_s: float) -> None:
+        begun.under_way -= 1
+        if begun.under_way == 0:
+            self._next_phase(begun, now_s)
+
+    def _end(self, ended: _Sum, now_s: float) -> None:
+        group = ended.group
+        if self._observe is not None and group.phases:
+            members, total = tuple(sorted(group.ring)), self._sent(group, ended.num_bytes).total()
+            level = group.level.name
+            told = Transfer(ended.kind, ended.label, members, members, level, total, ended.start_s, now_s)
+            self._observe(told)
+        group.queue.popleft()
+        ended.done(now_s)
+        if group.queue:
+            self._begin(group.queue[0], now_s)
+
+    def _group(self, sync: str, kind: str, workers: Sequence[int]) -> Group:
+        found = self._groups.get((sync, kind, workers))
+        if found is None:
+            ring = sorted(workers, key=self.devices.__getitem__)
+            ways = {ALL_REDUCE: self._ring_phases, PARAMETER_SERVER: self._server_phases}
+            phases = ways[sync](ring) if len(ring) > 1 else []
+            crossed = {self._path(ring[i], ring[j])[0] for i, j, _ in traffic(sync, 0, len(ring))}
+            levels = [self.cluster.levels[index] for index in sorted(crossed)]
+            level = min(levels, key=lambda each: each.goodput_bytes_per_s)
+            found = self._groups[sync, kind, workers] = Group(sync, ring, phases, level)
+        return found
+
+    def _ring_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
+        """One flow at the pace of the slowest link, as often as slow as there are steps."""
+        size = len(ring)
+        paths = [self._path(worker, ring[(i + 1) % size]) for i, worker in enumerate(ring)]
+        ports = dict.fromkeys(port for _, *both in paths for port in both)
+        latency_s = max(self.cluster.levels[index].latency_s for index, _, _ in paths)
+        steps = 2 * (size - 1)
+        return [[_Part(steps / size, tuple((self._port(port), 1.0) for port in ports), steps * latency_s)]]
+
+    def _server_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
+        """Every worker is the server of a share: all push everybody its share, and when all are there pull the sums.
+
+        Connections over one level go at one pace, that of the port that most of them go through.
+        """
+        ports: dict[int, Counter[_Port]] = {}
+        for sender, receiver in itertools.permutations(ring, 2):
+            index, *both = self._path(sender, receiver)
+            ports.setdefault(index, Counter()).update(both)
+        phase = [
+            _Part(
+                1 / len(ring),
+                tuple((self._port(port), float(count)) for port, count in counts.items()),
+                self.cluster.levels[index].latency_s,
+            )
+            for index, counts in ports.items()
+        ]
+        return [phase, phase]
+
+    def _sent(self, group: Group, num_bytes: int) -> Counter[str]:
+        """Return what a group sends when it sums a buffer, by level."""
+        found = group.sent.get(num_bytes)
+        if found is None:
+            found = group.sent[num_bytes] = Counter()
+            for sender, receiver, sent in traffic(group.sync, num_bytes, len(group.ring)):
+                index, *_ = self._path(group.ring[sender], group.ring[receiver])
+                found[self.cluster.levels[index].name] += sent
+        return found
+
+    def _port(self, port: _Port) -> Resource:
+        found = self._ports.get(port)
+        if found is None:
+            found = self._ports[port] = Resource(self.cluster.levels[port[0]].goodput_bytes_per_s)
+        return found
 
     def _path(self, sender: int, receiver: int) -> tuple[int, _Port, _Port]:
-        path = self._paths.get((sender, receiver))
-        if path is None:
-            sending, receiving = self.devices[sender], self.devices[receiver]
-            index = self.cluster.level_between(sending, receiving)
-            outgoing = (index, self.cluster.component(sending, index), True)
-            incoming = (index, self.cluster.component(receiving, index), False)
-            path = self._paths[sender, receiver] = (index, outgoing, incoming)
-        return path
+        """Return the level between two workers, and the ports at both ends."""
+        sending, receiving = self.devices[sender], self.devices[receiver]
+        index = self.cluster.level_between(sending, receiving)
+        outgoing = (index, self.cluster.component(sending, index), True)
+        return index, outgoing, (index, self.cluster.component(receiving, index), False)

@@ -17,7 +17,7 @@ A flow that nobody meets costs no entry in the agenda, unless somebody asks to b
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -31,13 +31,15 @@ class Resource:
 
     Attributes:
         capacity: the most that all flows together take of it, in units of work times weight per second; above 0.
-        flows: those that cross it, in the order in which they came, with their weights; some may be over.
+        lone: the last flow that met nobody when it came.
+        flows: those that have met others, in the order in which they came, with their weights.
     """
 
-    __slots__ = ("capacity", "flows")
+    __slots__ = ("capacity", "flows", "lone")
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
+        self.lone: Flow = OVER
         self.flows: dict[Flow, float] = {}
 
 
@@ -59,10 +61,13 @@ class Flow:
         end_s: when the last of its work is done, if rates stay as they are; infinite before it starts. Not later than
             now, it is final.
         after: a flow that starts when this one's last work is done.
+        meets: whether it has met others.
     """
 
-    __slots__ = ("_freed_s", "_left", "_since_s", "_tell", "_told_s", "after", "cap", "end_s", "rate", "start_s",
-                 "tail_s", "uses")  # fmt: skip
+    __slots__ = (
+        "_freed_s", "_left", "_since_s", "_tell", "_told_s", "after", "cap", "end_s", "meets", "rate", "start_s",
+        "tail_s", "uses",
+    )  # fmt: skip
 
     def __init__(self, work: float, uses: Uses, tail_s: float = 0.0, cap: float = NEVER) -> None:
         self.uses = uses
@@ -71,6 +76,7 @@ class Flow:
         self.rate = 0.0
         self.start_s = self.end_s = NEVER
         self.after: Flow | None = None
+        self.meets = False
         self._left = work
         self._since_s = 0.0  # when so much was left
         self._tell: Action | None = None
@@ -80,6 +86,10 @@ class Flow:
     def arrival_s(self) -> float:
         """When it has arrived, if rates stay as they are."""
         return self.end_s + self.tail_s
+
+
+OVER: Final = Flow(0.0, ())  # the flow before the first
+OVER.end_s = -NEVER
 
 
 class Sharing:
@@ -97,22 +107,20 @@ class Sharing:
         flow.start_s = flow._since_s = now_s
         if flow._left <= 0:
             flow.end_s = now_s
-            self._announce(flow, meets=False)
-            return
-        rate, meets = flow.cap, False
-        for resource, weight in flow.uses:
-            others = resource.flows
-            if others:
-                _sweep(resource, now_s)
-                meets = meets or bool(others)
-            others[flow] = weight
-            rate = min(rate, resource.capacity / weight)
-        if meets:
-            self._share(flow.uses, now_s)
         else:
+            rate, uses = flow.cap, flow.uses
+            for resource, weight in uses:
+                if resource.flows or resource.lone.end_s > now_s:
+                    self._meet(flow, now_s)
+                    return
+                if resource.capacity < rate * weight:
+                    rate = resource.capacity / weight
+            for resource, _ in uses:
+                resource.lone = flow
             flow.rate = rate
             flow.end_s = now_s + flow._left / rate
-            self._announce(flow, meets=False)
+        if flow.after is not None or flow._tell is not None:
+            self._announce(flow)
 
     def then(self, flow: Flow, after: Flow, now_s: float) -> None:
         """Let a flow start when another's last work is done; nothing else comes after that one."""
@@ -120,42 +128,60 @@ class Sharing:
             self.start(after, now_s)
             return
         flow.after = after
-        if flow.end_s < NEVER:
-            self._announce(flow, meets=False)
+        self._announce(flow)
 
     def tell(self, flow: Flow, action: Action, now_s: float) -> None:
         """Let an action happen when a flow has arrived, or now if it has."""
         flow._tell = action
         if flow.end_s <= now_s:  # final
             self._agenda.push(max(now_s, flow.arrival_s), action)
-        elif flow.end_s < NEVER:
-            self._announce(flow, meets=False)
+        else:
+            self._announce(flow)
 
-    def _announce(self, flow: Flow, *, meets: bool) -> None:
+    def _meet(self, flow: Flow, now_s: float) -> None:
+        """Start a flow where others are under way."""
+        for resource, _ in flow.uses:
+            other = resource.lone
+            if other.end_s > now_s:
+                other.meets = True
+                for each, weight in other.uses:
+                    each.flows[other] = weight
+                    each.lone = OVER
+        flow.meets = True
+        for resource, weight in flow.uses:
+            resource.flows[flow] = weight
+        self._share(flow.uses, now_s)
+
+    def _announce(self, flow: Flow) -> None:
         """Put down what happens at a flow's end, as rates are now; what was put down before is passed over."""
         end_s = flow.end_s
-        if (meets or flow.after is not None) and flow._freed_s != end_s:
+        if end_s == NEVER:
+            return
+        if flow._freed_s != end_s and (flow.after is not None or flow.meets):
             flow._freed_s = end_s
             self._agenda.push(end_s, partial(self._free, flow))
-        if flow._tell is not None and flow._told_s != flow.arrival_s:
-            flow._told_s = flow.arrival_s
-            self._agenda.push(flow.arrival_s, partial(self._arrive, flow))
+        if flow._tell is not None and flow._told_s != end_s + flow.tail_s:
+            flow._told_s = end_s + flow.tail_s
+            self._agenda.push(flow._told_s, partial(self._arrive, flow))
 
     def _free(self, flow: Flow, now_s: float) -> None:
         """Give back what a flow took, if this is its end."""
         if now_s != flow._freed_s:
             return
         flow._freed_s = -NEVER
-        _detach(flow)
-        self._share(flow.uses, now_s)
+        if flow.meets:
+            for resource, _ in flow.uses:
+                del resource.flows[flow]
+            self._share(flow.uses, now_s)
         if flow.after is not None:
             self.start(flow.after, now_s)
 
-    def _arrive(self, flow: Flow, now_s: float) -> None:
-        if now_s == flow._told_s:
-            assert flow._tell is not None
-            flow._told_s = -NEVER
-            flow._tell(now_s)
+    def _arrive(self, flow: Flow, now_s: float) -> object:
+        """Tell of a flow that it has arrived, if it has."""
+        if now_s != flow._told_s or flow._tell is None:
+            return None
+        flow._told_s = -NEVER
+        return flow._tell(now_s)
 
     def _share(self, uses: Uses, now_s: float) -> None:
         """Work out the rates of all flows that can be reached from some resources."""
@@ -166,66 +192,70 @@ class Sharing:
                     flow._left = max(0.0, flow._left - flow.rate * (now_s - flow._since_s))
                 flow._since_s, flow.rate = now_s, rate
                 flow.end_s = now_s + flow._left / rate
-            self._announce(flow, meets=len(flows) > 1)
+            self._announce(flow)
 
 
-def fair_rates(flows: Iterable[Flow]) -> list[float]:
+class _Filling:
+    """A resource while rates rise: what is left of it, the weight of the flows that still rise, and all its flows."""
+
+    __slots__ = ("flows", "left", "rising", "weight")
+
+    def __init__(self, capacity: float) -> None:
+        self.left = capacity
+        self.weight = 0.0
+        self.rising = 0
+        self.flows: list[Flow] = []
+
+
+def fair_rates(flows: Sequence[Flow]) -> list[float]:
     """Return the max-min fair rates of flows that meet no others."""
-    rates: dict[Flow, float] = {}
-    rising = dict.fromkeys(flows)
-    everyone = [*rising]
-    left: dict[Resource, float] = {}
-    weights: dict[Resource, float] = {}
-    for flow in everyone:
+    filling: dict[Resource, _Filling] = {}
+    for flow in flows:
         for resource, weight in flow.uses:
-            left.setdefault(resource, resource.capacity)
-            weights[resource] = weights.get(resource, 0.0) + weight
-    rate = 0.0
-    while rising:
-        # All that still rise are at one rate, so a resource is full where what others left it is dealt out.
-        full = min((left[resource] / weight for resource, weight in weights.items()), default=NEVER)
-        capped = min(flow.cap for flow in rising)
-        rate = max(rate, min(full, capped))  # never falls, whatever was rounded
-        if capped <= rate:
-            stay = [flow for flow in rising if flow.cap <= rate]
+            found = filling.get(resource)
+            if found is None:
+                found = filling[resource] = _Filling(resource.capacity)
+            found.weight += weight
+            found.rising += 1
+            found.flows.append(flow)
+    capped = sorted((flow for flow in flows if flow.cap < NEVER), key=lambda flow: flow.cap, reverse=True)
+    rates: dict[Flow, float] = {}
+    rate, risen = 0.0, [*filling.values()]
+    while len(rates) < len(flows):
+        full, tight = NEVER, None
+        for each in risen:
+            # All that still rise are at one rate, so a resource is full where what others left it is dealt out.
+            if each.rising and each.left < full * each.weight:
+                full, tight = each.left / each.weight, each
+        while capped and capped[-1] in rates:
+            capped.pop()
+        if capped and capped[-1].cap <= full:
+            rate, stay = max(rate, capped[-1].cap), [capped[-1]]
         else:
-            tight = {resource for resource, weight in weights.items() if left[resource] / weight <= rate}
-            stay = [flow for flow in rising if any(resource in tight for resource, _ in flow.uses)]
+            assert tight is not None  # a flow without a cap crosses something
+            rate, stay = max(rate, full), tight.flows  # never falls, whatever was rounded
         for flow in stay:
-            rates[flow] = rate
-            del rising[flow]
-            for resource, weight in flow.uses:
-                left[resource] -= weight * rate
-                weights[resource] -= weight
-        risen = {resource for flow in rising for resource, _ in flow.uses}
-        weights = {resource: weight for resource, weight in weights.items() if resource in risen}
-    return [rates[flow] for flow in everyone]
+            if flow not in rates:
+                rates[flow] = min(rate, flow.cap)
+                for resource, weight in flow.uses:
+                    found = filling[resource]
+                    found.left -= weight * rate
+                    found.weight -= weight
+                    found.rising -= 1
+    return [rates[flow] for flow in flows]
 
 
 def _reached(uses: Uses, now_s: float) -> list[Flow]:
     """Return the flows that cross some resources, that these meet elsewhere, and so on; what is over is left out."""
-    seen: dict[Resource, None] = dict.fromkeys(resource for resource, _ in uses)
+    queue = [resource for resource, _ in uses]
+    seen = set(queue)
     flows: dict[Flow, None] = {}
-    queue = [*seen]
     for resource in queue:
-        _sweep(resource, now_s)
         for flow in resource.flows:
-            if flow not in flows:
+            if flow.end_s > now_s and flow not in flows:
                 flows[flow] = None
                 for other, _ in flow.uses:
                     if other not in seen:
-                        seen[other] = None
+                        seen.add(other)
                         queue.append(other)
     return [*flows]
-
-
-def _sweep(resource: Resource, now_s: float) -> None:
-    """Take off a resource's list what is over."""
-    over = [flow for flow in resource.flows if flow.end_s <= now_s]
-    for flow in over:
-        _detach(flow)
-
-
-def _detach(flow: Flow) -> None:
-    for resource, _ in flow.uses:
-        resource.flows.pop(flow, None)

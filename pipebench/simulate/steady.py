@@ -4,21 +4,23 @@ A schedule repeats itself after a block of minibatches. Once every worker's time
 all further periods cost that constant: only fill, a few periods and drain are simulated, however long the epoch is.
 """
 
+import itertools
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Sampler, microbatch_sizes
-from pipebench.schedule.instructions import ENDS
+from pipebench.schedule.instructions import ENDS, Instruction
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.meter import Meter
+from pipebench.simulate.meter import COMPUTE, Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Simulation
+from pipebench.simulate.simulation import Event, Simulation
 
 _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
@@ -65,15 +67,15 @@ class Totals:
     stall_s: float
     num_bytes: Counter[tuple[str, str]]
 
-    def extended(self, longer: "Totals", periods: int) -> "Totals":
-        """Return the totals `periods` periods further on, given those of one period more."""
+    def extended(self, period: "Totals", times: int) -> "Totals":
+        """Return the totals so many periods further on, given those of one."""
         num_bytes = Counter(self.num_bytes)
-        for key, value in longer.num_bytes.items():
-            num_bytes[key] += (value - self.num_bytes[key]) * periods
+        for key, value in period.num_bytes.items():
+            num_bytes[key] += value * times
         return Totals(
-            self.end_s + (longer.end_s - self.end_s) * periods,
-            self.busy_s + (longer.busy_s - self.busy_s) * periods,
-            self.stall_s + (longer.stall_s - self.stall_s) * periods,
+            self.end_s + period.end_s * times,
+            self.busy_s + period.busy_s * times,
+            self.stall_s + period.stall_s * times,
             num_bytes,
         )
 
@@ -81,88 +83,176 @@ class Totals:
 def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
     """Return the totals of a segment that ends with an epoch's last, possibly short, minibatch.
 
+    It is simulated once. Where its state is found to be steady, the workers' lists go over to those of a segment that
+    is shorter by whole periods, which begin alike, and what these periods cost is added.
+
     Args:
         course: what to simulate; nothing is trained.
         num_minibatches: length of the segment, up to one epoch.
         meter: records the timeline of the part that is really simulated.
     """
-    found = _steady_state(course, num_minibatches, course.pipeline.period)
+    run = _Run(course, num_minibatches, meter)
+    watch, found = _Watch(course.pipeline), None
+    for event in run:
+        if found is None and event.instruction.op in ENDS:
+            found = watch.steady(event, run.busy_s[event.worker], run.stall_s[event.worker], num_minibatches)
+            if found is not None:
+                run.shorten(num_minibatches - found.left_out * found.period)
+    totals = run.totals()
     if found is None:
-        return simulate_all(course, num_minibatches, meter)
-    steady, period = found
-    short = steady + (num_minibatches - steady) % period
-    base, longer = simulate_all(course, short, meter), simulate_all(course, short + period)
-    return base.extended(longer, (num_minibatches - short) // period)
+        return totals
+    # What travels doesn't depend on time; and in time, neighbouring periods need not send at the same moments.
+    num_bytes = _simulated(_Run(course, found.period, ends_epoch=False)).num_bytes
+    return totals.extended(Totals(found.shift_s, found.busy_s, found.stall_s, num_bytes), found.left_out)
 
 
 def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
     """Simulate every instruction of a segment."""
-    network = Network(course.cluster, course.devices, meter.transfer if meter else None)
-    adder = meter or Meter(course.pipeline)
-    busy_s, stall_s = adder.busy_s, adder.stall_s
-    simulation = Simulation(
-        course.pipeline,
-        programs(course.pipeline, num_minibatches),
-        course.costs,
-        network,
-        _sizes(course, num_minibatches),
-    )
-    for event in simulation:
-        adder.event(event)
-    return Totals(simulation.end_s, adder.busy_s - busy_s, adder.stall_s - stall_s, network.num_bytes)
+    return _simulated(_Run(course, num_minibatches, meter))
 
 
-def _sizes(course: Course, num_minibatches: int) -> Callable[[int], int]:
-    """Return the size of a unit in a segment whose last minibatch is the epoch's last."""
-    pipeline, sampler = course.pipeline, course.sampler
-    whole = microbatch_sizes(sampler.size(0), pipeline.microbatches)
-    last = microbatch_sizes(sampler.size(sampler.minibatches_per_epoch - 1), pipeline.microbatches)
-
-    def size(unit: int) -> int:
-        minibatch, microbatch = pipeline.minibatch(unit)
-        return (last if minibatch == num_minibatches - 1 else whole)[microbatch]
-
-    return size
+def _simulated(run: "_Run") -> Totals:
+    for _ in run:
+        pass
+    return run.totals()
 
 
-def _steady_state(course: Course, num_minibatches: int, block: int) -> tuple[int, int] | None:
-    """Return (number of minibatches after which all workers' backwards repeat, period in minibatches).
+class _Run:
+    """A segment as it is simulated; iterate over its events once.
 
-    The period is a few blocks: links that two stages share can make blocks differ in turn. None if it never repeats.
+    Args:
+        course: what to simulate.
+        num_minibatches: length of the segment.
+        meter: records the timeline.
+        ends_epoch: whether its last minibatch is the epoch's last, possibly short one.
+
+    Attributes:
+        busy_s: forward, backward and update seconds so far, by worker.
+        stall_s: seconds waited for bytes on their way, likewise.
     """
-    pipeline = course.pipeline
-    workers = range(pipeline.num_workers)
-    ends: list[list[float]] = [[] for _ in workers]
-    stages = map(pipeline.stages_of, workers)
-    own = [sum(block * pipeline.microbatches // pipeline.replicas[stage] for stage in each) for each in stages]
-    in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / block) * block
-    simulation = Simulation(
-        pipeline,
-        programs(pipeline, num_minibatches),
-        course.costs,
-        Network(course.cluster, course.devices),
-        _sizes(course, num_minibatches),
-    )
-    for event in simulation:
-        if event.instruction.op not in ENDS:
-            continue
-        ends[event.worker].append(event.end_s)
-        if event.worker > 0 or len(ends[0]) % own[0] > 0:
-            continue
-        done = len(ends[0]) // own[0] * block
+
+    def __init__(
+        self, course: Course, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
+    ) -> None:
+        pipeline, sampler = course.pipeline, course.sampler
+        self.busy_s, self.stall_s = [0.0] * pipeline.num_workers, [0.0] * pipeline.num_workers
+        self._pipeline, self._meter = pipeline, meter
+        self._network = Network(course.cluster, course.devices, meter.transfer if meter else None)
+        self._whole = microbatch_sizes(sampler.size(0), pipeline.microbatches)
+        last = microbatch_sizes(sampler.size(sampler.minibatches_per_epoch - 1), pipeline.microbatches)
+        self._last = dict(zip(pipeline.units(num_minibatches - 1), last, strict=True)) if ends_epoch else {}
+        self._taken = [itertools.count() for _ in range(pipeline.num_workers)]
+        # Counts without a step of Python for every instruction.
+        lists = zip(programs(pipeline, num_minibatches), self._taken, strict=True)
+        self._lists: list[Iterator[Instruction]] = [
+            map(operator.itemgetter(0), zip(each, taken, strict=False)) for each, taken in lists
+        ]
+        self._simulation = Simulation(pipeline, self._lists, course.costs, self._network, self._size)
+
+    def __iter__(self) -> Iterator[Event]:
+        busy_s, stall_s, meter = self.busy_s, self.stall_s, self._meter
+        for event in self._simulation:
+            start_s, end_s, worker, instruction, stalled_s = event
+            if instruction.op in COMPUTE:
+                busy_s[worker] += end_s - start_s
+            elif stalled_s:
+                stall_s[worker] += stalled_s
+            if meter is not None:
+                meter.event(event)
+            yield event
+
+    def shorten(self, num_minibatches: int) -> None:
+        """Go over to the lists of a shorter segment, which begin as the others did so far."""
+        self._last = dict(zip(self._pipeline.units(num_minibatches - 1), self._last.values(), strict=True))
+        for worker, instructions in enumerate(programs(self._pipeline, num_minibatches)):
+            self._lists[worker] = itertools.islice(instructions, next(self._taken[worker]), None)
+
+    def totals(self) -> Totals:
+        """Return what it came to."""
+        end_s = self._simulation.end_s
+        return Totals(end_s, math.fsum(self.busy_s), math.fsum(self.stall_s), self._network.num_bytes)
+
+    def _size(self, unit: int) -> int:
+        """Return the number of samples of a unit."""
+        size = self._last.get(unit)
+        return self._whole[self._pipeline.minibatch(unit)[1]] if size is None else size
+
+
+@dataclass(frozen=True)
+class _Steady:
+    """A steady state.
+
+    Attributes:
+        period: minibatches after which everything repeats.
+        shift_s: how much later it does.
+        busy_s: of all workers in a period, like that of `Totals`; so is the next.
+        stall_s: likewise.
+        left_out: periods that need not be simulated.
+    """
+
+    period: int
+    shift_s: float
+    busy_s: float
+    stall_s: float
+    left_out: int
+
+
+class _Watch:
+    """Finds out when all workers' backwards repeat, shifted by one constant.
+
+    The period is a few blocks: links that two stages share can make blocks differ in turn.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        workers = range(pipeline.num_workers)
+        self._block = pipeline.period
+        self._ends: list[list[float]] = [[] for _ in workers]
+        self._sums: list[list[tuple[float, float]]] = [[] for _ in workers]  # busy and stalled, at each end
+        units = self._block * pipeline.microbatches
+        self._own = [sum(units // pipeline.replicas[each] for each in pipeline.stages_of(w)) for w in workers]
+        self._in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / self._block) * self._block
+
+    def steady(self, event: Event, busy_s: float, stall_s: float, num_minibatches: int) -> _Steady | None:
+        """Take note of the end of a unit; return the steady state, if that is one and the segment is long enough."""
+        worker, own, ends = event.worker, self._own, self._ends
+        ends[worker].append(event.end_s)
+        self._sums[worker].append((busy_s, stall_s))
+        if worker > 0 or len(ends[0]) % own[0] > 0:
+            return None
         for blocks in _BLOCKS:
-            shifts = [_shift(times, size * blocks) for times, size in zip(ends, own, strict=True)]
+            shifts = [self._shift(each, blocks) for each in self._first_and_others(blocks)]
             # Workers at rates of their own fill or empty a queue, which comes to its end some day.
             if max(shifts) - min(shifts) <= _TOLERANCE * ends[0][-1]:
-                steady, period = done + in_flight, block * blocks
-                return (steady, period) if steady + 2 * period <= num_minibatches else None
-    return None
+                return self._found(blocks, shifts[0], num_minibatches)
+        return None
 
+    def _first_and_others(self, blocks: int) -> range:
+        """Return all workers, or only the first if its last two periods already say no."""
+        ends, own = self._ends[0], self._own[0] * blocks
+        if len(ends) <= 2 * own:
+            return range(1)
+        differ = abs(ends[-1] - 2 * ends[-1 - own] + ends[-1 - 2 * own]) > _TOLERANCE * ends[-1]
+        return range(1 if differ else len(self._own))
 
-def _shift(ends: list[float], own: int) -> float:
-    """Return how long a worker's last periods took if equally long, backward by backward, else infinity."""
-    if len(ends) < (_REPEATS + 1) * own:
-        return math.inf
-    tail = ends[-(_REPEATS + 1) * own :]
-    steps = [b - a for a, b in zip(tail, tail[own:], strict=False)]
-    return steps[0] if max(steps) - min(steps) <= _TOLERANCE * tail[-1] else math.inf
+    def _shift(self, worker: int, blocks: int) -> float:
+        """Return how long a worker's last periods took if equally long, backward by backward, else infinity."""
+        ends, own = self._ends[worker], self._own[worker] * blocks
+        if len(ends) < (_REPEATS + 1) * own:
+            return math.inf
+        tail = ends[-(_REPEATS + 1) * own :]
+        steps = [b - a for a, b in zip(tail, tail[own:], strict=False)]
+        return steps[0] if max(steps) - min(steps) <= _TOLERANCE * tail[-1] else math.inf
+
+    def _found(self, blocks: int, shift_s: float, num_minibatches: int) -> _Steady | None:
+        period = self._block * blocks
+        done = max(math.ceil(len(ends) / own) for ends, own in zip(self._ends, self._own, strict=True)) * self._block
+        # No worker has begun anything that a segment so short would not have, nor is near its end.
+        left_out = (num_minibatches - done - 2 * self._in_flight - period) // period
+        if left_out < 1:
+            return None
+        before = [sums[-1 - own * blocks] for sums, own in zip(self._sums, self._own, strict=True)]
+        after = [sums[-1] for sums in self._sums]
+        busy_s, stall_s = (
+            math.fsum(b[each] - a[each] for a, b in zip(before, after, strict=True)) for each in range(2)
+        )
+        return _Steady(period, shift_s, busy_s, stall_s, left_out)

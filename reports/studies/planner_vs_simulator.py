@@ -7,7 +7,7 @@ taken away that a bottleneck can't know. What takes the difference away is its c
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
@@ -20,7 +20,9 @@ from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.predict import Course, arranged, course_of
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.programs import programs
-from pipebench.simulate.network import Network
+from pipebench.simulate.agenda import Action
+from pipebench.simulate.network import Connection, Message, Network
+from pipebench.simulate.sharing import Resource
 from pipebench.simulate.simulation import Simulation
 from reports.studies.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
 
@@ -46,8 +48,8 @@ Errors are bottleneck over simulated, less one. Kendall's tau is 1 - 2 x (pairs 
 """
 
 CAUSES = {
-    "rings": "transfers wait for ports that a ring has taken: a bucket's all-reduce holds all its ports at once, whole",
-    "queues": "transfers wait for each other: whole messages, in bursts, and both ends have to be free at once",
+    "rings": "transfers share ports with rings, and each slows the other down",
+    "queues": "transfers share ports with each other, in bursts, and those of one connection go one by one",
     "way": "the time of the transfers themselves, on loops longer than the planner follows (values that skip stages, "
     "stages that wait for the gradients of several others)",
     "rounds": "no transfer: rounds of different widths interlock, and a ring that starts late in a backward ends after "
@@ -95,24 +97,30 @@ class _RingsApart(Network):
     def __init__(self, cluster: Cluster, devices: Sequence[int]) -> None:
         super().__init__(cluster, devices)
         self._others = Network(cluster, devices)
+        self._others.agenda = self.agenda
+        self._others.sharing = self.sharing
 
-    def all_reduce(self, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float) -> float:
-        return self._others.all_reduce(kind, label, workers, num_bytes, now_s)
+    def sum_up(
+        self, sync: str, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float, done: Action
+    ) -> None:
+        self._others.sum_up(sync, kind, label, workers, num_bytes, now_s, done)
 
 
-class _NoQueues(Network):
-    """No transfer waits for a port."""
+class _PortsApart(Network):
+    """Every message has ports of its own."""
 
-    def send(self, kind: str, label: str, sender: int, receiver: int, num_bytes: int, now_s: float) -> float:
-        level = self.cluster.levels[self.cluster.level_between(self.devices[sender], self.devices[receiver])]
-        return now_s + num_bytes / level.goodput_bytes_per_s + level.latency_s
+    def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:
+        uses = tuple((Resource(port.capacity), weight) for port, weight in connection.uses)
+        apart = Connection(connection.kind, connection.ends, connection.level, uses)
+        return super().send(apart, num_bytes, now_s, label)
 
 
 class _Instant(Network):
-    """Transfers take no time."""
+    """Messages take no time."""
 
-    def send(self, kind: str, label: str, sender: int, receiver: int, num_bytes: int, now_s: float) -> float:
-        return now_s
+    def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:
+        level = replace(connection.level, latency_s=0.0)
+        return super().send(Connection(connection.kind, connection.ends, level, ()), 0, now_s, label)
 
 
 def steady_s(course: Course, count: int, network: type[Network]) -> float:
@@ -182,7 +190,7 @@ def _cause(subject: Subject, where: Cluster, model: CostModel, plan: PlanEstimat
     course, count = course_of(
         arranged(subject.profile, plan.order), where, model, plan.plan, MODES["pipedream"], subject.size
     )
-    for name, network in (("rings", _RingsApart), ("queues", _NoQueues), ("way", _Instant)):
+    for name, network in (("rings", _RingsApart), ("queues", _PortsApart), ("way", _Instant)):
         if steady_s(course, count, network) / plan.bottleneck_s - 1 < excess / 2:
             return name
     return "rounds"

@@ -16,6 +16,7 @@ ZERO_BUBBLE = {"weights": "one", "order": "zero-bubble", "backward": "split"}
 TWO = {
     "single-stage dp": Case("conv", (), (2,), {"weights": "one", "depth": 1}),
     "dp, parameter servers": Case("conv", (), (2,), {"weights": "one", "depth": 1, "sync": "parameter-server"}),
+    "dp, gradients summed after the backward": Case("conv", (), (2,), {"weights": "one", "sync": "all-reduce-after"}),
     "dp, accumulated": Case("skip", (), (2,), {"weights": "one", "depth": 1, "accumulate": 2}),
     "model": Case("conv", (4,), (1, 1), {"weights": "one", "depth": 1}),
     "gpipe": Case("skip", (4,), (1, 1), {"weights": "one", "order": "all-forwards", "microbatches": 3}),

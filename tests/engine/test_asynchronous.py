@@ -145,7 +145,7 @@ def test_two_times_the_weights_per_minibatch_of_every_worker_but_the_server_s(nu
 
 
 def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
-    """Slow links: pushes of three workers of 1 s each follow each other through one port, and so do pulls."""
+    """Slow links: pushes of three workers, 100 s each alone, share the server's port, and so do pulls."""
     setup = asp(num_workers=4, sizes=None)
     weights = sum(bucket.num_bytes for bucket in setup.costs.stages[0].buckets)
     cluster = Cluster("slow", "unit", None, (Level("server", 4, weights / 100.0, 0.0),))
@@ -160,9 +160,9 @@ def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
     engine.train(0, 4)
     backward_s = 7 * 3.0
     arrivals = sorted(time_s for (op, *_), time_s in ends.items() if op is Op.PUSH)
-    assert arrivals == pytest.approx([backward_s + 100.0 * n for n in range(4)], abs=0.1)
+    assert arrivals == pytest.approx([backward_s, *[backward_s + 300.0] * 3], abs=0.1)
     pulls = sorted(time_s for (op, *_), time_s in ends.items() if op is Op.PULL)
-    assert pulls == pytest.approx([arrivals[-1] + 100.0 * n for n in range(4)], abs=0.1)
+    assert pulls == pytest.approx([arrivals[-1], *[arrivals[-1] + 300.0] * 3], abs=0.1)
 
 
 def test_statistics_of_batch_norm_are_averaged_at_the_drain() -> None:

@@ -15,7 +15,8 @@ from pipebench.engine.ring import server_sum
 from pipebench.planner.predict import payload
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.syncs import PARAMETER_SERVER
-from pipebench.simulate.network import Network, traffic
+from pipebench.simulate.network import Network
+from pipebench.simulate.sums import traffic
 from tests.models import SkipNet
 from tests.oracles import parameter_server
 from tests.support import Blobs, make_engine, make_setup, parameters_of, unit_profile
@@ -99,11 +100,14 @@ def test_members_are_added_in_their_order() -> None:
 
 def test_flows_share_ports() -> None:
     """Flat: 2 (m-1)/m of the buffer through every port. Two servers of two: a server's port carries four flows."""
-    flat = Network(Cluster("flat", "unit", None, (Level("server", 4, 1.0, 0.5),)))
-    assert flat.sum_up(PARAMETER_SERVER, "parameter-server", "r", range(4), 12, 0.0) == 2 * (3 * 3 + 0.5)
     levels = (Level("server", 2, 1.0, 0.0), Level("cluster", 2, 1.0, 0.0))
+    flat = Network(Cluster("flat", "unit", None, (Level("server", 4, 1.0, 0.5),)))
     nested = Network(Cluster("nested", "unit", None, levels))
-    assert nested.sum_up(PARAMETER_SERVER, "parameter-server", "r", range(4), 12, 0.0) == 2 * (4 * 3)
+    ends: list[float] = []
+    for network in (flat, nested):
+        network.sum_up(PARAMETER_SERVER, "parameter-server", "r", range(4), 12, 0.0, ends.append)
+        network.agenda.play()
+    assert ends == [2 * (3 * 3 + 0.5), 2 * (4 * 3)]
     assert dict(nested.num_bytes) == {
         ("parameter-server", "server"): 4 * 2 * 3,
         ("parameter-server", "cluster"): 8 * 2 * 3,

@@ -139,6 +139,10 @@ OVERRIDES = [
     ),
     ("engine.stall_limit_s=1e30", "engine.stall_limit_s: got 1e.30, allowed is a number of seconds from 0.1 to 604800"),
     (
+        "engine.silence_limit_s=0",
+        "engine.silence_limit_s: got 0, allowed is a number of seconds from 0.1 to 604800, a week",
+    ),
+    (
         "engine.join_limit_s=-1",
         "engine.join_limit_s: got -1, allowed is a number of seconds from 0.1 to 604800, a week",
     ),

@@ -20,7 +20,7 @@ COUNTS = {
     "quickstart": 4,
     "large_minibatch": 2,
     "averaged_sgd": 2,
-    "modes": 16,
+    "modes": 17,
     "vgg16": 7,
     "resnet50": 7,
     "alexnet": 7,

@@ -15,6 +15,7 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.ranges import CHOICES
 from pipebench.schedule.modes import MODES
+from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
 from pipebench.train.prepare import Job, prepare
@@ -124,7 +125,7 @@ def test_where_workers_stand_changes_times_and_levels_but_not_what_is_computed()
 
 def test_a_ring_follows_the_devices_whatever_the_workers_numbers() -> None:
     network = Network(two_servers(), (0, 2, 1, 3))
-    network.all_reduce("all-reduce", "", range(4), 400, 0.0)
+    network.sum_up(ALL_REDUCE, "all-reduce", "", range(4), 400, 0.0, lambda _: None)
     # 4 members pass on 150 bytes in each of 2 x 3 steps over 4; two of the four links leave a server.
     assert network.num_bytes["all-reduce", "server"] == network.num_bytes["all-reduce", "cluster"] == 1200
 
@@ -132,9 +133,9 @@ def test_a_ring_follows_the_devices_whatever_the_workers_numbers() -> None:
 def test_efficiency_is_bandwidth_that_payload_does_not_get() -> None:
     full = Cluster("flat", "unit", None, (Level("server", 2, 1e6, 0.0),))
     half = replace(full, levels=(replace(full.levels[0], efficiency=0.5),))
-    assert Network(half).send("activation", "", 0, 1, 100, 0.0) == 2 * Network(full).send(
-        "activation", "", 0, 1, 100, 0.0
-    )
+    networks = [Network(cluster) for cluster in (half, full)]
+    slow, fast = (each.send(each.connection("activation", 0, 1), 100, 0.0).arrival_s for each in networks)
+    assert slow == 2 * fast
 
 
 @pytest.mark.parametrize(

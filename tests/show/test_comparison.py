@@ -38,6 +38,7 @@ RECIPE = {
     "engine.kind": "virtual",
     "engine.timing": "auto",
     "engine.stall_limit_s": "300.0",
+    "engine.silence_limit_s": "30.0",
 }
 
 

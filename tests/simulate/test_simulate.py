@@ -11,8 +11,9 @@ from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import forward_programs, programs
 from pipebench.simulate.costs import Bucket, Costs, HostCosts, StageCosts
-from pipebench.simulate.network import Network, ring_bytes
+from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.sums import ring_bytes
 
 TWO_LEVELS = Cluster("two", "unit", None, (Level("server", 2, 100.0, 0.5), Level("cluster", 2, 10.0, 1.0)))
 
@@ -60,11 +61,11 @@ def test_one_minibatch_through_two_servers() -> None:
 
 
 def test_workers_of_a_server_share_its_uplink() -> None:
-    """Both replicas of stage 0 send at the same time to the other server: the second waits for the first."""
+    """Both replicas of stage 0 send at the same time to the other server: each has half of the uplink."""
     pipeline = Pipeline((2, 2), chain(2), "1f1b", True, 1)
     events, _ = simulate(pipeline, 2, [stage(), stage()], 20, TWO_LEVELS)
     starts = sorted(start for w in (2, 3) for name, start, _ in compute(events, w) if name.startswith("F"))
-    assert starts == [pytest.approx(1 + 2 + 1), pytest.approx(1 + 2 + 2 + 1)]
+    assert starts == [pytest.approx(1 + 2 + 2 + 1)] * 2
 
 
 def test_all_reduce_overlaps_the_backward() -> None:
@@ -76,6 +77,16 @@ def test_all_reduce_overlaps_the_backward() -> None:
     waits = [e for e in events if e.instruction.op is Op.WAIT_ALL_REDUCE]
     # backward 1..5; the first bucket takes 3..7, the second waits for the links: 7..9
     assert [(e.start_s, e.end_s, e.stall_s) for e in waits] == [(5.0, 9.0, 4.0)] * 2
+    assert network.num_bytes == {("all-reduce", "server"): 2 * (2 - 1) * 60}
+
+
+@pytest.mark.parametrize(("sync", "ends_s"), [("all-reduce", 9.0), ("all-reduce-after", 11.0)])
+def test_gradients_that_are_summed_after_the_backward_are_not_hidden_by_it(sync: str, ends_s: float) -> None:
+    """As above; late, the first bucket takes 5..9 and the second 9..11."""
+    cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
+    pipeline = Pipeline((2,), (), "1f1b", True, 1, sync=sync)
+    events, network = simulate(pipeline, 2, [stage(1.0, 4.0, 0.0, 0.0, Bucket(40, 0.5), Bucket(20, 1.0))], 0, cluster)
+    assert [e.end_s for e in events if e.instruction.op is Op.WAIT_ALL_REDUCE] == [ends_s] * 2
     assert network.num_bytes == {("all-reduce", "server"): 2 * (2 - 1) * 60}
 
 

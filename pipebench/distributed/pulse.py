@@ -1,0 +1,194 @@
+"""Hears whether the workers of other hosts are still there, from the moment all have met until the run has ended.
+
+A process that is killed says so: its host's kernel closes its connections, and whoever waits for it is told at once. A
+host that loses its power or its network says nothing, and TCP goes on asking for a quarter of an hour; who only waits
+for bytes is never told. So every worker leaves a sign of life in the store once a second, and looks for the others'.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
+
+from pipebench.distributed.launch_join import HostLostError, Place, lost
+
+_LOG = logging.getLogger("pipebench.distributed.pulse")
+_BEAT_S = 1.0
+_MOST_WATCH_S = 0.5
+_JOINING_S = 2.0
+_DONE = "done"
+_SIGNS = 4  # so many of a living worker are heard while it is waited for them, or one less
+
+
+class Pulse:
+    """One worker's sign of life, and its ear for the others', as a context manager.
+
+    Args:
+        store: what all workers share, fresh in every attempt; cloned here, so that its connection isn't shared.
+        place: this worker's place.
+        limit_s: silence that ends the run, seconds.
+        on_silence: takes a sentence, and whether the store still answers; called once, in a thread of its own, and ends
+            the process.
+        beat_s: how often workers give a sign.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        *,
+        limit_s: float,
+        on_silence: Callable[[str, bool], None],
+        beat_s: float = _BEAT_S,
+    ) -> None:
+        self._store = store.clone()
+        # Of a store that is gone without a word nothing is ever heard: that is for the watching thread to notice.
+        self._store.set_timeout(timedelta(days=365))
+        self._place, self._limit_s, self._beat_s = place, limit_s, beat_s
+        self._on_silence = on_silence
+        self._keys = [f"pulse/{rank}" for rank in range(place.size)]
+        self._heard: dict[int, bytes] = {}
+        self._answers = 0
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=function, name=f"pipebench-{name}", daemon=True)
+            for name, function in (("pulse", self._beat), ("ear", self._listen))
+        ]
+
+    def __enter__(self) -> Self:
+        """Start."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say that this worker is done; whoever isn't waits for it no longer.
+
+        Raises:
+            HostLostError: it is done because it lost a peer, and a worker gives no more signs: that worker is named.
+        """
+        gone = self._gone() if error is not None and lost(error) else ""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(_JOINING_S)
+        if gone:
+            raise HostLostError(f"{gone}: {error}") from error
+
+    def _gone(self) -> str:
+        """Wait for a few signs; return who gives none any more, "" if all do or the store can't tell."""
+        answers, before = self._answers, dict(self._heard)
+        self._closed.wait(_SIGNS * self._beat_s)
+        if self._answers < answers + _SIGNS - 1:
+            return "" if self._closed.is_set() else f"{store_text(self._place)} doesn't answer"
+        silent = [rank for rank, beat in self._heard.items() if before.get(rank) == beat and not _is_done(beat)]
+        return f"{_named(silent, self._heard)} {'is' if len(silent) == 1 else 'are'} gone" if silent else ""
+
+    def _beat(self) -> None:
+        """Give signs and collect the others'."""
+        own, count = self._keys[self._place.rank], 0
+        try:
+            while not self._closed.wait(self._beat_s if count else 0.0):
+                count += 1
+                self._store.set(own, json.dumps([count, socket.gethostname()]))
+                known = [rank for rank in range(self._place.size) if rank in self._heard or self._has(rank)]
+                beats = self._store.multi_get([self._keys[rank] for rank in known])
+                self._heard = dict(zip(known, beats, strict=True))
+                self._answers += 1
+            self._store.set(own, json.dumps([_DONE, socket.gethostname()]))
+        except RuntimeError as error:  # a connection that broke was noticed by whoever trains, too
+            _LOG.debug("the store is gone: %s", error)
+            self._closed.set()
+
+    def _has(self, rank: int) -> bool:
+        return bool(self._store.check([self._keys[rank]]))
+
+    def _listen(self) -> None:
+        """Look at what was heard; time in which this process itself slept doesn't count."""
+        period_s = min(_MOST_WATCH_S, self._limit_s / 10)
+        ear, before_s = Ear(self._place, self._limit_s), time.monotonic()
+        while not self._closed.wait(period_s):
+            now_s = time.monotonic()
+            sentence = ear.listen(min(now_s - before_s, 4 * period_s), self._answers, self._heard)
+            before_s = now_s
+            if sentence:
+                self._on_silence(sentence, ear.store_s < self._limit_s)
+                return
+
+
+class Ear:
+    """Adds up silence.
+
+    Args:
+        place: this worker's place.
+        limit_s: silence that is told, seconds.
+
+    Attributes:
+        store_s: seconds since the store answered.
+    """
+
+    def __init__(self, place: Place, limit_s: float) -> None:
+        self._place, self._limit_s = place, limit_s
+        self._answers = -1
+        self._last: dict[int, bytes | None] = {}
+        self._silent_s = dict.fromkeys((rank for rank in range(place.size) if rank != place.rank), 0.0)
+        self.store_s = 0.0
+
+    def listen(self, passed_s: float, answers: int, heard: Mapping[int, bytes]) -> str:
+        """Take note of what was heard; return what is to be told, "" for nothing.
+
+        Args:
+            passed_s: seconds since the last call.
+            answers: how often the store has answered so far.
+            heard: the newest sign of every rank that gave one.
+        """
+        self.store_s = 0.0 if answers != self._answers else self.store_s + passed_s
+        self._answers = answers
+        for rank in self._silent_s:
+            beat = heard.get(rank)
+            lives = beat != self._last.get(rank) or _is_done(beat)
+            self._silent_s[rank] = 0.0 if lives else self._silent_s[rank] + passed_s
+            self._last[rank] = beat
+        if self.store_s >= self._limit_s:
+            return self._no_answer()
+        # Where the store doesn't answer nobody is heard of.
+        silent = [rank for rank, so_long_s in self._silent_s.items() if so_long_s >= self._limit_s > 2 * self.store_s]
+        return self._no_sign(silent, heard) if silent else ""
+
+    @property
+    def _limit(self) -> str:
+        return f"{self._limit_s:g} s (engine.silence_limit_s)"
+
+    def _no_answer(self) -> str:
+        return (
+            f"{store_text(self._place)} has not answered for {self._limit}: that host, or the network between it and "
+            "this one, hangs or is gone"
+        )
+
+    def _no_sign(self, silent: Sequence[int], heard: Mapping[int, bytes]) -> str:
+        what = "has not been heard of" if len(silent) == 1 else "have not been heard of"
+        return (
+            f"{_named(silent, heard)} {what} for {self._limit}: the host, its network or the process hangs or is gone"
+        )
+
+
+def store_text(place: Place) -> str:
+    """Return the store in words, as the beginning of a sentence."""
+    return f"the store at {place.address}:{place.port}, by which all hosts find each other,"
+
+
+def _named(ranks: Sequence[int], heard: Mapping[int, bytes]) -> str:
+    hosts = [json.loads(heard[rank])[1] if rank in heard else "a host never heard of" for rank in ranks]
+    return ", ".join(f"rank {rank} on {host}" for rank, host in zip(ranks, hosts, strict=True))
+
+
+def _is_done(beat: bytes | None) -> bool:
+    return beat is not None and json.loads(beat)[0] == _DONE

@@ -1,0 +1,125 @@
+"""Sums among the replicas of a stage, and of all workers' gradient norms: who has brought what, and who waits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
+from pipebench.simulate.costs import Bucket, Costs
+from pipebench.simulate.network import Network
+from pipebench.simulate.timeline import CONTROL
+
+EVERY_STAGE = -1
+_NORM = (Bucket(4, 1.0),)  # one float32: the squared norm of all gradients
+
+Wait = tuple[float, Instruction, float]  # since when a worker waits, in which instruction, for what set out when
+Wake = Callable[[float, int, Wait], None]  # lets a worker go on at a time
+
+
+@dataclass
+class _Round:
+    """One sum: the gradients of one round of one stage."""
+
+    ready_s: list[float]  # per bucket, when the last replica has it
+    waits_left: int
+    joined: int = 0
+    buckets_left: int = 0
+    end_s: float | None = None
+    all_joined_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What is summed among whom, in which way, as which kind of bytes, and what it takes of each one's processor.
+
+    Attributes:
+        overlaps: whether buckets set out while the backward still runs.
+    """
+
+    buckets: Sequence[Bucket]
+    workers: range
+    way: str
+    kind: str
+    host_s: float = 0.0
+    overlaps: bool = True
+
+
+class Reductions:
+    """Starts sums, bucket by bucket, when the last of their workers has its part; they end on the network.
+
+    Args:
+        pipeline: whose stages have replicas.
+        costs: their buckets.
+        network: the links.
+        wake: lets a worker go on.
+    """
+
+    def __init__(self, pipeline: Pipeline, costs: Costs, network: Network, wake: Wake) -> None:
+        self._network = network
+        self._wake = wake
+        self._rounds: dict[tuple[int, int], _Round] = {}
+        self._waiting: dict[tuple[int, int], list[tuple[int, float, Instruction]]] = {}
+        sync = SYNCS[pipeline.sync]
+        self._groups = {EVERY_STAGE: _Group(_NORM, range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
+        for stage, each in enumerate(costs.stages):
+            num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.workers_of(stage)
+            host_s = costs.host.all_reduce(num_bytes, len(workers))
+            self._groups[stage] = _Group(each.buckets, workers, sync.way, sync.kind, host_s, sync.overlaps)
+
+    def join(
+        self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False
+    ) -> None:
+        """A replica's gradients of a round become ready, bucket by bucket, while its backward (or its part) runs."""
+        group = self._groups[stage]
+        each = self._rounds.get((stage, round_index))
+        if each is None:
+            size = len(group.workers)
+            each = self._rounds[stage, round_index] = _Round([0.0] * len(group.buckets), size)
+        each.joined += 1
+        each.all_joined_s = max(each.all_joined_s, now_s + duration_s)
+        for index, bucket in enumerate(group.buckets):
+            ready = (bucket.ready_in_part if in_part else bucket.ready) if group.overlaps else 1.0
+            each.ready_s[index] = max(each.ready_s[index], now_s + ready * duration_s)
+        if each.joined < len(group.workers):
+            return
+        each.buckets_left = len(group.buckets)
+        push = self._network.agenda.push
+        for bucket, ready_s in zip(group.buckets, each.ready_s, strict=True):
+            push(ready_s, partial(self._start, group, bucket, stage, round_index, each))
+        if not group.buckets:
+            push(each.all_joined_s, partial(self._ended, stage, round_index, each))
+
+    def wait(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
+        """Return when a round's sum can be taken and when it set out; None if unknown yet: the worker is woken then."""
+        key = (stage, instruction.number)
+        each = self._rounds[key]
+        each.waits_left -= 1
+        if each.waits_left == 0:
+            del self._rounds[key]
+        if each.end_s is None:
+            self._waiting.setdefault(key, []).append((worker, now_s, instruction))
+            return None
+        return max(now_s, each.end_s) + self._groups[stage].host_s, each.all_joined_s
+
+    def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
+        """Yield workers that wait, since when and in which instruction."""
+        for _, waiters in sorted(self._waiting.items()):
+            yield from waiters
+
+    def _start(self, group: _Group, bucket: Bucket, stage: int, round_index: int, each: _Round, now_s: float) -> None:
+        done = partial(self._summed, stage, round_index, each)
+        num_bytes = bucket.num_bytes
+        self._network.sum_up(group.way, group.kind, f"R{round_index}", group.workers, num_bytes, now_s, done)
+
+    def _summed(self, stage: int, round_index: int, each: _Round, now_s: float) -> None:
+        each.buckets_left -= 1
+        if each.buckets_left == 0:
+            self._ended(stage, round_index, each, now_s)
+
+    def _ended(self, stage: int, round_index: int, each: _Round, now_s: float) -> None:
+        each.end_s = now_s
+        host_s = self._groups[stage].host_s
+        for worker, since_s, instruction in self._waiting.pop((stage, round_index), ()):
+            self._wake(now_s + host_s, worker, (since_s, instruction, each.all_joined_s))

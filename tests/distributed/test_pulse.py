@@ -1,0 +1,133 @@
+"""Signs of life between hosts, and who is told of their end; time is made up, except where threads run."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch lists it nowhere
+
+from pipebench.distributed.launch_failure import of_exception
+from pipebench.distributed.launch_join import HostLostError, PeerLostError, Place
+from pipebench.distributed.pulse import Ear, Pulse
+from tests.patience import PATIENCE_S
+
+STORE = "the store at 10.0.0.1:29500, by which all hosts find each other, has not answered for 30 s"
+
+
+def place(rank: int, size: int = 3) -> Place:
+    return Place(rank, size, 0, 1, "10.0.0.1", 29500, agent_store=True, attempt=None)
+
+
+def beat(count: int | str, rank: int) -> bytes:
+    return json.dumps([count, f"node{rank}"]).encode()
+
+
+@pytest.fixture
+def ear() -> Ear:
+    return Ear(place(0), 30.0)
+
+
+def told(ear: Ear, seconds: int, *, silent: tuple[int, ...] = (), store: bool = True, start: int = 0) -> str:
+    """Listen for so long, half a second at a time; return the first sentence."""
+    heard: dict[int, bytes] = {}
+
+    def sentences() -> Iterator[str]:
+        for tick in range(2 * seconds):
+            now = start + tick // 2 if store else start
+            heard.update({rank: beat(0 if rank in silent else now, rank) for rank in (1, 2)})
+            yield ear.listen(0.5, now, heard)
+
+    return next((sentence for sentence in sentences() if sentence), "")
+
+
+def test_who_gives_signs_is_not_told_of(ear: Ear) -> None:
+    assert told(ear, 3600) == ""
+
+
+def test_a_silent_worker_is_named_with_its_host_when_the_limit_is_over(ear: Ear) -> None:
+    assert told(ear, 30, silent=(2,)) == ""
+    assert told(ear, 1, silent=(2,), start=30) == (
+        "rank 2 on node2 has not been heard of for 30 s (engine.silence_limit_s): "
+        "the host, its network or the process hangs or is gone"
+    )
+
+
+def test_several_silent_workers_are_named_together(ear: Ear) -> None:
+    assert told(ear, 40, silent=(1, 2)).startswith("rank 1 on node1, rank 2 on node2 have not been heard of for 30 s")
+
+
+def test_a_worker_that_never_gave_a_sign_is_named_without_its_host(ear: Ear) -> None:
+    sentences = [ear.listen(0.5, tick, {1: beat(tick, 1)}) for tick in range(70)]
+    assert next(filter(None, sentences)).startswith("rank 2 on a host never heard of has not been heard of for 30 s")
+
+
+def test_a_store_that_does_not_answer_is_told_of_and_not_those_that_cannot_be_heard(ear: Ear) -> None:
+    assert told(ear, 5) == ""
+    assert told(ear, 40, store=False, start=4).startswith(STORE)
+    assert ear.store_s >= 30
+
+
+def test_a_break_below_the_limit_is_forgiven(ear: Ear) -> None:
+    for start in (0, 100, 200):
+        assert told(ear, 10, start=start) == ""
+        assert told(ear, 29, store=False, start=start + 9) == ""
+
+
+def test_a_worker_that_is_done_may_go(ear: Ear) -> None:
+    heard = {1: beat("done", 1), 2: beat("done", 2)}
+    assert not any(ear.listen(0.5, tick, heard) for tick in range(200))
+
+
+def test_workers_hear_each_other_and_the_one_that_is_left_alone_is_told() -> None:
+    store, heard, over = HashStore(), list[tuple[str, bool]](), threading.Event()
+
+    def on_silence(sentence: str, store_answers: bool) -> None:
+        heard.append((sentence, store_answers))
+        over.set()
+
+    def nobody(sentence: str, store_answers: bool) -> None:
+        raise AssertionError(sentence)
+
+    with Pulse(store, place(0, 2), limit_s=2.0, on_silence=on_silence, beat_s=0.05) as left:
+        with Pulse(store, place(1, 2), limit_s=PATIENCE_S, on_silence=nobody, beat_s=0.05) as other:
+            while len(left._heard) < 2:
+                assert not over.wait(0.01)
+        assert json.loads(store.get("pulse/1"))[0] == "done"
+        assert not over.wait(0.01)
+        assert other._closed.is_set()
+        store.set("pulse/1", beat(1, 1).decode())  # as if it had been killed instead
+        assert over.wait(PATIENCE_S)
+    assert [(sentence.partition(" has")[0], answers) for sentence, answers in heard] == [("rank 1 on node1", True)]
+
+
+def meets(pulse: Pulse) -> None:
+    while len(pulse._heard) < 2:
+        pulse._closed.wait(0.01)
+
+
+def pulse(store: HashStore, rank: int) -> Pulse:
+    return Pulse(store, place(rank, 2), limit_s=PATIENCE_S, on_silence=pytest.fail, beat_s=0.1)
+
+
+def test_who_loses_a_peer_names_the_one_that_gives_no_more_signs() -> None:
+    store = HashStore()
+    with pytest.raises(HostLostError, match=r"^rank 1 on node1 is gone: lost a peer: closed$") as caught:
+        lose(store)
+    assert of_exception(caught.value, 0).kind == "silent"
+
+
+def test_where_all_give_signs_the_cause_says_it_itself() -> None:
+    store = HashStore()
+    with pulse(store, 1), pytest.raises(PeerLostError, match=r"^lost a peer: closed$") as caught:
+        lose(store)
+    assert of_exception(caught.value, 0).kind == "lost"
+
+
+def lose(store: HashStore) -> None:
+    """Lose a peer that has given a sign, at least."""
+    if not store.check(["pulse/1"]):
+        store.set("pulse/1", beat(7, 1).decode())
+    with pulse(store, 0) as mine:
+        meets(mine)
+        raise PeerLostError("lost a peer: closed")
