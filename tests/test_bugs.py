@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.distributed.engine import DistributedEngine
-from pipebench.engine.worker import UnitLoss
+from pipebench.engine.protocols import UnitLoss
 from pipebench.errors import Fault, ProfileError
 from pipebench.model.graph import trace
 from pipebench.planner.planner import Planner

@@ -6,8 +6,8 @@ large the posted buffers are follows from the messages before, by one rule that 
 Two workers that exchange activations and gradients have a channel for each, with a tag of its own: what one direction
 waits for never stands behind the other. A send returns at once and its buffer is its own until the message
 has left. Gloo doesn't say when that is, unless one waits: every message tells how many the other way were taken,
-and so buffers are used again. Every message is waited for before the process group ends. Received tensors
-are copies: a buffer is never an autograd leaf.
+and so buffers are used again. Every message is waited for before the process group ends. Received tensors stand in the
+buffer that was posted for them, which is theirs from then on: the next receive is given a new one.
 """
 
 from collections import deque
@@ -24,9 +24,9 @@ from pipebench.distributed.message import (
     HEADER_BYTES,
     Header,
     Layout,
-    Leaf,
+    Layouts,
     aligned,
-    layout_of,
+    form_of,
     read_header,
     write_header,
 )
@@ -100,7 +100,7 @@ class _Buffer:
         """Return where the tensors of layout `number` are in a message whose tensors begin at `start`."""
         found = self.views.get((number, start))
         if found is None:
-            found = self.views[number, start] = layout.views(self.data[start:])
+            found = self.views[number, start] = layout.views(self.data.numpy(), start)
         return found
 
 
@@ -115,7 +115,7 @@ class Sender:
     def __init__(self, link: Link, first_bytes: int) -> None:
         self._link = link
         self._capacity = _Capacity(first_bytes, AHEAD - 1)
-        self._layouts: dict[Any, int] = {}
+        self._layouts = Layouts()
         self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
         self._num_left = 0
         self._direct: deque[tuple[Any, torch.Tensor]] = deque()
@@ -137,8 +137,8 @@ class Sender:
         """
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
-        layout, tensors = layout_of(values)
-        number, text = self._numbered(layout)
+        form, tensors = form_of(values)
+        number, layout, text = self._layouts.of(form)
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
         num_bytes = HEADER_BYTES + len(text) + body_bytes
         spills = num_bytes > self._capacity.now
@@ -179,6 +179,9 @@ class Sender:
             while self._direct:
                 self._direct.popleft()[0].wait()
 
+    def close(self) -> None:
+        """Nothing is to be done: the groups are their maker's."""
+
     def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors by NCCL, if that is how they travel; they are kept until the device has sent them."""
         if self._link.direct is None:
@@ -203,17 +206,6 @@ class Sender:
             if len(buffer.data) >= num_bytes:  # a smaller one has served its time
                 return buffer
         return _Buffer(self._link.buffer(max(num_bytes, self._capacity.now)))
-
-    def _numbered(self, layout: Layout) -> tuple[int, bytes]:
-        """Return a layout's number, and the layout in words if the receiver doesn't know it."""
-        # 1, 1.0 and True are equal, and not the same.
-        others = tuple((type(leaf), leaf) for leaf in layout.leaves if not isinstance(leaf, Leaf))
-        key = (layout.structure, layout.leaves, others)
-        number = self._layouts.get(key)
-        if number is not None:
-            return number, b""
-        self._layouts[key] = number = len(self._layouts)
-        return number, layout.to_text()
 
 
 @dataclass(frozen=True)
@@ -248,10 +240,9 @@ class Receiver:
         self._link = link
         self._capacity = _Capacity(first_bytes, 0)
         self._layouts: list[Layout] = []
-        self._posted: deque[tuple[Any, _Buffer, Any]] = deque()
+        self._posted: deque[tuple[Any, torch.Tensor, Any]] = deque()
         self._num_posted = 0
         self.num_taken = 0
-        self._free: list[_Buffer] = []
         self._unposted = 0
 
     def expect(self, num_messages: int) -> None:
@@ -268,7 +259,7 @@ class Receiver:
         """
         work, buffer, lane = self._posted.popleft()
         self._wait(work)
-        header = read_header(buffer.data)
+        header = read_header(buffer)
         if header.unit != unit:
             raise AssertionError(
                 f"rank {self._link.peer} sent unit {header.unit} (tag {self._link.tag}) where unit {unit} was awaited"
@@ -278,29 +269,30 @@ class Receiver:
         arrived_s = self._link.clock()
         start = HEADER_BYTES + header.text_bytes
         if header.text_bytes:
-            self._layouts.append(Layout.from_text(buffer.data[HEADER_BYTES:start].numpy().tobytes()))
+            self._layouts.append(Layout.from_text(buffer[HEADER_BYTES:start].numpy().tobytes()))
         layout = self._layouts[header.layout]
-        if self._link.direct is None:
-            places = buffer.places(layout, header.layout, start)
-            tensors = [place.to(self._link.device, copy=True) for place in places]
-        else:
-            tensors = self._directly(layout)
-        self._free.append(buffer)
         self._capacity.count(header.num_bytes)
         self.expect(0)
+        if self._link.direct is None:
+            tensors = [place.to(self._link.device) for place in layout.views(buffer.numpy(), start)]
+        else:
+            tensors = self._directly(layout)
         self.num_taken += 1
         values = layout.values(tensors)
         return Message(values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+
+    def close(self) -> None:
+        """Nothing is to be done: the groups are their maker's."""
 
     def _wait(self, work: Any) -> None:
         with peers():
             work.wait()
 
-    def _spilled(self, header: Header, lane: Any) -> _Buffer:
+    def _spilled(self, header: Header, lane: Any) -> torch.Tensor:
         """Receive the rest of a message that is larger than any before it."""
-        buffer = _Buffer(self._link.buffer(header.num_bytes))
+        buffer = self._link.buffer(header.num_bytes)
         with peers():
-            rest = buffer.data[HEADER_BYTES : header.num_bytes]
+            rest = buffer[HEADER_BYTES : header.num_bytes]
             dist.recv(rest, self._link.peer, group=lane, tag=self._link.spill_tag)
         return buffer
 
@@ -322,12 +314,10 @@ class Receiver:
         return tensors
 
     def _post(self) -> None:
-        num_bytes = self._capacity.now
-        self._free = [buffer for buffer in self._free if len(buffer.data) >= num_bytes]
-        buffer = self._free.pop() if self._free else _Buffer(self._link.buffer(num_bytes))
+        buffer = self._link.buffer(self._capacity.now)
         lane = self._link.lanes[self._num_posted % len(self._link.lanes)]
         self._num_posted += 1
         with peers():
-            work = dist.irecv(buffer.data[:num_bytes], self._link.peer, group=lane, tag=self._link.tag)
+            work = dist.irecv(buffer, self._link.peer, group=lane, tag=self._link.tag)
         self._posted.append((work, buffer, lane))
         self._unposted -= 1

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
-from pipebench.distributed.reducer import Reducer
+from pipebench.distributed.reducer import Reducer, shared_bytes
 from pipebench.distributed.serving import Line, Serving
+from pipebench.distributed.shared_sum import Sharing, share
 from pipebench.distributed.world import World
-from pipebench.engine.replica import OnGradient
+from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.ring import of_one_type, ring_all_reduce
 from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup, ranks_of
@@ -58,6 +59,7 @@ class ProcessCollectives:
         self._rings: dict[int, list[int]] = {}  # by stage, of those that have replicas; likewise the next two
         self._stage_groups: dict[int, Any] = {}
         self._reducers: dict[int, Reducer] = {}
+        self._sharing: list[Sharing] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self._groups: list[Any] = [] if self._norm_group is None else [self._norm_group]
         self._lines: dict[int, Line] = {}  # to the server, by stage; the servers here likewise
@@ -195,6 +197,8 @@ class ProcessCollectives:
             line.done()
         for serving in self.serving.values():
             serving.close()
+        for sharing in self._sharing:
+            sharing.close()
         leave(self._groups)
 
     def _connect(self) -> None:
@@ -220,21 +224,31 @@ class ProcessCollectives:
         ranks = [self._ranks[worker] for worker in ring]
         group = world.new_group("nccl" if world.direct else "gloo", ranks)
         self._groups.append(group)
-        if stage not in self._worker.replicas:
+        is_member = stage in self._worker.replicas
+        if is_member:
+            self._rings[stage], self._stage_groups[stage] = ring, group
+        sync = SYNCS[setup.pipeline.sync]
+        if not sync.waits:
             return
-        self._rings[stage], self._stage_groups[stage] = ring, group
-        if not SYNCS[setup.pipeline.sync].waits:
-            return
+        like, buckets = self._buckets_of(stage) if is_member else ([], [])
+        sharing = share(world, ranks, shared_bytes(buckets, like)) if sync.way == ALL_REDUCE else None
+        if sharing is not None:
+            self._sharing.append(sharing)
+        if is_member:
+            host_copy = setup.device.type == "cuda" and not world.direct
+            self._reducers[stage] = Reducer(
+                buckets, like, group, sync=sync.way, host_copy=host_copy, clock=self._clock, sharing=sharing
+            )
+
+    def _buckets_of(self, stage: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Return a stage's parameters, and the positions of those of every bucket: of one type each."""
         weights = self._worker.replicas[stage].weights
         like = weights.newest.parameters
-        buckets = [
-            indices
-            for bucket in setup.costs.stages[stage].buckets
+        return like, [
+            list(indices)
+            for bucket in self._setup.costs.stages[stage].buckets
             for indices in of_one_type([weights.names.index(name) for name in bucket.parameters], like)
         ]
-        host_copy = setup.device.type == "cuda" and not world.direct
-        sync = SYNCS[setup.pipeline.sync].way
-        self._reducers[stage] = Reducer(buckets, like, group, sync=sync, host_copy=host_copy, clock=self._clock)
 
     def _make_server(self, stage: int) -> None:
         """Make the lines between a stage's server and its replicas; workers of other stages help to make them."""

@@ -25,11 +25,12 @@ from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import admitted_program
 from pipebench.engine.pace import Pace
+from pipebench.engine.protocols import UnitLoss
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import UnitLoss, Worker, scale_metrics, training_feed
+from pipebench.engine.worker import Worker, scale_metrics, training_feed
 from pipebench.errors import DivergedError
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
 from pipebench.schedule.programs import forward_programs, programs

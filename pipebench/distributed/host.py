@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
 from pipebench.distributed.launch_join import leave, peers
+from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
+from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 
@@ -41,7 +43,7 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
     groups = [world.new_group("gloo") for _ in range(2 * LANES + 1)]
     small_s = _beside(world, work, _messages(world, groups[:LANES], _SMALL_BYTES))
     large_s = _beside(world, work, _messages(world, groups[LANES:-1], _LARGE_BYTES))
-    ring_s = _beside(world, work, _all_reduces(groups[-1]))
+    ring_s = _beside(world, work, _all_reduces(world, groups[-1]))
     world.barrier()
     leave(groups)
     per_byte_s = max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
@@ -91,9 +93,7 @@ def _beside(world: World, work: Callable[[], None], communication: _Pass) -> flo
 
 def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
     """Return what sends a message to the next rank, and takes the rank before's last but one: it is there already."""
-    ends = [(world.rank + 1) % world.size, (world.rank - 1) % world.size]
-    to, back = (Link(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in ends)
-    sender, receiver = Sender(to, num_bytes), Receiver(back, num_bytes)
+    sender, receiver = _ends(world, lanes, num_bytes)
     values = {0: torch.zeros(num_bytes // 4)}
     receiver.expect((1 + _REPEATS) * _ITERATIONS)
     unit = -1
@@ -110,9 +110,39 @@ def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
     return begin, end
 
 
-def _all_reduces(group: Any) -> _Pass:
+def _ends(
+    world: World, lanes: Sequence[Any], num_bytes: int
+) -> tuple[Sender | SharedSender, Receiver | SharedReceiver]:
+    """Return the ends of a channel to the next rank and of one from the rank before, such as a run has."""
+    to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    shared = connect(world, [(rank, (rank + 1) % world.size) for rank in range(world.size)], time.perf_counter)
+    if shared is None:
+        links = [Link(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in (to, back)]
+        return Sender(links[0], num_bytes), Receiver(links[1], num_bytes)
+    sender, receiver = shared[world.rank][0], shared[back][1]
+    assert sender is not None
+    assert receiver is not None
+    return sender, receiver
+
+
+def _all_reduces(world: World, group: Any) -> _Pass:
     """Return what begins an all-reduce of gradients that are copied into a bucket first, and what waits for it."""
-    gradients, data = (torch.zeros(_RING_BYTES // 4) for _ in range(2))
+    gradients = torch.zeros(_RING_BYTES // 4)
+    sharing = share(world, range(world.size), _RING_BYTES)
+    if sharing is not None:
+        shared = SharedSum(_RING_BYTES // 4, torch.float32, sharing, 0, 1)
+
+        def start() -> None:
+            shared.free()
+            shared.data.copy_(gradients)
+            shared.start()
+
+        def finish() -> None:
+            shared.go_on()
+            shared.wait()
+
+        return start, finish
+    data = torch.zeros_like(gradients)
     works: list[Any] = []
 
     def begin() -> None:

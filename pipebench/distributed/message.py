@@ -17,6 +17,7 @@ from pipebench.engine.structure import Structure, flatten, from_words, to_words,
 
 ALIGNMENT = 64  # bytes: every tensor begins where any type may
 HEADER_BYTES = 64
+_OF_TENSOR = 3  # what a form says of a tensor; of anything else it says two things
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -117,10 +118,22 @@ class Layout:
                 leaves.append((_DTYPES[leaf[0]], torch.Size(leaf[1]), leaf[2]))
         return _laid_out(from_words(structure), leaves)
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return every tensor's place in a buffer of bytes, in the tensor's type and shape."""
-        pieces = (buffer[leaf.offset : leaf.offset + leaf.num_bytes] for leaf in self.tensors)
-        return [piece.view(leaf.dtype).view(leaf.shape) for piece, leaf in zip(pieces, self.tensors, strict=True)]
+    def views(self, data: Any, start: int = 0) -> list[torch.Tensor]:
+        """Return every tensor's place in some bytes on the CPU, in the tensor's type and shape.
+
+        Each has a storage of its own, as large as itself, and keeps the bytes alive: autograd counts neither the
+        header's bytes nor what happens to another tensor of the message as its own.
+
+        Args:
+            data: NumPy's view of the bytes of a message.
+            start: where its tensors begin.
+        """
+        return [
+            torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=start + leaf.offset).view(leaf.shape)
+            if (count := leaf.shape.numel())
+            else torch.empty(leaf.shape, dtype=leaf.dtype)
+            for leaf in self.tensors
+        ]
 
     def values(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put the structure together again from its tensors, which keep whether a gradient comes back for them."""
@@ -132,8 +145,40 @@ class Layout:
         return unflatten(self.structure, leaves)
 
 
-def layout_of(values: Any) -> tuple[Layout, list[torch.Tensor]]:
-    """Return the layout of some values, and their tensors.
+class Form(NamedTuple):
+    """What two messages of one layout have in common; made quickly, to be looked up by.
+
+    Attributes:
+        structure: what holds the leaves.
+        leaves: one per leaf: a tensor's type, shape and whether a gradient comes back for it; of anything else
+            its type, since 1, 1.0 and True are equal and not the same, and what it is.
+    """
+
+    structure: Structure
+    leaves: tuple[tuple[Any, ...], ...]
+
+    def layout(self) -> Layout:
+        """Return where everything is."""
+        return _laid_out(self.structure, [leaf if len(leaf) == _OF_TENSOR else leaf[1] for leaf in self.leaves])
+
+
+class Layouts:
+    """The layouts that a channel's sender has sent."""
+
+    def __init__(self) -> None:
+        self._known: dict[Form, tuple[int, Layout]] = {}
+
+    def of(self, form: Form) -> tuple[int, Layout, bytes]:
+        """Return a form's number and layout, and the layout in words if the receiver doesn't know it."""
+        known = self._known.get(form)
+        if known is not None:
+            return *known, b""
+        self._known[form] = number, layout = len(self._known), form.layout()
+        return number, layout, layout.to_text()
+
+
+def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
+    """Return the form of some values, and their tensors.
 
     Raises:
         CrossingError: something that can't be handed to another stage is among them.
@@ -141,9 +186,10 @@ def layout_of(values: Any) -> tuple[Layout, list[torch.Tensor]]:
     leaves, structure = flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shaped = [
-        (leaf.dtype, leaf.shape, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        (leaf.dtype, leaf.shape, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+        for leaf in leaves
     ]
-    return _laid_out(structure, shaped), tensors
+    return Form(structure, tuple(shaped)), tensors
 
 
 def aligned(num_bytes: int) -> int:

@@ -4,16 +4,36 @@ A bucket is one run of numbers. Gradients are copied into it as autograd compute
 there and every bucket before it has set out, so that all replicas start the same sums in the same order.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pipebench.distributed.launch_join import peers
+from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
 OnBucket = Callable[[int, float], None]  # bytes, when it set out [s]
+
+
+class Sum(Protocol):
+    """Sums a bucket over the replicas; all of them take the same steps, in one order of buckets."""
+
+    data: torch.Tensor
+
+    def free(self) -> None:
+        """Wait until the bucket may be filled again."""
+
+    def start(self) -> None:
+        """Set out: the bucket is full."""
+
+    def go_on(self) -> None:
+        """Do what is to be done half-way."""
+
+    def wait(self) -> None:
+        """Wait until the sum is there."""
 
 
 class RingSum:
@@ -25,12 +45,15 @@ class RingSum:
     """
 
     def __init__(self, data: torch.Tensor, group: Any) -> None:
-        self._data, self._group = data, group
+        self.data, self._group = data, group
         self._work: Any = None
+
+    def free(self) -> None:
+        """It may: who has waited for the sum has it."""
 
     def start(self) -> None:
         """Set out."""
-        self._work = dist.all_reduce(self._data, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self.data, group=self._group, async_op=True)
 
     def go_on(self) -> None:
         """Do what is to be done half-way; a ring needs no help."""
@@ -47,16 +70,19 @@ class ServerSum:
     """
 
     def __init__(self, data: torch.Tensor, group: Any) -> None:
-        self._data, self._group = data, group
+        self.data, self._group = data, group
         size, own = dist.get_world_size(group), dist.get_rank(group)
         self._sizes = [len(chunk) for chunk in data.tensor_split(size)]
         self._own = [self._sizes[own]] * size
         self._given = torch.empty(sum(self._own), dtype=data.dtype, device=data.device)
         self._work: Any = None
 
+    def free(self) -> None:
+        """It may: who has waited for the sum has it."""
+
     def start(self) -> None:
         """Push every server its chunk."""
-        self._exchange(self._given, self._data, self._own, self._sizes)
+        self._exchange(self._given, self.data, self._own, self._sizes)
 
     def go_on(self) -> None:
         """Add up the own chunk, once all have pushed theirs, and hand it to everybody."""
@@ -66,7 +92,7 @@ class ServerSum:
             first += other
         for other in others:
             other.copy_(first)
-        self._exchange(self._data, self._given, self._sizes, self._own)
+        self._exchange(self.data, self._given, self._sizes, self._own)
 
     def wait(self) -> None:
         """Wait until all sums are there."""
@@ -79,21 +105,39 @@ class ServerSum:
 _SUMS: Final[dict[str, type[RingSum] | type[ServerSum]]] = {ALL_REDUCE: RingSum, PARAMETER_SERVER: ServerSum}
 
 
+def shared_bytes(buckets: Iterable[Iterable[int]], like: Sequence[torch.Tensor]) -> int:
+    """Return the size of the file that holds a replica's buckets; arguments as for `Reducer`."""
+    return sum(room_bytes(sum(like[index].nbytes for index in indices)) for indices in buckets)
+
+
 class _Bucket:
     """One bucket: its numbers, and each parameter's place in them."""
 
     def __init__(
-        self, indices: Sequence[int], like: Sequence[torch.Tensor], group: Any, sync: str, host_copy: bool
+        self, indices: Sequence[int], like: Sequence[torch.Tensor], make_sum: Callable[[int], Sum], host_copy: bool
     ) -> None:
         self.indices = list(indices)
-        total = sum(like[i].numel() for i in indices)
-        self.data = torch.empty(total, dtype=like[indices[0]].dtype, device=like[indices[0]].device)
-        self.travels = torch.empty_like(self.data, device="cpu", pin_memory=True) if host_copy else self.data
+        self.sum = make_sum(sum(like[i].numel() for i in indices))
+        self.travels = self.sum.data
+        self.data = torch.empty_like(self.travels, device=like[indices[0]].device) if host_copy else self.travels
         pieces = torch.split(self.data, [like[i].numel() for i in indices])
         self.places = {i: piece.view(like[i].shape) for i, piece in zip(indices, pieces, strict=True)}
         self.missing = set(indices)
-        self.sum = _SUMS[sync](self.travels, group)
+        self.is_free = False
         self.set_out_s = 0.0
+
+    def put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Put a gradient in its place; None stands for zeros.
+
+        Raises:
+            PeerLostError: another replica is gone.
+        """
+        if not self.is_free:
+            self.sum.free()
+            self.is_free = True
+        place = self.places[index]
+        place.zero_() if gradient is None else place.copy_(gradient)
+        self.missing.discard(index)
 
 
 class Reducer:
@@ -107,6 +151,7 @@ class Reducer:
         host_copy: whether tensors travel through the host's memory: several ranks on one GPU (Gloo's own handling of
             CUDA tensors has corrupted results).
         clock: the run's clock, seconds.
+        sharing: what replicas share that sum in files in memory; None sums by the group.
     """
 
     def __init__(
@@ -118,8 +163,20 @@ class Reducer:
         sync: str = ALL_REDUCE,
         host_copy: bool,
         clock: Callable[[], float],
+        sharing: Sharing | None = None,
     ) -> None:
-        self._buckets = [_Bucket(indices, like, group, sync, host_copy) for indices in buckets]
+        def make_sum(position: int, dtype: torch.dtype, device: torch.device, count: int) -> Sum:
+            if sharing is not None:
+                return SharedSum(count, dtype, sharing, position, len(buckets))
+            data = torch.empty(count, dtype=dtype, device="cpu" if host_copy else device, pin_memory=host_copy)
+            return _SUMS[sync](data, group)
+
+        self._buckets = [
+            _Bucket(
+                indices, like, partial(make_sum, position, like[indices[0]].dtype, like[indices[0]].device), host_copy
+            )
+            for position, indices in enumerate(buckets)
+        ]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._num_parameters = len(like)
         self._clock = clock
@@ -146,21 +203,17 @@ class Reducer:
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Take a parameter's gradient of the round, whole as far as this replica is concerned."""
         bucket = self._bucket_of[index]
-        bucket.places[index].copy_(gradient)
-        bucket.missing.discard(index)
-        self._set_out()
+        bucket.put(index, gradient)
+        if not bucket.missing:
+            self._set_out()
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Bring what the backward didn't reach: the sums of earlier units, or zeros; then all buckets set out."""
         for bucket in self._buckets[self._next :]:
             for index in list(bucket.missing):
-                gradient = gradients[index]
-                if gradient is None:
-                    bucket.places[index].zero_()
+                if gradients[index] is None:
                     self._absent.add(index)
-                else:
-                    bucket.places[index].copy_(gradient)
-                bucket.missing.discard(index)
+                bucket.put(index, gradients[index])
         self._set_out()
 
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
@@ -183,6 +236,7 @@ class Reducer:
                 # Zeros of all replicas are no gradient: an optimizer leaves the parameter alone then.
                 result[index] = None if index in self._absent and not place.any() else place
             bucket.missing = set(bucket.indices)
+            bucket.is_free = False
         self._next = 0
         self._absent.clear()
         return result

@@ -2,13 +2,15 @@
 
 Why nothing can deadlock, for any plan. An engine process blocks in four instructions only: receiving an activation,
 receiving a gradient, waiting for an all-reduce, waiting for the norm. Everything else that talks to another process
-returns at once: sends copy and go, an all-reduce starts inside a backward and goes on in Gloo's or NCCL's own threads.
+returns at once: sends copy and go, an all-reduce starts inside a backward and goes on in Gloo's or NCCL's own threads,
+or waits in shared memory for all to come to its end (`shared_sum`).
 The simulator blocks in the same four instructions of the same lists, and finds a circle if there is one; the tests run
 it on every kind of plan, and where a list could end in a circle (short groups) it is read off an execution that ended.
 Three things remain to be shown.
 
 - What a blocked instruction waits for does arrive: every channel carries its messages in the order in which both ends
-  list them, receives are posted before they are waited for, and the bytes are moved by threads that wait for nobody.
+  list them. On one host they stand in shared memory before the send returns; between hosts receives are posted before
+  they are waited for, and the bytes are moved by threads that wait for nobody.
 - An all-reduce and a message can't block each other: they belong to different process groups, with connections (NCCL:
   communicators and streams) of their own. All replicas of a stage start the buckets of their rounds in one order.
 - In an evaluation, a sender that is far ahead waits for its oldest message to leave. A unit reads nothing but units of
@@ -23,7 +25,7 @@ earlier instruction of the same lists has started: NCCL's kernels are few and sm
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ import torch.distributed as dist
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
+from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
@@ -73,6 +76,22 @@ class Channel(NamedTuple):
         return Channel(kind, self.target, self.source, self.receiver, self.sender)
 
 
+class _Route(NamedTuple):
+    """What a message needs to know: looked up once per unit of a pipeline's period, since all others go like these.
+
+    Attributes:
+        channel: that it goes by.
+        sender: this end of it, where this worker sends; of the answering one, if there is one, where it receives.
+        receiver: likewise, where this worker receives.
+        level: name of the level of the cluster that it crosses.
+    """
+
+    channel: Channel
+    sender: Sender | SharedSender | None
+    receiver: Receiver | SharedReceiver | None
+    level: str
+
+
 class ChannelTransport:
     """The channels of one worker, its bytes, and what it waits for on them.
 
@@ -105,28 +124,43 @@ class ChannelTransport:
         self._clock = clock
         self._meter = meter
         self._num_bytes = num_bytes
-        self._senders: dict[Channel, Sender] = {}
-        self._receivers: dict[Channel, Receiver] = {}
+        self._senders: dict[Channel, Sender | SharedSender] = {}
+        self._receivers: dict[Channel, Receiver | SharedReceiver] = {}
+        self._routes: dict[tuple[bool, int, int, int], _Route] = {}
+        self._groups: list[Any] = []
         rank_of = ranks_of(setup)
+        channels = list(channels_of(setup))
+        pairs = [(rank_of[channel.sender], rank_of[channel.receiver]) for channel in channels]
+        shared = connect(world, pairs, clock)
+        if shared is None:
+            self._open_groups(world, channels, pairs)
+            return
+        for channel, (sender, receiver) in zip(channels, shared, strict=True):
+            if sender is not None:
+                self._senders[channel] = sender
+            if receiver is not None:
+                self._receivers[channel] = receiver
+
+    def _open_groups(self, world: World, channels: Sequence[Channel], pairs: Sequence[tuple[int, int]]) -> None:
+        """Open channels by process groups: those of Gloo carry messages, NCCL's the tensors where GPUs hold them."""
+        setup = self._setup
         lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
         on_gpu = setup.device.type == "cuda" and world.direct
         idle = torch.cuda.Stream(setup.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._groups: list[Any] = [group for groups in lanes.values() for group in groups]
-        channels = list(channels_of(setup))
+        self._groups = [group for groups in lanes.values() for group in groups]
         edges = sorted({channel.edge for channel in channels})
         most = max(Counter(end for channel in channels for end in channel[3:]).values(), default=0)
-        for channel in channels:
-            ranks = (rank_of[channel.sender], rank_of[channel.receiver])
+        for channel, ranks in zip(channels, pairs, strict=True):
             direct = _pair(world, ranks, most) if world.direct else None
             self._groups += [] if direct is None else [direct]
-            if worker not in (channel.sender, channel.receiver):
+            if self._worker not in (channel.sender, channel.receiver):
                 continue
-            peer = ranks[1] if worker == channel.sender else ranks[0]
+            peer = ranks[1] if self._worker == channel.sender else ranks[0]
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
-            link = Link(peer, lanes[channel.kind], tag, direct, setup.device, clock, idle)
+            link = Link(peer, lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
             # Beside tensors that travel by themselves there is a header, and nothing else.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
-            if worker == channel.sender:
+            if self._worker == channel.sender:
                 self._senders[channel] = Sender(link, first_bytes)
             else:
                 self._receivers[channel] = Receiver(link, first_bytes)
@@ -136,20 +170,20 @@ class ChannelTransport:
         counts: Counter[Channel] = Counter()
         for op, stage, unit, peer, *_ in program:
             if op in _RECEIVES and not is_empty(unit):
-                counts[self._channel(_RECEIVES[op], unit, peer, stage)] += 1
+                counts[self._route(_RECEIVES[op], unit, peer, stage).channel] += 1
         for channel, count in counts.items():
             self._receivers[channel].expect(count)
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
         """Send a unit's values from one of this worker's stages to a stage of another. See `Sender.send`."""
-        channel = self._channel(GRADIENT if kind == GRADIENT else ACTIVATION, unit, source, target)
-        answers = self._receivers.get(channel.answering)
+        _, sender, answers, level = self._route(kind, unit, source, target)
+        assert sender is not None
         most_leaving = _MOST_LEAVING if kind == EVALUATION else None
         if answers is None:
-            sent = self._senders[channel].send(unit, values, self.latest_loss, most_leaving or _MOST_UNANSWERED)
+            sent = sender.send(unit, values, self.latest_loss, most_leaving or _MOST_UNANSWERED)
         else:
-            sent = self._senders[channel].send(unit, values, self.latest_loss, most_leaving, answers.num_taken)
-        self._num_bytes[kind, self._level(channel)] += sent
+            sent = sender.send(unit, values, self.latest_loss, most_leaving, answers.num_taken)
+        self._num_bytes[kind, level] += sent
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Wait for a unit's values from a stage of another worker.
@@ -157,10 +191,10 @@ class ChannelTransport:
         Raises:
             PeerLostError: it is gone.
         """
-        channel = self._channel(GRADIENT if kind == GRADIENT else ACTIVATION, unit, source, target)
+        channel, sender, receiver, level = self._route(kind, unit, source, target)
+        assert receiver is not None
         start_s = self._clock()
-        message = self._receivers[channel].receive(unit)
-        sender = self._senders.get(channel.answering)
+        message = receiver.receive(unit)
         if sender is not None:
             sender.taken(message.taken)
         if kind == GRADIENT:
@@ -169,7 +203,7 @@ class ChannelTransport:
         ends_s = max(message.sent_s, message.arrived_s)
         self._meter.transfer(
             Transfer(
-                kind, label, (channel.sender,), (channel.receiver,), self._level(channel), message.payload_bytes,
+                kind, label, (channel.sender,), (channel.receiver,), level, message.payload_bytes,
                 message.sent_s, ends_s,
             )
         )  # fmt: skip
@@ -187,15 +221,24 @@ class ChannelTransport:
 
     def close(self) -> None:
         """Give up the connections; nothing is under way any more that anybody waits for."""
+        for end in (*self._senders.values(), *self._receivers.values()):
+            end.close()
         leave(self._groups)
 
-    def _channel(self, kind: str, unit: int, source: int, target: int) -> Channel:
-        pipeline = self._setup.pipeline
-        return Channel(kind, source, target, pipeline.worker(source, unit), pipeline.worker(target, unit))
-
-    def _level(self, channel: Channel) -> str:
-        cluster = self._setup.cluster
-        return cluster.levels[cluster.level_between(channel.sender, channel.receiver)].name
+    def _route(self, kind: str, unit: int, source: int, target: int) -> _Route:
+        """Return how a unit's values go from a stage to another: units go alike that are a block apart."""
+        pipeline, returns = self._setup.pipeline, kind == GRADIENT
+        key = (returns, source, target, unit % pipeline.block)
+        found = self._routes.get(key)
+        if found is None:
+            ends = pipeline.worker(source, unit), pipeline.worker(target, unit)
+            channel = Channel(GRADIENT if returns else ACTIVATION, source, target, *ends)
+            by = channel if ends[0] == self._worker else channel.answering
+            cluster = self._setup.cluster
+            level = cluster.levels[cluster.level_between(*ends)].name
+            found = _Route(channel, self._senders.get(by), self._receivers.get(by.answering), level)
+            self._routes[key] = found
+        return found
 
 
 def channels_of(setup: Setup) -> Iterator[Channel]:

@@ -39,6 +39,8 @@ class World:
         direct: tensors on devices travel by NCCL; otherwise everything goes through Gloo and the CPU's memory.
         store: small keys shared by all workers of this attempt; the launcher's too, where it is pipebench's own.
         remark: what a user should know of how the workers reach each other; "" for nothing.
+        shares_memory: workers of one host may hand values over in memory that they share, where the system lets them;
+            otherwise by sockets, as between hosts.
     """
 
     place: Place
@@ -49,6 +51,7 @@ class World:
     # Holds the server on rank 0 where no launcher serves the store.
     connection: TCPStore
     remark: str = ""
+    shares_memory: bool = True
     _closed: bool = False
 
     @property
@@ -169,6 +172,7 @@ def join(
     limit_s: float,
     operation_limit_s: float = 1800.0,
     place: Place | None = None,
+    shares_memory: bool = True,
 ) -> World:
     """Join the other workers of this job.
 
@@ -177,6 +181,7 @@ def join(
         limit_s: how long to wait for workers that haven't come yet, seconds.
         operation_limit_s: how long a message or a collective may take before its peer counts as lost, seconds.
         place: this worker's place, by default from the environment.
+        shares_memory: whether workers of one host may hand values over in memory that they share.
 
     Raises:
         UserError: no CUDA device where one is asked for, or different kinds of device; a port in use; a worker
@@ -191,7 +196,8 @@ def join(
     token, everyone = meet(connection, place, facts, limit_s)
     direct = chosen.type == "cuda" and nccl.takes(everyone)
     remark = "" if direct or chosen.type == "cpu" else nccl.sharing_remark(everyone)
-    world = World(place, chosen, direct, PrefixStore(token, connection), operation_limit_s, connection, remark)
+    store = PrefixStore(token, connection)
+    world = World(place, chosen, direct, store, operation_limit_s, connection, remark, shares_memory)
     _joined.append(world)
     check_devices(device, everyone)
     if place.one_host:

@@ -4,49 +4,28 @@ It knows no schedule, no clock and no transport, and no mode: which version a mi
 it holds can be asked of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import get_gradient_edge
 
-from pipebench.checkpoint.recut import carried_states
-from pipebench.checkpoint.share import Share
-from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
+from pipebench.engine.accumulation import Accumulation, OnGradient
+from pipebench.engine.in_flight import InFlight, detached, differentiable, num_bytes, record_saved, tensors_in
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Move, MovedWeights
-from pipebench.engine.split import Rest, SplitBackward, backward_weight, kept_bytes
-from pipebench.engine.weights import Version, Weights
+from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
+from pipebench.engine.weights import Weights
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.precision import lower
-from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import name_hash
 from pipebench.model.stage import LossFunction, Stage
 from pipebench.recipe.schema import LossScaleRecipe
 
 Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
-OnGradient = Callable[[int, torch.Tensor], None]  # position of a parameter in the stage's order, its gradient
-
-
-@dataclass
-class _InFlight:
-    """A unit between its forward and the end of its backward."""
-
-    version: Version
-    received: dict[int, Any]  # received values by layer, gradients wanted for their leaves
-    draw: tuple[int, ...]
-    loss: LossFunction | None
-    carried: list[Any]  # what stateful modules carried into the forward, to recompute it
-    results: list[GradientEdge] = field(default_factory=list)  # where gradients come in: the values have left
-    loss_type: torch.dtype | None = None
-    num_bytes: int = 0
-    rests: list[Rest] = field(default_factory=list)  # what the input part of its backward has left
 
 
 class Place(NamedTuple):
@@ -58,9 +37,9 @@ class Place(NamedTuple):
     starts: bool
 
 
-_TRAIN = "train"
+TRAIN = "train"
 _EVALUATION = name_hash("evaluation")  # what an evaluation draws is nothing that training draws
-_ALONE = Place(_TRAIN, 0, 0, starts=True)
+_ALONE = Place(TRAIN, 0, 0, starts=True)
 
 
 class Replica:
@@ -98,18 +77,18 @@ class Replica:
         self.module = stage.module.to(device)
         self._evaluation = _evaluation_of(stage, device)
         # In mixed precision, what has been rounded: of parameters that are trained the weights hold the masters.
-        self._exact = lower([self.module, self._evaluation.module], stage.rounding)
+        self.exact = lower([self.module, self._evaluation.module], stage.rounding)
         self.weights = Weights(
             self.module, make_optimizer, overwrite=overwrite, also=[self._evaluation.module],
-            masters=self._exact if stage.rounding else None,
+            masters=self.exact if stage.rounding else None,
         )  # fmt: skip
         for name in self.weights.names:
-            self._exact.pop(name, None)
+            self.exact.pop(name, None)
         self.moved = MovedWeights(self.weights, gamma) if moves and self.weights.optimizer is not None else None
         self.scale = None if loss_scale is None else LossScale(loss_scale)
         self._split = SplitBackward(self.stage, device) if split else None
-        self._device = device
-        self._in_flight: dict[int, _InFlight] = {}
+        self.device = device
+        self._in_flight: dict[int, InFlight] = {}
         self._saved_bytes: dict[tuple[torch.Size, ...], int] = {}
         again = [part for each in stage.recomputed for part in each.run.modules()]
         norms = (part for part in again if isinstance(part, nn.modules.batchnorm._NormBase))
@@ -117,7 +96,7 @@ class Replica:
         self._own_buffers = list(_own_buffers(again))
         self._stateful = [self.module.get_submodule(path) for path in stage.stateful]
         self.states: dict[tuple[str, int, int], list[Any]] = {}
-        self.gradients: list[torch.Tensor | None] = [None] * len(self.weights.names)
+        self._accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
         stage.enter()
 
@@ -150,17 +129,17 @@ class Replica:
         """
         weights = self.weights.find(version) if self.moved is None else self.moved.for_forward(version, move)
         weights.users += 1
-        received = {layer: pytree.tree_map(_detached, value) for layer, value in received.items()}
+        received = {layer: detached(value) for layer, value in received.items()}
         self.weights.bind(weights)
-        item = self._in_flight[unit] = _InFlight(weights, received, draw, loss, self._take_up(place))
+        item = self._in_flight[unit] = InFlight(weights, received, draw, loss, self._take_up(place))
         self.stage.seeder.draw, self.stage.loss.function = draw, loss
         outputs = self._run(item, [*inputs, *received.values()])
         self._lay_down(place)
-        leaving = list(outputs[: len(self.stage.returns)])
-        values = dict(zip(self.stage.returns, pytree.tree_map(_detached, leaving), strict=True))
-        results = [t for value in leaving for t in _differentiable(value)]
+        leaving = outputs[: len(self.stage.returns)]
+        values = {layer: detached(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
+        results = [t for value in leaving for t in differentiable(value)]
         if loss is not None:
-            results += _differentiable(outputs[-1])
+            results += differentiable(outputs[-1])
             item.loss_type = outputs[-1].dtype
         item.results = [get_gradient_edge(result) for result in results]
         return values, None if loss is None else outputs[-1].detach()
@@ -204,19 +183,19 @@ class Replica:
         `on_gradient` is told of the parameters whose gradients this part computes. It reads no weights.
         """
         item = self._in_flight.pop(unit)
-        with self._accumulated(item.version.parameters, on_gradient):
+        with self._accumulation.add(item.version, on_gradient):
             backward_weight(item.rests, item.version.parameters)
         self.weights.release(item.version)
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Apply one update and forget the accumulated gradients; see `Weights.update`."""
         (self.moved or self.weights).update(gradients, lr, keep_from=keep_from)
-        self.gradients = [None] * len(self.gradients)
+        self._accumulation.clear()
 
     def skip_update(self, *, keep_from: int) -> None:
         """Forget the accumulated gradients instead of applying them; see `Weights.skip`."""
         self.weights.skip(keep_from=keep_from)
-        self.gradients = [None] * len(self.gradients)
+        self._accumulation.clear()
 
     def evaluate(
         self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: Place
@@ -252,84 +231,24 @@ class Replica:
         parameters = dict(zip(self.weights.names, self.weights.evaluated.parameters, strict=True))
         return {**parameters, **dict(self.module.named_buffers())}
 
-    def state(self, share: Share) -> ModelState:
-        """Return this replica's share of the model's state at a drain: references, not copies."""
-        carried = {
-            f"{stream}/{microbatch}/{path}": carried
-            for (split, stream, microbatch), state in self.states.items()
-            if split == _TRAIN and share.holds(stream)
-            for path, carried in zip(self.stage.stateful, state, strict=True)
-        }
-        buffers = {share.names[name]: self._exact.get(name, buffer) for name, buffer in self.module.named_buffers()}
-        if share.replica > 0:
-            own = {name: buffer for name, buffer in buffers.items() if not buffer.is_floating_point()}
-            return ModelState(counters={f"{share.replica}/{n}": b for n, b in own.items()}, carried=carried)
-        return ModelState(
-            parameters={share.names[name]: parameter.detach() for name, parameter in self._parameters().items()},
-            optimizer={share.names[name]: state for name, state in self.weights.optimizer_state().items()},
-            buffers=buffers,
-            carried=carried,
-            loss_scale={} if self.scale is None else {share.names[n]: self.scale.state() for n in self.weights.names},
-            mean_change={share.names[name]: change for name, change in self._mean_change().items()},
-        )
-
-    def restore(self, state: ModelState, share: Share) -> None:
-        """Take over this replica's share of a model's state, by name, as if it had trained up to there.
-
-        Args:
-            state: of the whole model, taken under any plan; not changed, and not kept.
-            share: this replica's.
-
-        Raises:
-            CheckpointError: the state lacks something that this stage holds, or has it in another shape; nothing of
-                the replica has changed then.
-        """
-        own = {name: share.names[name] for name in (*self._parameters(), *dict(self.module.named_buffers()))}
-        given = {**state.buffers, **state.parameters}
-        given |= {n: b for n in own.values() if (b := state.counters.get(f"{share.replica}/{n}")) is not None}
-        tensors = {**self._parameters(), **dict(self.module.named_buffers())}
-        for name, tensor in tensors.items():
-            _check_fits(own[name], tensor, given)
-        carried = carried_states(state.carried if share.unit_sizes else {}, self.stage.stateful, share.unit_sizes)
-        parameters = {name: given[own[name]] for name in self.weights.names}
-        optimizer = {n: state.optimizer[own[n]] for n in self.weights.names if own[n] in state.optimizer}
-        self.weights.restore(parameters, optimizer)
-        if self.scale is not None:
-            named = [state.loss_scale[own[n]] for n in self.weights.names if own[n] in state.loss_scale]
-            self.scale.restore(named or [*state.loss_scale.values()])
-        if self.moved is not None:
-            self.moved.restore(
-                {n: state.mean_change[own[n]] for n in self.weights.names if own[n] in state.mean_change}
-            )
-        with torch.no_grad():
-            for name in tensors.keys() - {*self.weights.names}:
-                tensors[name].copy_(given[own[name]])
-            for name, tensor in self._exact.items():
-                if name in own:
-                    tensor.copy_(given[own[name]])
-        self.states = {
-            (_TRAIN, *place): same_type_map(values, lambda t: t.to(self._device, copy=True))
-            for place, values in carried.items()
-            if share.holds(place[0])
-        }
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the newest parameters, and those that aren't trained, all as exact as they are known."""
-        fixed = {name: self._exact.get(name, p) for name, p in self.module.named_parameters()}
-        return {**fixed, **self.weights.trained()}
-
-    def _mean_change(self) -> dict[str, torch.Tensor]:
-        return {} if self.moved is None else self.moved.mean_change
-
     def live_bytes(self) -> int:
         """Return the bytes this replica holds: versions, copies, optimizer state, gradients, minibatches in flight."""
-        gradients = sum(g.nbytes for g in self.gradients if g is not None)
+        gradients = self._accumulation.num_bytes
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
-        carried = _num_bytes(list(self.states.values()))
+        carried = num_bytes(list(self.states.values())) if self.states else 0
         versions = self.weights.num_alive * self.weights.version_bytes
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
         return versions + moved + once + gradients + in_flight + carried
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """What backwards have added up, or their replicas together, in the stage's order."""
+        return self._accumulation.gradients
+
+    @gradients.setter
+    def gradients(self, found: list[torch.Tensor | None]) -> None:
+        self._accumulation.gradients = found
 
     def _take_up(self, place: Place) -> list[Any]:
         """Let stateful modules carry on where the stream's minibatch before left off; return what they carry."""
@@ -347,28 +266,28 @@ class Replica:
         if self._stateful:
             self.states[place[:3]] = [module.carried_state for module in self._stateful]
 
-    def _run(self, item: _InFlight, arguments: Sequence[Any]) -> Any:
+    def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
         """Run the module; measure what is kept of it for its backward the first time a shape comes by."""
-        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        shapes = tuple([tensor.shape for argument in arguments for tensor in tensors_in(argument)])
         if shapes in self._saved_bytes:
             outputs = self.module(*arguments)
         else:
             saved: dict[int, int] = {}
-            with _record_saved(saved, self.stage.recomputed):
+            with record_saved(saved, self.stage.recomputed):
                 outputs = self.module(*arguments)
             own = {p.untyped_storage().data_ptr() for p in item.version.parameters}
             own |= {b.untyped_storage().data_ptr() for b in self.module.buffers()}
             self._saved_bytes[shapes] = sum(size for pointer, size in saved.items() if pointer not in own)
-        item.num_bytes = self._saved_bytes[shapes] + (_num_bytes(item.carried) if self.stage.recomputed else 0)
+        item.num_bytes = self._saved_bytes[shapes] + (num_bytes(item.carried) if self.stage.recomputed else 0)
         return outputs
 
     def _backward(
-        self, item: _InFlight, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None, move: Move
+        self, item: InFlight, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None, move: Move
     ) -> dict[int, list[torch.Tensor]]:
         """Run a backward, or the input part of one, and let go of the stage's graph; see `backward`."""
         if self.moved is not None:
             self.moved.for_backward(move)
-        leaves = [t for value in item.received.values() for t in _differentiable(value)]
+        leaves = [t for value in item.received.values() for t in differentiable(value)]
         if self.stage.recomputed:
             self.weights.bind(item.version)
             self.stage.seeder.draw, self.stage.loss.function = item.draw, item.loss
@@ -379,13 +298,13 @@ class Replica:
             self._differentiate(item, leaves, gradients, on_gradient)
         item.results.clear()
         return {
-            layer: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in _differentiable(value)]
+            layer: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(value)]
             for layer, value in item.received.items()
         }
 
     def _differentiate(
         self,
-        item: _InFlight,
+        item: InFlight,
         leaves: list[torch.Tensor],
         given: Sequence[torch.Tensor],
         on_gradient: OnGradient | None,
@@ -395,7 +314,7 @@ class Replica:
         parameters = item.version.parameters
         if not item.results or not (leaves or parameters):
             return
-        with self._accumulated(parameters, on_gradient):
+        with self._accumulation.add(item.version, on_gradient):
             if self._split is None:
                 torch.autograd.backward(item.results, heads, inputs=[*leaves, *parameters])
             else:
@@ -403,23 +322,7 @@ class Replica:
 
     def _loss_head(self, loss_type: torch.dtype | None) -> torch.Tensor | None:
         """Return the gradient of the scaled loss by the loss; None stands for 1."""
-        return None if self.scale is None else torch.full((), self.scale.value, dtype=loss_type, device=self._device)
-
-    @contextmanager
-    def _accumulated(self, parameters: Sequence[torch.Tensor], on_gradient: OnGradient | None) -> Iterator[None]:
-        """Add the gradients that a backward computes meanwhile to `gradients`, or tell of them.
-
-        Autograd's own accumulation adds in place and takes over a gradient that nobody else holds; parameters have a
-        `grad` only meanwhile.
-        """
-        for parameter, total in zip(parameters, self.gradients, strict=True):
-            parameter.grad = total
-        self.gradients = [None] * len(parameters)
-        with _told(parameters, on_gradient):
-            yield
-        self.gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        return None if self.scale is None else torch.full((), self.scale.value, dtype=loss_type, device=self.device)
 
     @contextmanager
     def _kept_statistics(self) -> Iterator[None]:
@@ -462,65 +365,3 @@ def _own_buffers(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     for part in parts:
         if not isinstance(part, nn.modules.batchnorm._NormBase):
             yield from part.buffers(recurse=False)
-
-
-@contextmanager
-def _told(parameters: Sequence[torch.Tensor], on_gradient: OnGradient | None) -> Iterator[None]:
-    """Let every parameter's gradient be taken as soon as nothing more is added to it, and freed then."""
-    if on_gradient is None:
-        yield
-        return
-
-    def tell(index: int, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        on_gradient(index, parameter.grad)
-        parameter.grad = None
-
-    handles = [
-        p.register_post_accumulate_grad_hook(partial(tell, index))  # type: ignore[no-untyped-call]
-        for index, p in enumerate(parameters)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _detached(leaf: Any) -> Any:
-    """Detach a tensor that leaves; whether it has a gradient travels along as its `requires_grad`."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _differentiable(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a state that lacks a parameter or buffer, or has another shape of it."""
-    if name not in given:
-        raise CheckpointError(f"the checkpoint has no {name}, which the model has")
-    if given[name].shape != tensor.shape:
-        shapes = f"{list(given[name].shape)} in the checkpoint and {list(tensor.shape)} in the model"
-        raise CheckpointError(f"{name} has the shape {shapes}")
-
-
-def _num_bytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-@contextmanager
-def _record_saved(saved: MutableMapping[int, int], recomputed: Sequence[Recomputed]) -> Iterator[None]:
-    """Note every storage that autograd saves, or that layers need which are recomputed, once each."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    for each in recomputed:
-        each.kept = saved
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
-    for each in recomputed:
-        each.kept = None

@@ -67,7 +67,7 @@ class Version:
         users: minibatches in flight that refer to it.
     """
 
-    __slots__ = ("flats", "number", "parameters", "users")
+    __slots__ = ("__weakref__", "flats", "number", "parameters", "users")
 
     def __init__(self, likes: Sequence[_Like], groups: Sequence[_Group]) -> None:
         self.number = 0
@@ -117,6 +117,13 @@ class Weights:
         also: other modules that hold some of the parameters.
         masters: mixed precision: the parameters before they were rounded, by name, as far as they were. None: the
             optimizer steps on the versions themselves.
+
+    Attributes:
+        newest: the version of the most updates.
+        most_alive: the most versions that have been held at once.
+        version_bytes: bytes of one version.
+        master_bytes: bytes of the masters, 0 where there are none.
+        state_bytes: bytes of the optimizer's state, as of the latest update.
     """
 
     def __init__(
@@ -135,6 +142,7 @@ class Weights:
         self._recurrent = list(_recurrent(module, [p for _, p in named]))
         self._likes = [_Like(p.shape, p.dtype, p.device) for _, p in named]
         self._groups = _groups([order for _, order in self._recurrent], self._likes)
+        self.version_bytes = sum(like.nbytes for like in self._likes)
         self.newest = self.new_version()
         _fill(self.newest, [p for _, p in named])
         self._masters = None if masters is None else _masters([masters.get(name, p) for name, p in named])
@@ -147,6 +155,8 @@ class Weights:
         self._held: Version | None = None
         self.most_alive = 1
         self.optimizer = make_optimizer(self._stepped.parameters) if named else None
+        self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
+        self.state_bytes = 0
         groups = self.optimizer.param_groups if self.optimizer else []
         # A user's optimizer may have groups whose rates differ: they keep their ratios.
         self._shares = [_share(group.get("lr"), self.optimizer) for group in groups]
@@ -156,22 +166,6 @@ class Weights:
     def num_alive(self) -> int:
         """Number of versions held, the newest included."""
         return len(self._alive)
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of one version."""
-        return sum(like.nbytes for like in self._likes)
-
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of the masters, 0 where there are none."""
-        return sum(parameter.nbytes for parameter in self._masters.parameters) if self._masters else 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        states = self.optimizer.state.values() if self.optimizer else ()
-        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
 
     @_one_at_a_time
     def find(self, number: int) -> Version:
@@ -270,6 +264,7 @@ class Weights:
                 _fill(target, self._masters.parameters)
         for parameter in stepped.parameters:
             parameter.grad = None
+        self._count_state()
         target.number += 1
         self._collect()
 
@@ -290,6 +285,8 @@ class Weights:
 
     def as_stepped(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return gradients in the types of what the optimizer steps on."""
+        if self._masters is None:
+            return list(gradients)
         stepped = self._stepped.parameters
         return [None if g is None else g.to(p.dtype) for g, p in zip(gradients, stepped, strict=True)]
 
@@ -317,6 +314,7 @@ class Weights:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     taken[key] = value.to(taken[key].device, copy=True)
+        self._count_state()
 
     @property
     def _stepped(self) -> Version:
@@ -353,6 +351,10 @@ class Weights:
         moved = {id(before): after for before, after in zip(old.parameters, new.parameters, strict=True)}
         for group in self.optimizer.param_groups:
             group["params"] = [moved[id(parameter)] for parameter in group["params"]]
+
+    def _count_state(self) -> None:
+        states = self.optimizer.state.values() if self.optimizer else ()
+        self.state_bytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
 
     def _collect(self) -> None:
         """Free the versions nobody refers to and nobody may ask for."""

@@ -6,16 +6,19 @@ else about an instruction, in training and in evaluation, is the same in both.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from pipebench.checkpoint.state import ModelState
+from pipebench.engine.accumulation import OnGradient
+from pipebench.engine.clipping import clipped, gradient_norm
 from pipebench.engine.feed import Feed
 from pipebench.engine.prediction import AS_IT_IS, Move
-from pipebench.engine.replica import OnGradient, Replica, Values
+from pipebench.engine.protocols import Collectives, Transport, UnitLoss
+from pipebench.engine.replica import Replica, Values
+from pipebench.engine.replica_state import restore, state_of
 from pipebench.engine.scores import Scores
-from pipebench.engine.server import Pulled
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight, share_of
 from pipebench.engine.structure import CrossingError, flatten
 from pipebench.model.stage import LossFunction, Stage, cut_stage
@@ -28,62 +31,6 @@ from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT
 Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's tensors
 _SCALE = -1  # in the place of a layer: the one number that these gradients are multiplied by, if they are
 Key = tuple[int, int]  # stage, unit
-
-
-class UnitLoss(NamedTuple):
-    """The loss of one unit.
-
-    Attributes:
-        total: summed over its samples, a scalar on the worker's device.
-        samples: how many.
-        weight: what a mean loss divides it by.
-    """
-
-    total: torch.Tensor
-    samples: int
-    weight: float
-
-
-class Transport(Protocol):
-    """Takes what a worker's stages send to those of other workers, and gives what they receive."""
-
-    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Send a unit's values from one stage to another; returns at once.
-
-        Args:
-            kind: `activation`, `gradient`, or `evaluation` for the activations of one.
-            unit: the unit.
-            source: the stage that sends, one of this worker's.
-            target: the stage that receives.
-            values: activations or gradients by layer.
-        """
-
-    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return a unit's values that a stage of another worker sent; waits for them."""
-
-
-class Collectives(Protocol):
-    """What a stage's replicas, or all stages, do together."""
-
-    def on_gradient(self, stage: int) -> OnGradient | None:
-        """Return what takes every gradient of a round's last backward as soon as it is whole, if anything does."""
-
-    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give a replica's gradients of a round, as far as they weren't taken one by one."""
-
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of what all replicas of the stage gave for a round; waits for them."""
-
-    def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of a round's gradients of all stages; waits for them."""
-
-    def push(
-        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Send the server of a stage a minibatch's gradient, computed with a version of the weights."""
-
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes."""
 
 
 class Worker:
@@ -310,7 +257,7 @@ class Worker:
             gradients = [None if g is None else g / weight for g in gradients]
         if setup.clip_norm is not None:
             norm = gradient_norm(gradients) if self._norm is None else self._norm
-            gradients = _clipped(gradients, norm, setup.clip_norm)
+            gradients = clipped(gradients, norm, setup.clip_norm)
         lr = self._lr(it.stage, it.number)
         replica.update(gradients, lr, keep_from=keep_from)
         self._note_memory()
@@ -318,7 +265,7 @@ class Worker:
     def _push(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica, gradients = self.replicas[it.stage], self.replicas[it.stage].gradients
         if self.setup.clip_norm is not None:
-            gradients = _clipped(gradients, gradient_norm(gradients), self.setup.clip_norm)
+            gradients = clipped(gradients, gradient_norm(gradients), self.setup.clip_norm)
         collectives.push(it.stage, self.replica_index, it.number, self._held[it.stage], gradients)
         replica.gradients = [None] * len(gradients)
         self._note_memory()
@@ -364,14 +311,14 @@ class Worker:
     def parts(self) -> list[tuple[str, ModelState]]:
         """Return what this worker contributes to a checkpoint, by name."""
         return [
-            (f"stage-{stage}-replica-{self.replica_index}", replica.state(self._shares[stage]))
+            (f"stage-{stage}-replica-{self.replica_index}", state_of(replica, self._shares[stage]))
             for stage, replica in self.replicas.items()
         ]
 
     def restore(self, state: ModelState) -> None:
         """Go on from a checkpoint of the whole model, taken under any plan."""
         for stage, replica in self.replicas.items():
-            replica.restore(state, self._shares[stage])
+            restore(replica, state, self._shares[stage])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what `Replica.tensors` does of the stages that this worker speaks for."""
@@ -511,20 +458,3 @@ def scale_metrics(scales: Iterable[Sequence[float]]) -> dict[str, float]:
     if not found:
         return {}
     return {"loss_scale": min(scale for scale, _ in found), "skipped_updates": max(skipped for _, skipped in found)}
-
-
-def gradient_norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the Euclidean norm of all gradients together."""
-    norms = [torch.linalg.vector_norm(g, dtype=_summed_in(g.dtype)) for g in gradients if g is not None]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which numbers of a type are squared and added: 16 bits hold neither many nor large ones."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, largest: float) -> list[torch.Tensor | None]:
-    """Scale gradients down to a norm, by the factor torch.nn.utils.clip_grad_norm_ uses."""
-    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-    return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]

@@ -148,6 +148,8 @@ class _Run:
             map(operator.itemgetter(0), zip(each, taken, strict=False)) for each, taken in lists
         ]
         self._simulation = Simulation(pipeline, self._lists, course.costs, self._network, self._size)
+        if meter is not None:
+            meter.begin(self._size)
 
     def __iter__(self) -> Iterator[Event]:
         busy_s, stall_s, meter = self.busy_s, self.stall_s, self._meter

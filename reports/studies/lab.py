@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPORTS = Path(__file__).parents[1]
-COMMAND = "pipebench lab lab --ladder --bandwidth 200Mbit,1Gbit,5Gbit"
-REPLICATED = "pipebench lab lab/pipedream --hosts 3 --bandwidth 200Mbit,1Gbit,5Gbit parallelism.plan=2-1"
+COMMAND = "pipebench lab lab --ladder --bandwidth 100Mbit,1Gbit,10Gbit"
+REPLICATED = "pipebench lab lab/pipedream --hosts 3 --bandwidth 300Mbit parallelism.plan=2-1"
 
 
 def main() -> None:

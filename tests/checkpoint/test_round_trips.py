@@ -12,6 +12,7 @@ from torch import nn
 from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoints
+from pipebench.engine.replica_state import restore
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
@@ -316,10 +317,10 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
     before = bits(captured(engine))
     share = share_of(engine.setup, 1, 0)
     with pytest.raises(CheckpointError, match=r"no body\.4\.weight, which the model has"):
-        engine.replicas[1].restore(state, share)
+        restore(engine.replicas[1], state, share)
     state.parameters["body.4.weight"] = weight[:2]
     with pytest.raises(CheckpointError, match=r"body\.4\.weight has the shape \[2, 8\] .* \[5, 8\] in the model"):
-        engine.replicas[1].restore(state, share)
+        restore(engine.replicas[1], state, share)
     assert bits(captured(engine)) == before
 
 

@@ -45,6 +45,7 @@ class Case:
         segments: minibatches between drains.
         devices: of every worker; empty for its own number.
         optimizer: as in a recipe; None for `momentum`.
+        shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Case:
     segments: tuple[int, ...] = (7, 5)
     devices: tuple[int, ...] = ()
     optimizer: OptimizerRecipe | None = None
+    shares_memory: bool = True
 
 
 def random_case(seed: int, num_workers: int) -> Case:
@@ -162,7 +164,7 @@ class Outcome:
 
 def distributed(world: World, case: Case) -> Outcome:
     """Run a case on the processes; return this one's share."""
-    return in_processes(world, small_setup(case), case.segments)
+    return in_processes(replace(world, shares_memory=case.shares_memory), small_setup(case), case.segments)
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:

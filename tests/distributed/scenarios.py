@@ -19,6 +19,7 @@ from pipebench.distributed.control import STOP_KEY, Control
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, read_header
+from pipebench.distributed.shared_memory import SharedSender
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.model.sampling import InOrder
@@ -111,7 +112,7 @@ def rows(world: World, huge: bool) -> tuple[Outcome, dict[int, int], dict[int, i
     """Train on changing shapes; return also the messages and the layouts in words by tag, and all messages' sizes."""
     setup = huge_setup() if huge else rows_setup()
     with counting() as counted:
-        outcome = in_processes(world, setup, (3,) if huge else (7, 12, 5))
+        outcome = in_processes(replace(world, shares_memory=False), setup, (3,) if huge else (7, 12, 5))
     return outcome, dict(counted.num_sends), dict(counted.num_texts), counted.num_bytes
 
 
@@ -127,11 +128,28 @@ class SlowWhenEvaluated(nn.Linear):
         return super().forward(x)
 
 
-def slow_evaluation(world: World) -> int:
+def shared_rows(world: World) -> tuple[Outcome, int]:
+    """Train on changing shapes, in memory that is shared; return also the slots that this worker has made."""
+    engine = DistributedEngine(rows_setup(), world)
+    engine.close()
+    slots: list[int] = []
+    take = SharedSender._take
+
+    def noting(sender: SharedSender, num_bytes: int) -> int:
+        slots.append(take(sender, num_bytes))
+        return slots[-1]
+
+    SharedSender._take = noting  # type: ignore[assignment, method-assign]
+    outcome = in_processes(world, rows_setup(), (7, 12, 5))
+    SharedSender._take = take  # type: ignore[method-assign]
+    return outcome, len({*slots})
+
+
+def slow_evaluation(world: World, shares_memory: bool) -> int:
     """Evaluate before a slow last stage; return the most messages that were on their way from this worker."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), SlowWhenEvaluated(6, 4)).double()
     setup = make_setup(model, ([1, 2], [1, 1, 1]), dataset=Blobs(num_eval=160))
-    engine = DistributedEngine(setup, world)
+    engine = DistributedEngine(setup, replace(world, shares_memory=shares_memory))
     engine.start_clock()
     most = [0]
     senders = list(engine._transport._senders.values())
@@ -140,7 +158,8 @@ def slow_evaluation(world: World) -> int:
 
         def noting(*args: Any, send: Any = send, sender: Any = sender, **kwargs: Any) -> int:
             num_bytes: int = send(*args, **kwargs)
-            most[0] = max(most[0], len(sender._leaving))
+            left = sender._num_sent - sender._num_taken if shares_memory else len(sender._leaving)
+            most[0] = max(most[0], left)
             return num_bytes
 
         sender.send = noting  # type: ignore[method-assign]
@@ -150,12 +169,14 @@ def slow_evaluation(world: World) -> int:
 
 
 def buffers_of_a_segment(world: World, case: Case, num_minibatches: int) -> int:
-    """Train; return how many buffers this worker's busiest sender has made."""
+    """Train; return how many buffers, or slots, this worker's busiest sender has made."""
+    world = replace(world, shares_memory=case.shares_memory)
     engine = DistributedEngine(replace(small_setup(case), device=world.device), world)
     engine.start_clock()
     engine.train(0, num_minibatches)
     engine.close()
-    return max((len(sender._free) for sender in engine._transport._senders.values()), default=0)
+    made = "_slots" if case.shares_memory else "_free"
+    return max((len(getattr(sender, made)) for sender in engine._transport._senders.values()), default=0)
 
 
 def stopped(world: World, case: Case, name: str, after: int, asks: int, by_key: bool) -> Outcome:
@@ -182,7 +203,7 @@ def stopped(world: World, case: Case, name: str, after: int, asks: int, by_key: 
 
 def killed(world: World, case: Case, victim: int) -> str:
     """Train until a worker is killed; return what the others are told."""
-    engine = DistributedEngine(small_setup(case), world)
+    engine = DistributedEngine(small_setup(case), replace(world, shares_memory=case.shares_memory))
     engine.start_clock()
     seen = [0]
 

@@ -14,7 +14,7 @@ from pipebench.distributed.message import (
     Header,
     Layout,
     aligned,
-    layout_of,
+    form_of,
     read_header,
     write_header,
 )
@@ -27,13 +27,14 @@ DTYPES = [
 
 def through_bytes(values: Any) -> Any:
     """Take values through a buffer and their layout through its words, as a message does."""
-    layout, tensors = layout_of(values)
+    form, tensors = form_of(values)
+    layout = form.layout()
     buffer = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
-    for place, tensor in zip(layout.views(buffer), tensors, strict=True):
+    for place, tensor in zip(layout.views(buffer.numpy()), tensors, strict=True):
         place.copy_(tensor.detach())
     read = Layout.from_text(layout.to_text())
     assert read == layout
-    return read.values([place.clone() for place in read.views(buffer)])
+    return read.values([place.clone() for place in read.views(buffer.numpy())])
 
 
 def same(mine: Any, theirs: Any) -> bool:
@@ -78,7 +79,7 @@ def test_plain_values_keep_their_type(value: Any) -> None:
 @pytest.mark.parametrize("value", [torch.float32, slice(1, 2), object()], ids=["dtype", "slice", "object"])
 def test_other_values_are_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=f"a {type(value).__name__} crosses from stage to stage"):
-        layout_of((torch.zeros(1), value))
+        form_of((torch.zeros(1), value))
 
 
 leaves = st.one_of(
@@ -108,7 +109,8 @@ trees = st.recursive(
 @given(trees)
 def test_any_tree_comes_back(values: Any) -> None:
     assert same(through_bytes(values), values)
-    layout, tensors = layout_of(values)
+    form, tensors = form_of(values)
+    layout = form.layout()
     assert layout.payload_bytes == sum(tensor.nbytes for tensor in tensors)
     ends = [leaf.offset + leaf.num_bytes for leaf in layout.tensors]
     starts = [leaf.offset for leaf in layout.tensors]
@@ -119,7 +121,7 @@ def test_any_tree_comes_back(values: Any) -> None:
 
 def test_a_layout_in_words_is_read_by_python_alone() -> None:
     """Both ends may be different processes of different hosts: the words hold no addresses and no pickle."""
-    text = layout_of((torch.zeros(2, 3).requires_grad_(), None))[0].to_text()
+    text = form_of((torch.zeros(2, 3).requires_grad_(), None))[0].layout().to_text()
     assert b"float32" in text
     assert b"[2, 3]" in text
     assert text.decode().isprintable()

@@ -1,6 +1,7 @@
 """Messages between processes: changing shapes, large values, skip edges, slow receivers, lost peers, early ends."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,13 @@ def test_shapes_that_repeat_travel_in_one_message_each(two: Processes) -> None:
         assert 0 < spilled <= num_lengths
 
 
+def test_shapes_that_change_stand_in_few_slots(two: Processes) -> None:
+    """As many as there are values held and on their way; once a slot has grown, smaller values stand in it, too."""
+    found = two.run("tests.distributed.scenarios:shared_rows")
+    compare([outcome for outcome, _ in found], on_virtual_engine(rows_setup(), (7, 12, 5)), 0.0)
+    assert max(slots for _, slots in found) <= 3 * len(set(_SIZES))
+
+
 def test_values_above_64_megabytes_travel_both_ways(two: Processes) -> None:
     """Beyond that size sends have been seen to wait for their receiver; and here no buffer is ready for them."""
     found = two.run("tests.distributed.scenarios:rows", huge=True)
@@ -56,9 +64,11 @@ def skip_plan() -> tuple[Plan, tuple[int, ...]]:
 def test_values_go_straight_to_every_stage_that_reads_them(four: Processes, columns: dict[str, object]) -> None:
     _, starts = skip_plan()
     case = Case("skip", starts, (1, 1, 1, 1), columns)
+    by_sockets = replace(case, shares_memory=False)
     edges = {(edge.source, edge.target): edge.has_gradient for edge in small_setup(case).pipeline.edges}
     assert {(0, 1), (0, 2), (0, 3)} <= set(edges)
-    compare(four.run("tests.distributed.cases:distributed", case), virtually(case), 0.0)
+    for each in (case, by_sockets):
+        compare(four.run("tests.distributed.cases:distributed", each), virtually(case), 0.0)
 
 
 def test_values_without_a_gradient_cross_forward_only(three: Processes) -> None:
@@ -72,16 +82,18 @@ def test_values_without_a_gradient_cross_forward_only(three: Processes) -> None:
     pytest.fail("no cut of SkipNet has an edge without a gradient")
 
 
-def test_an_evaluation_does_not_run_away_from_a_slow_stage(three: Processes) -> None:
-    most = three.run("tests.distributed.scenarios:slow_evaluation")
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_an_evaluation_does_not_run_away_from_a_slow_stage(three: Processes, shares_memory: bool) -> None:
+    most = three.run("tests.distributed.scenarios:slow_evaluation", shares_memory)
     assert most[0] <= 4
     assert most[1] == 4  # it would have, if nothing held it
     assert most[2] == 0
 
 
-def test_a_segment_holds_no_more_buffers_than_messages_on_their_way(two: Processes) -> None:
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_a_segment_holds_no_more_buffers_than_messages_on_their_way(two: Processes, shares_memory: bool) -> None:
     """Gloo never says by itself that a send is done: 200 minibatches would keep 200 buffers."""
-    case = Case("mlp", (4,), (1, 1))
+    case = Case("mlp", (4,), (1, 1), shares_memory=shares_memory)
     found = two.run("tests.distributed.scenarios:buffers_of_a_segment", case, 200)
     assert max(found) <= 8
 
@@ -112,9 +124,11 @@ def test_a_stop_ends_all_workers_at_one_minibatch(three: Processes, case: Case, 
     compare(found, whole, 0.0)
 
 
-def test_the_others_are_told_when_a_worker_is_killed() -> None:
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_the_others_are_told_when_a_worker_is_killed(shares_memory: bool) -> None:
     """The one in the middle: one waits for its gradients, the other for its activations."""
+    case = Case("skip", (3, 6), (1, 1, 1), shares_memory=shares_memory)
     with Processes(3) as processes:
-        found = processes.run("tests.distributed.scenarios:killed", Case("skip", (3, 6), (1, 1, 1)), 1, lost=[1])
+        found = processes.run("tests.distributed.scenarios:killed", case, 1, lost=[1])
     for rank in (0, 2):
         assert found[rank].startswith("lost a peer: ")

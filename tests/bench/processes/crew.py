@@ -31,6 +31,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+BY_SOCKETS = {"CREW_BY_SOCKETS": "1"}  # as processes of different hosts exchange values, and an interface can count
 ROOT = Path(__file__).parents[3]
 _JOIN_LIMIT_S = 600.0
 _POLL_S = 0.05
@@ -124,7 +125,7 @@ def _member(job: str, folder: Path) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, function = job.split(":")
     call = getattr(importlib.import_module(module), function)
-    world = join("cpu", limit_s=_JOIN_LIMIT_S)
+    world = join("cpu", limit_s=_JOIN_LIMIT_S, shares_memory=not BY_SOCKETS.keys() & os.environ.keys())
     with torch_settings(EngineRecipe(threads=1)):
         result = call(**json.loads((folder / "arguments").read_text()))
     (folder / f"result{world.rank}").write_text(json.dumps(result))

@@ -7,7 +7,7 @@ microbatches), a link, and what communication takes of the processors.
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import distributed
 
 from pipebench.cluster import Cluster, Level
 from pipebench.distributed.host import host_costs
+from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World, current
 from pipebench.engine.practice import entries, in_use, mean, practise
 from pipebench.profile.measure import mean_profile, measured_profile
@@ -124,23 +125,42 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
 def link_between_first_two() -> tuple[float, float]:
     """Return bandwidth [bytes/s] and latency [s] of messages between ranks 0 and 1, from round trips of two sizes.
 
-    The sizes take turns. On ranks that take no part both are 0.
+    The sizes take turns, and travel as a run's messages do. On ranks that take no part both are 0.
     """
-    if distributed.get_rank() > 1:
+    world = current()
+    assert world is not None
+    shared = connect(world, [(0, 1), (1, 0)], time.perf_counter)
+    if world.rank > 1:
         return 0.0, 0.0
+    exchange = _by_sockets() if shared is None else _in_memory(shared[world.rank][0], shared[1 - world.rank][1])
     messages = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES)]
-    trips = [[_trip_s(message) for message in messages] for _ in range(_WARM_UPS + _TRIPS)][_WARM_UPS:]
+    trips = [[_trip_s(message, exchange) for message in messages] for _ in range(_WARM_UPS + _TRIPS)][_WARM_UPS:]
     latency_s = statistics.median(small_s for small_s, _ in trips)
     return (_LARGE_BYTES - _SMALL_BYTES) / statistics.median(large_s - small_s for small_s, large_s in trips), latency_s
 
 
-def _trip_s(message: torch.Tensor) -> float:
+_Exchange = tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]  # what sends, what receives
+
+
+def _trip_s(message: torch.Tensor, exchange: _Exchange) -> float:
     """Return the seconds of a message one way: half of a round trip."""
+    send, receive = exchange
     started = time.perf_counter()
     if distributed.get_rank() == 0:
-        distributed.send(message, 1)
-        distributed.recv(message, 1)
+        send(message)
+        receive(message)
     else:
-        distributed.recv(message, 0)
-        distributed.send(message, 0)
+        receive(message)
+        send(message)
     return (time.perf_counter() - started) / 2
+
+
+def _by_sockets() -> _Exchange:
+    peer = 1 - distributed.get_rank()
+    return lambda message: distributed.send(message, peer), lambda message: distributed.recv(message, peer)
+
+
+def _in_memory(sender: SharedSender | None, receiver: SharedReceiver | None) -> _Exchange:
+    assert sender is not None
+    assert receiver is not None
+    return lambda message: sender.send(0, message, 0.0), lambda message: receiver.receive(0)

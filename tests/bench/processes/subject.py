@@ -32,11 +32,14 @@ class Subject:
         width: of VGG-16's layers; 1.0 is the published network's 33.6 M parameters at this image size.
         minibatch_size: digits of 32x32.
         microbatches: of gpipe, 1F1B with a flush and torch's schedules.
+        double: whether it computes in double precision: slower, and what differs then by more than that rounds isn't
+            the same computation.
     """
 
     width: float = 0.25
     minibatch_size: int = 64
     microbatches: int = 4
+    double: bool = False
 
     def __str__(self) -> str:
         """Return it in words."""
@@ -51,7 +54,12 @@ class Subject:
         made: nn.Module = vgg16(
             width=self.width, batch_norm=True, dropout=0.0, num_classes=10, in_channels=1, image_size=32, init="kaiming"
         )
-        return made.train()
+        return made.to(torch.float64 if self.double else torch.float32).train()
+
+    def data(self) -> Mnist5k:
+        """Return the digits, in the precision that it computes in."""
+        digits = mnist5k()
+        return _InDouble(digits.image_size, digits.split_seed, digits.num_train) if self.double else digits
 
     def graph(self) -> LayerGraph:
         """Return the model's layers."""
@@ -59,8 +67,19 @@ class Subject:
 
     def sampler(self) -> Sampler:
         """Return which digits make up minibatch k; all minibatches are whole, since torch's schedules want that."""
-        whole = mnist5k().num_train // self.minibatch_size * self.minibatch_size
+        whole = self.data().num_train // self.minibatch_size * self.minibatch_size
         return Sampler(whole, self.minibatch_size, 0)
+
+
+class _InDouble(Mnist5k):
+    """The digits in double precision."""
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """As its class, images as float64."""
+        found = super().fetch(split, indices, fields, draw)
+        return {name: value.double() if name == "image" else value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ def make_setup(
     subject: Subject, case: Case, profile: Profile, cluster: Cluster, host: HostCosts = NO_HOST_COSTS
 ) -> Setup:
     """Return what the engine needs to run a case, with the costs of a profile and the links of a cluster."""
-    graph, dataset, row = subject.graph(), mnist5k(), MODES[case.mode]
+    graph, dataset, row = subject.graph(), subject.data(), MODES[case.mode]
     plan = make_plan(graph, case.starts, case.replicas)
     pipeline = Pipeline(
         plan.replicas,
@@ -162,13 +181,13 @@ class Minibatches:
     """
 
     def __init__(self, subject: Subject, stride: int = 1, offset: int = 0) -> None:
-        self._data: Mnist5k = mnist5k()
+        self._data = subject.data()
         self._sampler = subject.sampler()
         self._stride = stride
         self._next = offset
 
     def take(self, *fields: str) -> list[torch.Tensor]:
-        """Return fields of the next minibatch: `image` [samples, 1, 32, 32] float32, `label` [samples] int64."""
+        """Return fields of the next minibatch: `image` [samples, 1, 32, 32], `label` [samples] int64."""
         found = self._data.fetch("train", self._sampler.indices(self._next), fields)
         self._next += self._stride
         return [found[field] for field in fields]

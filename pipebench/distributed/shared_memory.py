@@ -1,0 +1,232 @@
+"""Channels between workers of one host: values stand in memory that both see, so they are copied once, by their sender.
+
+A sender has slots, pieces of memory that the receiver maps too. It copies a message's tensors into one that is free and
+writes a record of it into a pipe; what the receiver gets are tensors in that very slot. When the last of them is gone,
+which for an activation is when its graph is, the receiver writes the slot's number into a pipe that goes back, and the
+slot is free again. Nobody but the two is needed: no thread carries bytes, and who waits is woken by the system.
+
+Nothing is posted and nothing blocks a sender, but that it may be told not to run too far ahead: it makes a new slot
+where none is free, and a pipe holds thousands of records. Slots and pipes have no names: when the processes end,
+however they end, they are gone. Linux only: the other end opens them by /proc.
+"""
+
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from pipebench.distributed.channel import Message
+from pipebench.distributed.launch_join import PeerLostError
+from pipebench.distributed.message import Layout, Layouts, form_of
+from pipebench.distributed.pipes import Line, join_pairs
+from pipebench.distributed.world import World
+
+# Slot, its file descriptor at the sender's, its size, unit, number of the layout, bytes of the layout in words that
+# follow, when it was handed over, the note.
+_RECORD = struct.Struct("<6q2d")
+_TOKEN = struct.Struct("<i")
+_TAKEN = -1  # instead of a slot that is free: a message was taken
+
+
+def mapped(file: int, num_bytes: int) -> torch.Tensor:
+    """Return the bytes of a file in memory; it may be closed afterwards."""
+    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+
+
+def new_file(num_bytes: int) -> tuple[int, int]:
+    """Return a new file in memory that has no name, and its size: whole pages, at least one."""
+    file, size = os.memfd_create("pipebench"), max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    os.ftruncate(file, size)
+    return file, size
+
+
+class _Slot:
+    """A piece of memory that two processes see.
+
+    Args:
+        file: its file descriptor; it may be closed afterwards.
+        num_bytes: its size.
+    """
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        self.bytes = mapped(file, num_bytes)
+        self._places: dict[int, list[torch.Tensor]] = {}
+
+    def places(self, number: int, layout: Layout) -> list[torch.Tensor]:
+        """Return where the tensors of a layout stand; `number` is the layout's."""
+        found = self._places.get(number)
+        if found is None:
+            found = self._places[number] = layout.views(self.bytes.numpy())
+        return found
+
+
+class SharedSender:
+    """The sending end; used like `channel.Sender`.
+
+    Args:
+        line: to the receiver: records go by it, and tokens come back.
+        clock: the run's clock, seconds.
+    """
+
+    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+        self._line = line
+        self._clock = clock
+        self._layouts = Layouts()
+        self._slots: list[_Slot] = []
+        self._files: list[int] = []
+        self._free: list[int] = []
+        self._num_sent = self._num_taken = 0
+        self._largest = 0
+
+    def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
+        """Hand over a message; return its payload in bytes.
+
+        Args:
+            unit: the unit whose values these are.
+            values: a pytree of tensors.
+            note: a number that travels along.
+            most_leaving: wait until earlier messages are taken where that many aren't; None never waits.
+            taken: not needed: the receiver says itself what is free.
+
+        Raises:
+            PeerLostError: the receiver is gone.
+        """
+        self._hear(self._line.there_is())
+        while most_leaving is not None and self._num_sent - self._num_taken >= most_leaving:
+            self._hear(self._line.some())
+        form, tensors = form_of(values)
+        number, layout, text = self._layouts.of(form)
+        index = self._take(layout.num_bytes)
+        slot = self._slots[index]
+        for place, tensor in zip(slot.places(number, layout), tensors, strict=True):
+            place.copy_(tensor.detach())
+        size = len(slot.bytes)
+        record = _RECORD.pack(index, self._files[index], size, unit, number, len(text), self._clock(), note)
+        self._line.write(record + text)
+        self._num_sent += 1
+        return layout.payload_bytes
+
+    def taken(self, num_messages: int) -> None:
+        """Nothing is to be done: the receiver says itself what is free."""
+
+    def flush(self) -> None:
+        """Nothing is to be done: what was sent is where the receiver finds it."""
+
+    def close(self) -> None:
+        """Give up the line, and what slots are opened by; who has values in a slot keeps it."""
+        self._line.close()
+        for file in self._files:
+            os.close(file)
+
+    def _hear(self, tokens: bytes) -> None:
+        for (token,) in _TOKEN.iter_unpack(tokens):
+            if token == _TAKEN:
+                self._num_taken += 1
+            else:
+                self._free.append(token)
+
+    def _take(self, num_bytes: int) -> int:
+        """Return a free slot that is large enough, the latest to become free; a new one where there is none."""
+        for position in range(len(self._free) - 1, -1, -1):
+            if len(self._slots[self._free[position]].bytes) >= num_bytes:
+                return self._free.pop(position)
+        file, self._largest = new_file(max(self._largest, num_bytes))
+        self._slots.append(_Slot(file, self._largest))
+        self._files.append(file)
+        return len(self._slots) - 1
+
+
+class SharedReceiver:
+    """The receiving end; used like `channel.Receiver`.
+
+    Args:
+        line: to the sender: records come by it, and tokens go back.
+        clock: the run's clock, seconds.
+
+    Attributes:
+        num_taken: messages received so far.
+    """
+
+    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+        self.num_taken = 0
+        self._line = line
+        self._clock = clock
+        self._layouts: list[Layout] = []
+        self._slots: dict[int, _Slot] = {}
+        self._process = os.getpid()
+
+    def expect(self, num_messages: int) -> None:
+        """Nothing is to be done: a slot is there as soon as a message is."""
+
+    def receive(self, unit: int) -> Message:
+        """Wait for the next message, which must be about this unit.
+
+        Raises:
+            PeerLostError: the sender is gone.
+        """
+        record = self._line.exactly(_RECORD.size)
+        index, file, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
+        if text_bytes:
+            self._layouts.append(Layout.from_text(self._line.exactly(text_bytes)))
+        if about != unit:
+            raise AssertionError(f"process {self._line.peer} sent unit {about} where unit {unit} was awaited")
+        slot = self._slots.get(index)
+        if slot is None:
+            slot = self._slots[index] = self._open(file, num_bytes)
+        self._tell(_TAKEN)
+        self.num_taken += 1
+        arrived_s = self._clock()
+        layout = self._layouts[number]
+        data = slot.bytes.numpy()  # another view every time: it lasts as long as the tensors in it
+        weakref.finalize(data, self._tell, index).atexit = False
+        values = layout.values(layout.views(data))
+        return Message(values, layout.payload_bytes, sent_s, arrived_s, note, 0)
+
+    def close(self) -> None:
+        """Give up the line; values that are still held stay what they are."""
+        self._process = 0
+        self._line.close()
+
+    def _open(self, file: int, num_bytes: int) -> _Slot:
+        here = self._line.open(file)
+        slot = _Slot(here, num_bytes)
+        os.close(here)
+        return slot
+
+    def _tell(self, token: int) -> None:
+        """Tell the sender; a sender that is gone is missed by who waits for it. A forked process has nothing to say."""
+        if self._process == os.getpid():
+            with suppress(PeerLostError):
+                self._line.write(_TOKEN.pack(token))
+
+
+Ends = tuple[SharedSender | None, SharedReceiver | None]
+
+
+def connect(world: World, pairs: Sequence[tuple[int, int]], clock: Callable[[], float]) -> list[Ends] | None:
+    """Join pairs of workers, the sender's rank and the receiver's; all workers call it with the same pairs.
+
+    Args:
+        world: the processes.
+        pairs: of ranks; a pair may be there several times.
+        clock: the run's clock, seconds.
+
+    Returns:
+        Per pair the end that this worker has, or neither; None if processes can't share memory.
+
+    Raises:
+        PeerLostError: a worker is gone.
+    """
+    lines = join_pairs(world, pairs)
+    if lines is None:
+        return None
+    ends: list[Ends] = [(None, None)] * len(pairs)
+    for index, line in lines.items():
+        is_sender = world.rank == pairs[index][0]
+        ends[index] = (SharedSender(line, clock), None) if is_sender else (None, SharedReceiver(line, clock))
+    return ends

@@ -1,0 +1,182 @@
+"""Sums over replicas of one host, in files in memory that all of them read: no thread carries bytes.
+
+A bucket's numbers stand in the replica's own file. When it is full there, the others are told. Once all are full, each
+replica adds up one chunk of it, reading the others' piece by piece, and tells them; then each reads the chunks that the
+others have added up into its own file. Whoever waits for the sum does this, on the processor that would idle otherwise.
+
+A bucket may be filled again only when all others have read what it held: they tell that, too. Nobody waits for it in
+practice, since a backward lies between.
+
+It can't deadlock. A replica that waits here needs the others to come to their wait for the same round. Between its last
+backward of a round and that wait a worker's list has nothing that blocks, but for what a flush's other stages and
+microbatches still exchange; and in a flush a worker waits for its first sum when it has done all of its passes.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipebench.distributed.pipes import Line, join_pairs
+from pipebench.distributed.shared_memory import mapped, new_file
+from pipebench.distributed.world import World
+
+_FULL, _ADDED, _READ = b"fad"  # what is told of the next bucket; all replicas take buckets in one order
+_PIECE_BYTES = 1 << 18  # read and added at once: it stays in a core's own cache
+_ALIGNED_BYTES = 64
+
+
+class Sharing:
+    """One replica's file, and its lines to the others.
+
+    Args:
+        own: its position among the replicas.
+        lines: to the others, by position.
+        num_bytes: size of all buckets together.
+        files: the others' files, by position; filled once all have theirs.
+    """
+
+    def __init__(self, own: int, lines: dict[int, Line], num_bytes: int) -> None:
+        self.own, self.lines = own, lines
+        self.file, size = new_file(num_bytes)
+        self.files: dict[int, int] = {}
+        self.piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+        self._bytes = mapped(self.file, size)
+        self._end = 0
+        self._told = {(position, what): 0 for position in lines for what in (_FULL, _ADDED, _READ)}
+
+    def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """Return room for so many numbers in the file, and where it begins."""
+        start = self._end
+        self._end += room_bytes(count * dtype.itemsize)
+        return self._bytes[start : start + count * dtype.itemsize].view(dtype), start
+
+    def tell(self, what: int) -> None:
+        """Tell all others."""
+        for line in self.lines.values():
+            line.write(bytes([what]))
+
+    def hear(self, position: int, what: int, times: int) -> None:
+        """Wait until another one has told something so many times.
+
+        Raises:
+            PeerLostError: it is gone.
+        """
+        while self._told[position, what] < times:
+            for told in self.lines[position].some():
+                self._told[position, told] += 1
+
+    def close(self) -> None:
+        """Give up lines and files."""
+        for line in self.lines.values():
+            line.close()
+        for file in (self.file, *self.files.values()):
+            os.close(file)
+
+
+class SharedSum:
+    """Sums one bucket; used like `reducer.RingSum`.
+
+    Args:
+        count: how many numbers.
+        dtype: their type.
+        sharing: the replica's.
+        position: of the bucket among all buckets.
+        buckets: how many there are.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, sharing: Sharing, position: int, buckets: int) -> None:
+        self.data, start = sharing.room(count, dtype)
+        self._sharing = sharing
+        self._position, self._buckets = position, buckets
+        self._round = 0
+        size = len(sharing.lines) + 1
+        self._chunks = self.data.tensor_split(size)
+        starts = [start + sum(chunk.nbytes for chunk in self._chunks[:index]) for index in range(size)]
+        self._starts = starts
+        step = _PIECE_BYTES // dtype.itemsize
+        own = self._chunks[sharing.own]
+        scratch = sharing.piece.view(dtype)
+        # Where a piece of the own chunk is, where the others' is read to, and where it stands in their files.
+        self._pieces = [
+            (piece, scratch[: len(piece)], _bytes_of(scratch[: len(piece)]), starts[sharing.own] + index * _PIECE_BYTES)
+            for index, piece in enumerate(torch.split(own, step))
+            if len(piece)
+        ]
+
+    def free(self) -> None:
+        """Wait until the others have read what the bucket held."""
+        for position in self._sharing.lines:
+            self._sharing.hear(position, _READ, self._count(self._round - 1))
+
+    def start(self) -> None:
+        """Tell the others that the bucket is full."""
+        self._sharing.tell(_FULL)
+
+    def go_on(self) -> None:
+        """Add up the own chunk."""
+        sharing, count = self._sharing, self._count(self._round)
+        for position, file in sharing.files.items():
+            sharing.hear(position, _FULL, count)
+            for piece, scratch, taken, start in self._pieces:
+                _read(file, taken, start)
+                piece.add_(scratch)
+        sharing.tell(_ADDED)
+
+    def wait(self) -> None:
+        """Read the other chunks."""
+        sharing, count = self._sharing, self._count(self._round)
+        for position, file in sharing.files.items():
+            sharing.hear(position, _ADDED, count)
+            _read(file, _bytes_of(self._chunks[position]), self._starts[position])
+        sharing.tell(_READ)
+        self._round += 1
+
+    def _count(self, round_index: int) -> int:
+        """Return how often something was told when this bucket of a round was."""
+        return round_index * self._buckets + self._position + 1 if round_index >= 0 else 0
+
+
+def share(world: World, ranks: Sequence[int], num_bytes: int) -> Sharing | None:
+    """Let replicas share files; all workers call it, those of other stages too.
+
+    Args:
+        world: the processes.
+        ranks: of the replicas, in their order.
+        num_bytes: size of a replica's buckets, with what aligns them.
+
+    Returns:
+        This replica's; None for all where processes can't share memory, and for who isn't one of them.
+
+    Raises:
+        PeerLostError: a worker is gone.
+    """
+    pairs = [(a, b) for position, a in enumerate(ranks) for b in ranks[position + 1 :]]
+    lines = join_pairs(world, pairs)
+    if lines is None:
+        return None
+    by_position = {ranks.index(sum(pairs[index]) - world.rank): line for index, line in lines.items()}
+    own = Sharing(ranks.index(world.rank), by_position, num_bytes) if world.rank in ranks else None
+    files = world.exchange(None if own is None else own.file)
+    if own is not None:
+        own.files = {position: line.open(files[ranks[position]]) for position, line in by_position.items()}
+    world.barrier()  # until then a file may not be closed
+    return own
+
+
+def room_bytes(num_bytes: int) -> int:
+    """Return what a bucket takes of a file: the next one begins aligned."""
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    data: Any = tensor.view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
+    return memoryview(data)
+
+
+def _read(file: int, into: memoryview, start: int) -> None:
+    """Read from a file in memory, which gives all there is at once."""
+    if len(into):
+        found = os.preadv(file, [into], start)
+        assert found == len(into), f"{found} of {len(into)} bytes at {start}"

@@ -1,0 +1,68 @@
+"""What a worker needs of the engine around it: a transport, collectives, and the losses it hands back.
+
+The virtual engine has these in one process, the distributed engine between processes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pipebench.engine.accumulation import OnGradient
+from pipebench.engine.server import Pulled
+
+
+class UnitLoss(NamedTuple):
+    """The loss of one unit.
+
+    Attributes:
+        total: summed over its samples, a scalar on the worker's device.
+        samples: how many.
+        weight: what a mean loss divides it by.
+    """
+
+    total: torch.Tensor
+    samples: int
+    weight: float
+
+
+class Transport(Protocol):
+    """Takes what a worker's stages send to those of other workers, and gives what they receive."""
+
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Send a unit's values from one stage to another; returns at once.
+
+        Args:
+            kind: `activation`, `gradient`, or `evaluation` for the activations of one.
+            unit: the unit.
+            source: the stage that sends, one of this worker's.
+            target: the stage that receives.
+            values: activations or gradients by layer.
+        """
+
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Return a unit's values that a stage of another worker sent; waits for them."""
+
+
+class Collectives(Protocol):
+    """What a stage's replicas, or all stages, do together."""
+
+    def on_gradient(self, stage: int) -> OnGradient | None:
+        """Return what takes every gradient of a round's last backward as soon as it is whole, if anything does."""
+
+    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give a replica's gradients of a round, as far as they weren't taken one by one."""
+
+    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
+        """Return the sum of what all replicas of the stage gave for a round; waits for them."""
+
+    def norm(self, round_index: int) -> torch.Tensor:
+        """Return the norm of a round's gradients of all stages; waits for them."""
+
+    def push(
+        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Send the server of a stage a minibatch's gradient, computed with a version of the weights."""
+
+    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
+        """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes."""

@@ -1,0 +1,95 @@
+"""A replica's share of a checkpoint: what it gives, and how it goes on from one."""
+
+from collections.abc import Mapping
+
+import torch
+
+from pipebench.checkpoint.recut import carried_states
+from pipebench.checkpoint.share import Share
+from pipebench.checkpoint.state import CheckpointError, ModelState, same_type_map
+from pipebench.engine.replica import TRAIN, Replica
+
+
+def state_of(replica: Replica, share: Share) -> ModelState:
+    """Return this replica's share of the model's state at a drain: references, not copies."""
+    carried = {
+        f"{stream}/{microbatch}/{path}": carried
+        for (split, stream, microbatch), state in replica.states.items()
+        if split == TRAIN and share.holds(stream)
+        for path, carried in zip(replica.stage.stateful, state, strict=True)
+    }
+    buffers = {share.names[name]: replica.exact.get(name, buffer) for name, buffer in replica.module.named_buffers()}
+    if share.replica > 0:
+        own = {name: buffer for name, buffer in buffers.items() if not buffer.is_floating_point()}
+        return ModelState(counters={f"{share.replica}/{n}": b for n, b in own.items()}, carried=carried)
+    return ModelState(
+        parameters={share.names[name]: parameter.detach() for name, parameter in _parameters(replica).items()},
+        optimizer={share.names[name]: state for name, state in replica.weights.optimizer_state().items()},
+        buffers=buffers,
+        carried=carried,
+        loss_scale={}
+        if replica.scale is None
+        else {share.names[n]: replica.scale.state() for n in replica.weights.names},
+        mean_change={share.names[name]: change for name, change in _mean_change(replica).items()},
+    )
+
+
+def restore(replica: Replica, state: ModelState, share: Share) -> None:
+    """Take over this replica's share of a model's state, by name, as if it had trained up to there.
+
+    Args:
+        replica: the replica.
+        state: of the whole model, taken under any plan; not changed, and not kept.
+        share: this replica's.
+
+    Raises:
+        CheckpointError: the state lacks something that this stage holds, or has it in another shape; nothing of
+            the replica has changed then.
+    """
+    own = {name: share.names[name] for name in (*_parameters(replica), *dict(replica.module.named_buffers()))}
+    given = {**state.buffers, **state.parameters}
+    given |= {n: b for n in own.values() if (b := state.counters.get(f"{share.replica}/{n}")) is not None}
+    tensors = {**_parameters(replica), **dict(replica.module.named_buffers())}
+    for name, tensor in tensors.items():
+        _check_fits(own[name], tensor, given)
+    carried = carried_states(state.carried if share.unit_sizes else {}, replica.stage.stateful, share.unit_sizes)
+    parameters = {name: given[own[name]] for name in replica.weights.names}
+    optimizer = {n: state.optimizer[own[n]] for n in replica.weights.names if own[n] in state.optimizer}
+    replica.weights.restore(parameters, optimizer)
+    if replica.scale is not None:
+        named = [state.loss_scale[own[n]] for n in replica.weights.names if own[n] in state.loss_scale]
+        replica.scale.restore(named or [*state.loss_scale.values()])
+    if replica.moved is not None:
+        replica.moved.restore(
+            {n: state.mean_change[own[n]] for n in replica.weights.names if own[n] in state.mean_change}
+        )
+    with torch.no_grad():
+        for name in tensors.keys() - {*replica.weights.names}:
+            tensors[name].copy_(given[own[name]])
+        for name, tensor in replica.exact.items():
+            if name in own:
+                tensor.copy_(given[own[name]])
+    replica.states = {
+        (TRAIN, *place): same_type_map(values, lambda t: t.to(replica.device, copy=True))
+        for place, values in carried.items()
+        if share.holds(place[0])
+    }
+
+
+def _parameters(replica: Replica) -> dict[str, torch.Tensor]:
+    """Return the newest parameters, and those that aren't trained, all as exact as they are known."""
+    fixed = {name: replica.exact.get(name, p) for name, p in replica.module.named_parameters()}
+    return {**fixed, **replica.weights.trained()}
+
+
+def _mean_change(replica: Replica) -> dict[str, torch.Tensor]:
+    return {} if replica.moved is None else replica.moved.mean_change
+
+
+def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state that lacks a parameter or buffer, or has another shape of it."""
+    if name not in given:
+        raise CheckpointError(f"the checkpoint has no {name}, which the model has")
+    if given[name].shape != tensor.shape:
+        shapes = f"{list(given[name].shape)} in the checkpoint and {list(tensor.shape)} in the model"
+        raise CheckpointError(f"{name} has the shape {shapes}")
