@@ -298,8 +298,7 @@ class _Mailbox:
         """Keep a unit's values until they are asked for."""
         pipeline = self._setup.pipeline
         level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
-        leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-        self._num_bytes[kind, level] += sum(leaf.nbytes for leaf in leaves)
+        self._num_bytes[kind, level] += sum(map(_bytes_of, values.values()))
         self._mail[kind, unit, source, target] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
@@ -409,6 +408,15 @@ class _Rings:
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)
         return result
+
+
+def _bytes_of(value: Any) -> int:
+    """Return the bytes of a value's tensors; most values are one, or a list of them, and pytrees take their time."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, list):
+        return sum(map(_bytes_of, value))
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`nox -s bench`: what the engine costs over the bare arithmetic, how fast the simulator is, and the planner.
+"""`nox -s bench`: what the engine costs over the bare arithmetic, how fast simulator, planner and commands are.
 
 Every ratio is speed of ours over speed of the reference; the A/A row shows the noise of this machine today.
 """
@@ -29,6 +29,7 @@ from pipebench.simulate.simulation import Simulation
 from pipebench.simulate.steady import simulate_segment
 from tests.bench.pairs import NUM_PAIRS, Ratio, compare
 from tests.bench.planning import planning_tables
+from tests.bench.starting import starting_table
 from tests.support import make_engine, make_setup
 from zoo.mnist5k import mnist5k
 from zoo.vgg import vgg16
@@ -175,6 +176,7 @@ def main() -> None:
                       f"{1000 * (time.perf_counter() - started):.1f} ms")  # fmt: skip
     for planning in planning_tables():
         console.print(planning)
+    console.print(starting_table())
 
 
 if __name__ == "__main__":
