@@ -180,8 +180,7 @@ class Simulation:
                 break
             else:
                 self._running.discard(worker)
-        if self._running:
-            raise ScheduleError(self._deadlock())
+        self._check_ended()
 
     def _wake(self, time_s: float, worker: int, wait: Wait | None) -> None:
         """Let a worker go on at a time."""
@@ -263,6 +262,11 @@ class Simulation:
         ready_s = max(loaded_s, taken_before_s) + self._costs.stages[stage].load_s[self._size_of(unit)]
         self._loaders[worker] = (ready_s, taken_s, max(now_s, ready_s))
         return ready_s
+
+    def _check_ended(self) -> None:
+        """Refuse to end while somebody waits."""
+        if self._running:
+            raise ScheduleError(self._deadlock())
 
     def _deadlock(self) -> str:
         pipeline = self._pipeline
