@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.imports import importing
 from pipebench.cli.references import load_one
 
 
@@ -18,13 +19,20 @@ from pipebench.cli.references import load_one
     metavar="OUT.csv",
     help="Write one update's passes here, in the CSV form of torch.distributed.pipelining.",
 )
+@click.option("--memory", type=click.Path(path_type=Path), metavar="OUT.png", help="Draw memory over time here.")
+@click.option("--occupancy", type=click.Path(path_type=Path), metavar="OUT.png", help="Draw occupancy over time here.")
 @tracebacks
-def draw(words: tuple[str, ...], versions: bool, table: Path | None) -> None:
+def draw(
+    words: tuple[str, ...], versions: bool, table: Path | None, memory: Path | None, occupancy: Path | None
+) -> None:
     """Draw the start of the pipeline that a recipe makes: workers downwards, time to the right. Trains nothing.
 
     F3 is the forward of minibatch 3, or of microbatch 3, B3 its backward, I3 and W3 the input and weight part of one
     that is split; where workers have several stages the stage stands first, 2F3. With --versions, F3@1 uses the weights
     after update 1; updates count from the start. F3@1~2 has them predicted 2 updates ahead, B3@3~-2 taken back by 2.
+
+    With --memory a picture of what every worker keeps over simulated time, by kind, and whether it is too much; with
+    --occupancy one of when it computes, waits for bytes on their way, or for others.
 
     \b
     Examples:
@@ -33,18 +41,31 @@ def draw(words: tuple[str, ...], versions: bool, table: Path | None) -> None:
       pipebench draw modes/pipedream-2bw --versions
       pipebench draw modes/xpipe --versions
       pipebench draw modes/zero-bubble --csv zb-h1.csv
+      pipebench draw quickstart --memory memory.png --occupancy occupancy.png
     """
-    loaded = load_one(words)
-    from pipebench.cli.outputs import Output, refuse_to_overwrite
-    from pipebench.recipe.preflight import preflight
-    from pipebench.run import runner
-    from pipebench.schedule.csv_form import is_schedule
+    with importing():
+        loaded = load_one(words)
+        from pipebench.cli.outputs import Output, refuse_to_overwrite
+        from pipebench.recipe.preflight import preflight
+        from pipebench.run import runner
+        from pipebench.schedule.csv_form import is_schedule
+        from pipebench.show import memory_picture, occupancy_picture
+        from pipebench.show.over_time import NUM_PARTS
 
     output = Output("--csv", table, "a schedule", is_schedule)
-    refuse_to_overwrite([output])
+    pictures = (
+        Output("--memory", memory, "a picture of memory over time", memory_picture.is_our_picture),
+        Output("--occupancy", occupancy, "a picture of occupancy over time", occupancy_picture.is_our_picture),
+    )
+    refuse_to_overwrite([output, *pictures])
     preflight(loaded, trains=False)
     if table is not None:
         text = runner.schedule_csv(loaded)
         output.write(lambda path: path.write_text(text, encoding="utf-8"))
-        return
-    click.echo(runner.draw(loaded, versions=versions))
+    if memory is not None or occupancy is not None:
+        watch = runner.watch(loaded)
+        click.echo(watch.sentence)
+        pictures[0].write(lambda path: memory_picture.draw_memory(watch.memory, path))
+        pictures[1].write(lambda path: occupancy_picture.draw_occupancy(watch.occupancy(NUM_PARTS), path))
+    if table is None and memory is None and occupancy is None:
+        click.echo(runner.draw(loaded, versions=versions))

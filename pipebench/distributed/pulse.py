@@ -24,6 +24,7 @@ _BEAT_S = 1.0
 _MOST_WATCH_S = 0.5
 _JOINING_S = 2.0
 _DONE = "done"
+_LAST_SIGNS = 2
 _SIGNS = 4  # so many of a living worker are heard while it is waited for them, or one less
 
 
@@ -84,11 +85,14 @@ class Pulse:
             raise HostLostError(f"{gone}: {error}") from error
 
     def _gone(self) -> str:
-        """Wait for a few signs; return who gives none any more, "" if all do or the store can't tell."""
+        """Wait for a few signs; return who gives none any more, or what the store does; "" if all do."""
+        self._closed.wait(_LAST_SIGNS * self._beat_s)  # what it gave before it went may be heard only now
         answers, before = self._answers, dict(self._heard)
         self._closed.wait(_SIGNS * self._beat_s)
+        if self._closed.is_set():
+            return f"{store_text(self._place)} has closed the connection"
         if self._answers < answers + _SIGNS - 1:
-            return "" if self._closed.is_set() else f"{store_text(self._place)} doesn't answer"
+            return f"{store_text(self._place)} doesn't answer"
         silent = [rank for rank, beat in self._heard.items() if before.get(rank) == beat and not _is_done(beat)]
         return f"{_named(silent, self._heard)} {'is' if len(silent) == 1 else 'are'} gone" if silent else ""
 

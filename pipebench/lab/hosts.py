@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 from pipebench.distributed import launch_child
-from pipebench.errors import PipebenchError, UserError
+from pipebench.errors import UserError
 from pipebench.lab import inside, watcher, wires
 from pipebench.lab.names import host_name, lab_name, left_behind, namespaces, this_process
 
@@ -33,8 +33,8 @@ _SETTINGS = {
 _SET = "import sys\nfor path, value in zip(sys.argv[1::2], sys.argv[2::2]):\n    open(path, 'w').write(value)"
 
 
-class LabError(PipebenchError, RuntimeError):
-    """A command that makes or changes the lab failed."""
+class LabError(UserError, RuntimeError):
+    """The kernel refuses a part of the lab: it may lack a module, such as `veth` or `sch_tbf`."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ def _execute(commands: Sequence[wires.Command]) -> str:
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise LabError(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+            why = done.stderr.strip() or f"exit code {done.returncode}"
+            raise LabError(f"the lab can't be made: `{' '.join(command)}` failed: {why}")
         said = done.stdout
     return said
 

@@ -32,19 +32,15 @@ def work(folder: Path) -> None:
     recipes = {name: load(path, words) for name, (path, words) in listed.items()}
     engine = next(iter(recipes.values())).recipe.engine
     world = join(engine.device, limit_s=engine.join_limit_s)
-    named: dict[str, str] = {}
-    of_cause: dict[str, str] = {}
+    found = {}
     with torch_settings(engine):
-        for name, loaded in recipes.items():
-            cause = _cause(loaded)
-            if cause not in of_cause:
-                of_cause[cause] = f"profile-{len(of_cause)}.json"
-                job = _measured(loaded, world)
-                if world.rank == 0:
-                    (folder / of_cause[cause]).write_text(write_profile(job.profile))
-            named[name] = of_cause[cause]
+        for index, (name, loaded) in enumerate(recipes.items()):
+            job = _measured(loaded, world)
+            found[name] = {"profile": f"profile-{index}.json", "host": asdict(job.setup.costs.host)}
+            if world.rank == 0:
+                (folder / f"profile-{index}.json").write_text(write_profile(job.profile))
     if world.rank == 0:
-        (folder / MEASURED).write_text(json.dumps({"profiles": named, "host": asdict(job.setup.costs.host)}))
+        (folder / MEASURED).write_text(json.dumps(found, indent=1) + "\n")
     world.close()
 
 
@@ -56,14 +52,6 @@ def _measured(loaded: LoadedRecipe, world: World) -> Job:
         texts = [decision.plan.text(), write_profile(decision.profile)]
     plan, profile = world.exchange(texts)[0]
     return prepared_together(loaded, Decision(parse_decided_plan(plan, "the plan"), read_profile(profile), "it"), world)
-
-
-def _cause(loaded: LoadedRecipe) -> str:
-    """Return all that a profile of a recipe depends on: recipes that differ in nothing else share one."""
-    recipe = loaded.recipe
-    train, parallelism = recipe.train, recipe.parallelism
-    parts = (recipe.model, recipe.dataset, train.minibatch_size, train.streams, train.precision, train.optimizer.name)
-    return repr((*parts, train.optimizer.target, parallelism.microbatches))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """What the simulator says of a recipe at any bandwidth of a lab's wires, from what was measured before on this host."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipebench.errors import UserError
 from pipebench.lab.measuring import MEASURED
-from pipebench.profile.stored import read_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import decision_of, prepare_job
 from pipebench.simulate.costs import HostCosts
@@ -57,12 +57,11 @@ class Predictor:
 
     Args:
         recipes: by name, each with the profile's file as its `engine.timing`, on the lab's cluster at any bandwidth.
-        host: what communication takes of the processors.
+        hosts: by name, what communication takes of the processors.
     """
 
-    def __init__(self, recipes: dict[str, LoadedRecipe], host: HostCosts) -> None:
-        self._recipes = recipes
-        self._host = host
+    def __init__(self, recipes: Mapping[str, LoadedRecipe], hosts: Mapping[str, HostCosts]) -> None:
+        self._recipes, self._hosts = recipes, hosts
         self._found: dict[tuple[str, float], Predicted] = {}
 
     def predict(self, name: str, bandwidth_bytes_per_s: float) -> Predicted:
@@ -73,12 +72,12 @@ class Predictor:
         """
         key = (name, bandwidth_bytes_per_s)
         if key not in self._found:
-            self._found[key] = self._predicted(self._recipes[name], bandwidth_bytes_per_s)
+            self._found[key] = self._predicted(name, bandwidth_bytes_per_s)
         return self._found[key]
 
-    def _predicted(self, loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Predicted:
-        job = at_bandwidth(loaded, bandwidth_bytes_per_s)
-        setup = replace(job.setup, costs=replace(job.setup.costs, host=self._host))
+    def _predicted(self, name: str, bandwidth_bytes_per_s: float) -> Predicted:
+        setup = at_bandwidth(self._recipes[name], bandwidth_bytes_per_s).setup
+        setup = replace(setup, costs=replace(setup.costs, host=self._hosts[name]))
         metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch)
         return Predicted(
             str(setup.plan), len(setup.plan.stages), metrics["throughput_samples_per_s"], metrics["epoch_time_s"],
@@ -104,9 +103,8 @@ def at_bandwidth(loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Job:
     return job
 
 
-def read_measured(folder: Path) -> tuple[dict[str, Path], HostCosts]:
-    """Return what `measuring` wrote: the profile's file of every recipe, and the host's costs."""
+def read_measured(folder: Path) -> tuple[dict[str, Path], dict[str, HostCosts]]:
+    """Return what `measuring` wrote, by recipe: the profile's file, and what communication takes of the processors."""
     data = json.loads((folder / MEASURED).read_text())
-    for file in set(data["profiles"].values()):
-        read_profile((folder / file).read_text())
-    return {name: folder / file for name, file in data["profiles"].items()}, HostCosts(**data["host"])
+    profiles = {name: folder / row["profile"] for name, row in data.items()}
+    return profiles, {name: HostCosts(**row["host"]) for name, row in data.items()}

@@ -90,9 +90,9 @@ class Study:
         }
         (folder / measuring.RECIPES).write_text(json.dumps(listed))
         self._trials.measure(measuring.__name__, folder)
-        profiles, host = read_measured(folder)
+        profiles, hosts = read_measured(folder)
         timed = {case.name: self._loaded(case, f"engine.timing={profiles[case.name]}") for case in self._cases}
-        self._predictor = Predictor(timed, host)
+        self._predictor = Predictor(timed, hosts)
         return {name: str(path) for name, path in profiles.items()}
 
     def _course(self, case: Case) -> Course:

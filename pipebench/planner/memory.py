@@ -97,7 +97,7 @@ class MemoryRule:
         weights, saved, again = map(grid.sums, (states.parameter_bytes, states.saved_bytes, states.recomputed_bytes))
         once = grid.sums(states.stepped_bytes) * (1 + self.state_bytes_per_byte + self.masters)
         before, after = grid.cuts(states.sent_bytes)
-        resumed, _ = grid.cuts(states.sent_bytes * states.resumes)
+        resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
         stashed = weights if self.versions is None else 0.0 * weights
         constant = once + weights * (self.versions or 0) + 2 * (before + after)
         return constant + again, stashed + saved + resumed

@@ -277,9 +277,15 @@ class Planner:
         positions = min(self.request.cluster.num_workers // width, len(self.work.states) - 1)
         return replace(rule, beyond=max(0, self.request.depth - positions) * width)
 
+    @property
+    def _keeps_as_input_stage(self) -> bool:
+        return WEIGHT_POLICIES[self.mode.weights].as_input_stage
+
     def _fits_beyond_noam(self, found: PlanEstimate) -> bool:
+        """Return whether a plan fits of which more has to be known than a search does: its depth, the input stage."""
         limit, plan = self.request.cluster.memory_bytes, found.plan
-        return limit is None or plan.depth <= plan.noam or found.memory_bytes <= limit
+        is_known = plan.depth <= plan.noam and not self._keeps_as_input_stage
+        return limit is None or is_known or found.memory_bytes <= limit
 
     @property
     def _units_per_flush(self) -> int:
@@ -492,6 +498,8 @@ class Planner:
             compute_s, sync_s, transfer_s = self._parts_s(work, stages, devices, index)
             in_flight = self._in_flight(replicas, index, depth)
             rule = self.memory(math.inf)
+            if self._keeps_as_input_stage:
+                rule = replace(rule, versions=-(-depth * replicas[0] // replicas[index]))
             estimates.append(
                 StageEstimate(
                     compute_s * units,

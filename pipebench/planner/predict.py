@@ -59,7 +59,9 @@ def arranged(profile: Profile, order: Sequence[int]) -> Profile:
     place = {old: new for new, old in enumerate(order)}
 
     def row(old: LayerProfile) -> LayerProfile:
-        return replace(old, reads=tuple(sorted(place[read] for read in old.reads if read in place)))
+        saved_with = tuple(sorted((place[other], size) for other, size in old.saved_with if other in place))
+        reads = tuple(sorted(place[read] for read in old.reads if read in place))
+        return replace(old, reads=reads, saved_with=saved_with)
 
     layers = {n: (*(row(rows[i]) for i in order), row(rows[-1])) for n, rows in profile.layers.items()}
     return replace(profile, layers=layers)

@@ -34,6 +34,7 @@ class States:
         parameter_bytes: bytes of trainable parameters, a tied one counted once.
         stepped_bytes: likewise, of what the optimizer steps on: the same, or their masters in mixed precision.
         saved_bytes: bytes kept for the backward.
+        parted_bytes: bytes kept for the backward on both sides of the cut, and counted before it.
         recomputed_bytes: bytes that a backward computes again.
         resumes: 1 where a cut parts layers that are recomputed one after the other, else 0.
         num_loading: layers that read fields of the data set.
@@ -50,6 +51,7 @@ class States:
     parameter_bytes: Floats
     stepped_bytes: Floats
     saved_bytes: Floats
+    parted_bytes: Floats
     recomputed_bytes: Floats
     resumes: Floats
     num_loading: Floats
@@ -79,14 +81,15 @@ class States:
         """Return the states of the model where backwards compute layers again, whose policies these are.
 
         What a run of such layers keeps is what it reads from before, counted at the first that reads it; a run that a
-        cut parts reads what crosses the cut.
+        cut parts reads what crosses the cut. What other layers keep together with one of a run is theirs alone.
         """
         again = [policy == RECOMPUTE for policy in memory]
         again.append(again[-1])  # the loss is computed again with the last layer
         kept, run, read = [0.0] * len(again), 0, set[int]()
         for index, row in enumerate(self.rows):
             if not again[index]:
-                kept[index], run, read = row.saved_bytes, index + 1, set()
+                alone = sum(num_bytes for holder, num_bytes in row.saved_with if again[holder])
+                kept[index], run, read = row.saved_bytes + alone, index + 1, set()
                 continue
             fresh = {source for source in row.reads if source < run} - read
             kept[index] = sum(self.rows[source].output_bytes for source in fresh)
@@ -98,6 +101,7 @@ class States:
             self,
             backward_s=self.backward_s + self._sums(repeated * [row.forward_s for row in self.rows]),
             saved_bytes=self._sums(np.array(kept)),
+            parted_bytes=self._parted(again),
             recomputed_bytes=self._sums(repeated * [row.saved_bytes for row in self.rows]),
             resumes=np.array([float(again[i] and (i == 0 or again[i - 1])) for i in beyond]),
         )
@@ -108,6 +112,15 @@ class States:
         blocks = (self.members[i : i + step] for i in range(0, len(self), step))
         found = np.concatenate([_bits(block, len(self.rows)) @ values for block in blocks])
         found[-1] += values[-1]
+        return found
+
+    def _parted(self, again: Sequence[bool]) -> Floats:
+        """Return `parted_bytes` where some layers are computed again, and keep nothing."""
+        step = max(1, _BLOCK_ELEMENTS // len(self.rows))
+        blocks = (self.members[i : i + step] for i in range(0, len(self), step))
+        kept = _kept_twice(self.rows, again)
+        found = np.concatenate([_parted(_bits(block, len(self.rows)), kept) for block in blocks])
+        found[-1] = 0.0
         return found
 
     def thinned(self, step: int) -> "States":
@@ -203,6 +216,24 @@ def _bits(members: Sequence[int], num_rows: int) -> NDArray[np.bool_]:
     return unpacked[:, :num_rows].astype(bool)
 
 
+def _kept_twice(rows: Sequence[LayerProfile], again: Sequence[bool]) -> list[tuple[int, int, int]]:
+    """Return what two layers keep for their backwards: the last before that does, the layer, bytes."""
+    return [
+        (holder, index, num_bytes)
+        for index, row in enumerate(rows)
+        for holder, num_bytes in row.saved_with
+        if not (again[index] or again[holder])
+    ]
+
+
+def _parted(bits: NDArray[np.bool_], kept: Sequence[tuple[int, int, int]]) -> Floats:
+    """Return what states of these layers, [state, layer] bool, keep that layers outside keep, too."""
+    if not kept:
+        return np.zeros(len(bits))
+    holders, layers, num_bytes = np.array(kept, dtype=np.intp).T
+    return np.asarray((bits[:, holders] & ~bits[:, layers]) @ num_bytes.astype(float))
+
+
 def _positions(bits: int) -> Iterator[int]:
     while bits:
         lowest = bits & -bits
@@ -258,7 +289,7 @@ class _Graph:
         loss = self.rows[-1]  # belongs to the last state
         for name in ("forward_s", "backward_s", "saved_bytes"):
             arrays[name][-1] += getattr(loss, name)
-        for name in ("sent_bytes", "returned_bytes"):
+        for name in ("sent_bytes", "returned_bytes", "parted_bytes"):
             arrays[name][-1] = 0.0
         return States(self.rows, tuple(kept), **arrays)
 
@@ -275,6 +306,7 @@ class _Graph:
         beyond = ~bits & (own > 0)
         return {
             **dict(zip((*_SUMMED, *_ONCE), summed.T, strict=True)),
+            "parted_bytes": _parted(bits, self._kept_twice),
             "recomputed_bytes": np.zeros(len(bits)),
             "resumes": np.zeros(len(bits)),
             "sent_bytes": crosses @ self._columns["output_bytes"],
@@ -317,6 +349,10 @@ class _Graph:
         edges = [(index, reader) for index in self.working for reader in self.readers[index]]
         sources, targets = np.array(edges, dtype=np.intp).reshape(-1, 2).T
         return sources, targets, np.flatnonzero(np.diff(sources, prepend=-1))
+
+    @cached_property
+    def _kept_twice(self) -> list[tuple[int, int, int]]:
+        return _kept_twice(self.rows, [False] * len(self.rows))
 
     @cached_property
     def _columns(self) -> dict[str, Floats]:

@@ -178,7 +178,7 @@ def _layers_and_step(
         samples = minibatch(k)
         timed = walk(graph, root, dataset, samples, clock, count_saved=k == 0)  # counting takes time
         if k == 0:
-            saved = [row.saved_bytes for row in timed]
+            counted = timed
         step_s = _whole_step(root, dataset, samples, clock)()
         if k >= _WARM_UPS:
             passes.append(timed)
@@ -186,8 +186,11 @@ def _layers_and_step(
         report((k + 1) / (_WARM_UPS + repeats))
     entry_s = _autograd_entry_s(next(iter(samples.values())).device, clock)
     layers = (_median(rows, entry_s) for rows in zip(*passes, strict=True))
-    counted = tuple(replace(row, saved_bytes=num_bytes) for row, num_bytes in zip(layers, saved, strict=True))
-    return counted, statistics.median(steps)
+    complete = (
+        replace(row, saved_bytes=first.saved_bytes, saved_with=first.saved_with)
+        for row, first in zip(layers, counted, strict=True)
+    )
+    return tuple(complete), statistics.median(steps)
 
 
 def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:

@@ -22,11 +22,14 @@ class LayerProfile:
         parameter_sizes: qualified name to bytes of every parameter it trains; a name that two layers have is tied.
         buffer_sizes: likewise its floating-point buffers (BatchNorm's running statistics), and 0 for others that it
             shares with another layer.
-        saved_bytes: bytes that its forward keeps for its backward, beyond parameters and what layers before it keep.
+        saved_bytes: bytes that its forward keeps for its backward, beyond parameters, buffers and what layers before it
+            keep.
         output_parts: bytes of the tensors of an output that is several, else empty.
         is_input: whether it only stands for a model input, as in the PipeDream artifact's files; it is no work.
         weight_s: the part of `backward_s` that the gradients of its parameters take, where the two can be told apart.
         master_sizes: bytes of what the optimizer steps on instead of the parameters, by their names (mixed precision).
+        saved_with: (layer, bytes) of tensors that it keeps for its backward and layers before it do, too, the layer
+            being the last of those: where a cut parts the two, they are kept on both sides.
     """
 
     name: str
@@ -44,6 +47,7 @@ class LayerProfile:
     is_input: bool = False
     weight_s: Seconds = 0.0
     master_sizes: Mapping[str, Count] = field(default_factory=dict)
+    saved_with: tuple[tuple[Count, Count], ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -13,9 +13,11 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.parts import with_usual_part
 from pipebench.typed_json import JsonError, read, shown
 
-VERSION = 3
-_WITHOUT_PARTS = 2  # the version before, which knew one precision and didn't tell the parts of a backward apart
-_NEW = ("weight_s", "master_sizes", "precision")  # since then
+VERSION = 4
+_WITHOUT_PARTS = 2  # knew one precision and didn't tell the parts of a backward apart
+_LATER = ("saved_with",)
+# By the version of a profile that can still be read, what it lacks.
+_LACKS = {_WITHOUT_PARTS: ("weight_s", "master_sizes", "precision", *_LATER), 3: _LATER, VERSION: ()}
 _KEY = "pipebench_profile"
 
 
@@ -35,10 +37,10 @@ def read_profile(text: str) -> Profile:
         if _KEY not in data:
             raise JsonError(f"isn't a pipebench profile: an object with the key {_KEY!r} is expected")
         version = data.pop(_KEY)
-        if type(version) is not int or version not in (_WITHOUT_PARTS, VERSION):
+        if type(version) is not int or version not in _LACKS:
             raise JsonError(f"is a profile of version {shown(version)}, version {VERSION} is expected: profile again")
         profile = read(Profile, data)
-        _check_complete(data, but=() if version == VERSION else _NEW)
+        _check_complete(data, but=_LACKS[version])
         if version == _WITHOUT_PARTS:
             profile = _with_usual_parts(profile)
     except JsonError as error:
@@ -121,6 +123,8 @@ def _problem(row: LayerProfile, index: int, rows: Sequence[LayerProfile], index_
         return f"output_parts add up to {sum(row.output_parts)} bytes, output_bytes are {row.output_bytes}"
     if row.weight_s > row.backward_s:
         return f"weight_s is {row.weight_s:g}, more than backward_s, {row.backward_s:g}"
+    if [layer for layer, _ in row.saved_with] != sorted({layer for layer, _ in row.saved_with if layer < index}):
+        return f"saved_with names layers {[layer for layer, _ in row.saved_with]}, allowed are ascending ones before it"
     if row.gradient_bytes > row.output_bytes:
         return f"gradient_bytes are {row.gradient_bytes}, more than output_bytes, {row.output_bytes}"
     return None

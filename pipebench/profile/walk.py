@@ -6,7 +6,7 @@ alive what training keeps alive and no more: with more memory in use the same ad
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +50,7 @@ class _Step:
         weight_s: reads the seconds of the part of it that gradients of parameters take, if it can be split.
         gradient_bytes: bytes of the part of it that has a gradient.
         saved_bytes: bytes kept for the backward that no layer before keeps.
+        saved_with: bytes kept for the backward that layers before keep, too, by the last of those.
         output_parts: bytes of each of its tensors.
     """
 
@@ -69,6 +70,7 @@ class _Step:
     output_parts: tuple[int, ...] = ()
     gradient_bytes: int = 0
     saved_bytes: int = 0
+    saved_with: Counter[int] = field(default_factory=Counter)
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -159,7 +161,7 @@ def _forwards(
     placeholders = graph.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, Any] = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
     parameters = dict(root.named_parameters())
-    kept = {parameter.untyped_storage()._cdata for parameter in parameters.values()} if count_saved else None
+    kept = _Kept([*parameters.values(), *root.buffers()]) if count_saved else None
     exact = dict(graph.root.named_parameters()) if graph.rounding else {}
     unread = {node: len(node.users) for node in graph.graph.nodes}
     owners: dict[fx.Node, _Step] = {}
@@ -228,10 +230,10 @@ def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
     return tree_map_only(torch.Tensor, cut, value)
 
 
-def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: set[int] | None) -> Any:
-    """Run the step's forward; `kept` are the storages some backward already has, parameters included, if counted."""
+def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: "_Kept | None") -> Any:
+    """Run the step's forward; `kept` counts what it keeps for its backward, if that is to be counted."""
     try:
-        with _count_saved(step, kept) if kept is not None else nullcontext():
+        with kept.counted(step) if kept is not None else nullcontext():
             value, step.forward_s = clock(call)
     except Exception as error:  # any module of the user's may raise anything
         raise ProfileError(_failed(step, "forward", error), step.name) from error
@@ -247,15 +249,34 @@ def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: set[int] 
     return value
 
 
-def _count_saved(step: _Step, kept: set[int]) -> torch.autograd.graph.saved_tensors_hooks:
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in kept:
-            kept.add(storage._cdata)
-            step.saved_bytes += storage.nbytes()
-        return tensor
+class _Kept:
+    """The storages that some backward needs, and the last step to keep each.
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    Args:
+        there: tensors that are there anyway, parameters and buffers.
+    """
+
+    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+        self._holders: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in there}
+        self._num_steps = 0
+
+    def counted(self, step: _Step) -> torch.autograd.graph.saved_tensors_hooks:
+        """Count what the forward of the next step keeps."""
+        index, self._num_steps = self._num_steps, self._num_steps + 1
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            holder = self._holders.setdefault(storage._cdata, -1)
+            if holder is None or holder == index:
+                return tensor
+            if holder < 0:
+                step.saved_bytes += storage.nbytes()
+            else:
+                step.saved_with[holder] += storage.nbytes()
+            self._holders[storage._cdata] = index
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def _backward(step: _Step, clock: Clock, sums: Mapping[str, torch.Tensor], met: set[str]) -> None:
@@ -316,6 +337,7 @@ def _profile(step: _Step) -> LayerProfile:
         saved_bytes=step.saved_bytes,
         master_sizes={name: master.nbytes for name, master in step.masters.items()},
         output_parts=step.output_parts if len(step.output_parts) > 1 else (),
+        saved_with=tuple(sorted(step.saved_with.items())),
     )
 
 

@@ -23,6 +23,7 @@ from pipebench.train.prepare import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
+from pipebench.train.watch import Watch
 
 
 class EngineRuns(ABC):
@@ -61,7 +62,8 @@ class SimulatedRuns(EngineRuns):
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True)
-            return RunRecorder(request, job, tracking, log_text).record(lambda *_: simulate_epoch(job))
+            watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
+            return RunRecorder(request, job, tracking, log_text).record(lambda *_: simulate_epoch(job, watch), watch)
 
 
 class VirtualRuns(EngineRuns):

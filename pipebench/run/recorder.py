@@ -26,11 +26,15 @@ from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
 from pipebench.show import console, pictures
+from pipebench.show.memory_picture import draw_memory
+from pipebench.show.occupancy_picture import draw_occupancy
+from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.progress import RunProgress, Silent
 from pipebench.show.staleness import draw_staleness, staleness_markdown
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.trace import write_trace
-from pipebench.simulate.meter import PLAN, PREDICTION
+from pipebench.simulate.memory_meter import MemoryTimeline
+from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking, logged_params
 from pipebench.train.interfaces import OnPoint, Progress
@@ -39,6 +43,7 @@ from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.prepare import Job
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import predicted_metrics
+from pipebench.train.watch import Watch
 
 _LOG = logging.getLogger("pipebench.run")
 
@@ -91,10 +96,18 @@ def _modes_json(comparison: Comparison) -> str:
     return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
-def record_timeline(log: RunLog, timeline: Timeline) -> None:
-    """Keep a timeline as a picture and as a trace for Perfetto."""
-    drawings = {"timeline.png": pictures.draw_timeline, "trace.json": write_trace}
-    _record_drawn(log, {artifact: partial(write, timeline) for artifact, write in drawings.items()}, "the timeline")
+def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> None:
+    """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock."""
+    drawings = {"timeline.png": partial(pictures.draw_timeline, timeline)}
+    drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
+    _record_drawn(log, drawings, "the timeline")
+
+
+def record_watch(log: RunLog, watch: Watch) -> None:
+    """Keep pictures of memory and occupancy over time."""
+    occupancy = watch.occupancy(NUM_PARTS)
+    drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
+    _record_drawn(log, drawings, "memory and occupancy")
 
 
 def record_pushes(log: RunLog, result: RunResult) -> RunResult:
@@ -176,11 +189,12 @@ class RunRecorder:
         )
         record_inputs(self.log, request.loaded, job, facts)
 
-    def record(self, train: Train) -> RunResult:
+    def record(self, train: Train, watch: Watch | None = None) -> RunResult:
         """Train, record the answer and print it.
 
         Args:
             train: does the work; takes what is told of minibatches and evaluations, and what takes points.
+            watch: has watched the run when that is done; None: what there is to see is simulated then.
         """
         setup, log, measures, loaded = self._job.setup, self.log, self._kind.measures, self._request.loaded
         if setup.clip_norm is not None and not setup.pipeline.flushes:
@@ -191,13 +205,19 @@ class RunRecorder:
         told = {PLAN: f"backwards that can't be split run whole, in the input part: {whole}"} if whole else {}
         try:
             result, timeline = self._train(train)
+            watch = watch or self._watched()
+            if watch is not None and watch.out_of_memory:
+                told[MEMORY] = watch.out_of_memory
+                _LOG.warning("%s", watch.out_of_memory)
             notes = {**result.notes, **told}
             result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
             if measures:
                 result = self._with_prediction(result)
             result = record_pushes(log, result)
             log.result(result)
-            record_timeline(log, timeline)
+            record_timeline(log, timeline, watch.memory if watch is not None and not measures else None)
+            if watch is not None:
+                record_watch(log, watch)
         finally:
             log.text("run.log", self._log_text.getvalue())
             log.finish()
@@ -212,7 +232,8 @@ class RunRecorder:
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:
         if not self._kind.trains:
             return train(Silent(), self.log.point)
-        self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
+        if self._kind.measures:
+            self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
         per_epoch = self._job.setup.sampler.num_samples
         with RunProgress(
             self._request.name,
@@ -222,6 +243,14 @@ class RunRecorder:
             clock=self._kind.clock,
         ) as progress:
             return train(progress, self.log.point)
+
+    def _watched(self) -> Watch | None:
+        """Return what the simulator says of memory and occupancy over time, if it can."""
+        try:
+            return Watch.over(self._job)
+        except Exception as error:  # what was trained is worth more than what is foretold
+            _LOG.warning("memory over time could not be simulated: %s", error)
+            return None
 
     def _with_prediction(self, result: RunResult) -> RunResult:
         """Return a result with what the simulator says beside it, where that is about the device it ran on."""

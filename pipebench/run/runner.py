@@ -25,6 +25,7 @@ from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
+from pipebench.train.watch import Watch
 
 _LOG = logging.getLogger("pipebench.run")
 RUNS: Mapping[str, EngineRuns] = {
@@ -108,6 +109,11 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False) -> str:
     title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
     width = standard_output().width if is_terminal() else None
     return f"{title}\n{draw_schedule(pipeline, count, *cells[:2], weight=cells[2], width=width, versions=versions)}"
+
+
+def watch(loaded: LoadedRecipe) -> Watch:
+    """Return what there is to see of a recipe over simulated time: memory and occupancy."""
+    return Watch.over(prepare_job(loaded, trains=False))
 
 
 def schedule_csv(loaded: LoadedRecipe) -> str:

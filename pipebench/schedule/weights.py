@@ -37,6 +37,7 @@ class WeightPolicy:
             were, and learning rates shrink with the delay.
         copies: what a replica keeps besides its versions, in sizes of the stage's parameters.
         update_cost: what updating and moving weights takes for every minibatch, in optimizer steps.
+        as_input_stage: whether a stage keeps versions for as many minibatches as the input stage has in flight.
     """
 
     summary: str
@@ -50,6 +51,7 @@ class WeightPolicy:
     corrects: bool = False
     copies: int = 0
     update_cost: float = 1.0
+    as_input_stage: bool = False
 
     def moves(self, p: Pipeline, stage: int) -> bool:
         """Return whether a pass of a stage ever needs weights that aren't a version as it is."""
@@ -112,7 +114,9 @@ def _end_of_the_round_trip(p: Pipeline, stage: int, round_index: int) -> int:
 WEIGHT_POLICIES: Final[dict[str, WeightPolicy]] = {
     ONE: WeightPolicy("one version, since every update empties the pipeline", _newest, needs_flush=True, versions=1),
     STASH: WeightPolicy("every minibatch keeps the version of its forward for its backward", _newest),
-    VERTICAL_SYNC: WeightPolicy("all stages use the version that the input stage used", _of_the_input_stage),
+    VERTICAL_SYNC: WeightPolicy(
+        "all stages use the version that the input stage used", _of_the_input_stage, as_input_stage=True
+    ),
     DOUBLE_BUFFER: WeightPolicy(
         "two versions: gradients are one update late", _one_update_back, versions=2, accumulates=True
     ),

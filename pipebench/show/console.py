@@ -13,7 +13,7 @@ from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seco
 from pipebench.show.comparison import groups, headings, notes, rows, time_to_accuracy_s
 from pipebench.show.tables import new_table, print_facts, print_groups, print_table
 from pipebench.show.terminal import print_plain, standard_output
-from pipebench.simulate.meter import PLAN, PREDICTION, WORKERS_IDLE
+from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION, WORKERS_IDLE
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
 from pipebench.train.prediction import prediction_line
 from pipebench.train.result import (
@@ -191,7 +191,7 @@ def _facts(result: RunResult) -> list[tuple[str, str]]:
         ("sent per sample", _bytes_by_kind(metrics)),
         ("staleness", _said(metrics, *_STALENESS)),
         (WORKERS_IDLE, _said(metrics, *_IDLE)),
-        ("memory", _said(metrics, *_MEMORY)),
+        (MEMORY, _said(metrics, *_MEMORY)),
         ("this took", _said(metrics, ("wall_time_s", seconds))),
     ]
     return [(name, "; ".join(filter(None, (text, result.notes.get(name))))) for name, text in facts if text]

@@ -85,7 +85,7 @@ def timeline_figure(timeline: Timeline) -> "Figure":
     figure = Figure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
     axes = figure.add_subplot()
     end_s = readable_end_s(timeline)
-    scale_s, unit = _axis_unit(end_s)
+    scale_s, unit = axis_unit(end_s)
     spans = [span for span in timeline.spans if span.start_s < end_s]
     transfers = [transfer for transfer in timeline.transfers if transfer.start_s < end_s]
     _draw_spans(axes, spans, scale_s)
@@ -133,7 +133,7 @@ def curves_figure(results: Sequence[RunResult], metric: str) -> "Figure":
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
     clocks_s = [point.clock_s for result in results for point in result.points if metric in point.metrics]
-    scale_s, unit = _axis_unit(max(clocks_s, default=1.0))
+    scale_s, unit = axis_unit(max(clocks_s, default=1.0))
     recipes = list(dict.fromkeys(result.name for result in results))
     drawn: set[str] = set()
     for result in results:  # the seeds of a recipe have one colour, and one line in the legend
@@ -307,7 +307,8 @@ def _draw_curve(axes: "Axes", result: RunResult, metric: str, scale_s: float, in
         axes.plot(*at_target[0], color=colour, marker="*", markersize=13, linestyle="none")
 
 
-def _axis_unit(longest_s: float) -> tuple[float, str]:
+def axis_unit(longest_s: float) -> tuple[float, str]:
+    """Return the unit of a time axis of this length: in seconds, and its name."""
     return next(((scale_s, unit) for scale_s, unit in _AXIS_UNITS if longest_s >= 2 * scale_s), _AXIS_UNITS[-1])
 
 

@@ -1,7 +1,7 @@
 """A timeline as a trace file that opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The format is the Trace Event Format's JSON object form: complete events (`X`) with `ts` and `dur` in microseconds,
-metadata events (`M`) that name processes and threads, flow events (`s`, `f`) that draw arrows.
+metadata events (`M`) that name processes and threads, flow events (`s`, `f`) that draw arrows, counters (`C`).
 """
 
 import json
@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipebench.simulate.memory import KINDS
+from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import SEND, WAIT, Span, Timeline, Transfer
 
 Event = dict[str, Any]
@@ -18,9 +20,16 @@ _COMPUTE_THREAD, _NETWORK_THREAD = 1, 2
 _US_PER_S = 1e6
 
 
-def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a trace: a process per worker, a thread for its work, and as many as needed for what it sends."""
-    document = {"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}
+def write_trace(timeline: Timeline, path: str | os.PathLike[str], *, memory: MemoryTimeline | None = None) -> None:
+    """Write a trace: a process per worker, a thread for its work, and as many as needed for what it sends.
+
+    Args:
+        timeline: what workers and links did.
+        path: where it goes.
+        memory: what workers kept, by the same clock: a counter per worker, with a series per kind.
+    """
+    events = [*trace_events(timeline), *(counter_events(timeline, memory) if memory is not None else ())]
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
 
@@ -44,6 +53,20 @@ def trace_events(timeline: Timeline) -> Iterable[Event]:
     for sender, lane, index, transfer in sends:
         yield _send(sender, _NETWORK_THREAD + lane, transfer)
         yield from _arrows(work, sender, _NETWORK_THREAD + lane, index, transfer)
+
+
+def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event]:
+    """Yield what every worker keeps, at every moment at which that changes, as long as the timeline goes on."""
+    end_s = max((span.end_s for span in timeline.spans), default=0.0)
+    for worker, curve in enumerate(memory.curves):
+        kinds = [kind for kind, row in zip(KINDS, curve.num_bytes, strict=True) if row.any()]
+        rows = [KINDS.index(kind) for kind in kinds]
+        for index, time_s in enumerate(curve.times_s):
+            is_last = index + 1 == len(curve.times_s) or curve.times_s[index + 1] > time_s
+            if is_last and time_s <= end_s:
+                kept = (int(num_bytes) for num_bytes in curve.num_bytes[rows, index])
+                counter = {"name": "memory [bytes]", "cat": "memory", "ph": "C", "pid": worker}
+                yield {**counter, "ts": _us(float(time_s)), "args": dict(zip(kinds, kept, strict=True))}
 
 
 def _lanes(timeline: Timeline) -> list[tuple[int, int, int, Transfer]]:

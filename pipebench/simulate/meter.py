@@ -1,9 +1,9 @@
 """The meter: turns an engine's events into busy time, waiting time and the recorded part of the timeline."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
@@ -42,7 +42,7 @@ _WAIT_LABELS = {
 
 
 # Facts of a summary that a note may stand beside.
-PLAN, PREDICTION, WORKERS_IDLE = "plan", "prediction", "workers idle"
+PLAN, PREDICTION, WORKERS_IDLE, MEMORY = "plan", "prediction", "workers idle", "memory"
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,25 @@ class Measured:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
+class Listener(Protocol):
+    """Takes note of what happens in training."""
+
+    def begin(self, size_of: Callable[[int], int]) -> None:
+        """Start a segment, with nothing in flight; `size_of` tells how many samples a unit has."""
+
+    def event(self, event: Event) -> None:
+        """Take note of one event."""
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Take note of a transfer."""
+
+
 class Meter:
     """Adds up what workers do; training and evaluation apart.
+
+    Args:
+        pipeline: the shape of what is run.
+        listeners: are told of all that happens in training, too.
 
     Attributes:
         evaluating: set while an evaluation runs.
@@ -78,15 +95,21 @@ class Meter:
         origin_s: the clock's time at which the timeline begins.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, *listeners: Listener) -> None:
         self.evaluating = False
         self.busy_s = 0.0
         self.stall_s = 0.0
         self.origin_s = 0.0
         self._pipeline = pipeline
-        self._spans: list[Span] = []
+        self._seen: list[tuple[Event, bool]] = []  # and whether it was of an evaluation: spans are made at the end
         self._transfers: list[Transfer] = []
         self._truncated = False
+        self._listeners = listeners
+
+    def begin(self, size_of: Callable[[int], int]) -> None:
+        """Start a segment of training, with nothing in flight; `size_of` tells how many samples a unit has."""
+        for listener in self._listeners:
+            listener.begin(size_of)
 
     def event(self, event: Event) -> None:
         """Take note of one event."""
@@ -94,21 +117,27 @@ class Meter:
             if event.instruction.op in COMPUTE:
                 self.busy_s += event.end_s - event.start_s
             self.stall_s += event.stall_s
+            for listener in self._listeners:
+                listener.event(event)
         if not self._truncated and event.end_s > event.start_s:
-            self._spans.append(span_of(self._pipeline, event, self.evaluating))
-            self._truncated = len(self._spans) >= RECORDED_SPANS
+            self._seen.append((event, self.evaluating))
+            self._truncated = len(self._seen) >= RECORDED_SPANS
 
     def transfer(self, transfer: Transfer) -> None:
         """Take note of a transfer."""
+        if not self.evaluating:
+            for listener in self._listeners:
+                listener.transfer(transfer)
         if not self._truncated:
             self._transfers.append(transfer)
 
     def timeline(self) -> Timeline:
         """Return the recorded part."""
-        spans = tuple(sorted(self._spans, key=lambda span: (span.start_s, span.worker)))
+        found = (span_of(self._pipeline, event, evaluating) for event, evaluating in self._seen)
+        spans = tuple(sorted(found, key=lambda span: (span.start_s, span.worker)))
         transfers = tuple(sorted(self._transfers, key=lambda transfer: transfer.start_s))
-        found = Timeline(self._pipeline.worker_names, spans, transfers, self._truncated)
-        return found.shifted(-self.origin_s) if self.origin_s else found
+        timeline = Timeline(self._pipeline.worker_names, spans, transfers, self._truncated)
+        return timeline.shifted(-self.origin_s) if self.origin_s else timeline
 
 
 def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:

@@ -7,12 +7,18 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.train.metrics import byte_metrics, describe, describe_stages
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, RunResult
+from pipebench.train.watch import Watch
 
 
-def simulate_epoch(job: Job) -> tuple[RunResult, Timeline]:
-    """Simulate one epoch, fill and drain included; totals are those of one epoch."""
+def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
+    """Simulate one epoch, fill and drain included; totals are those of one epoch.
+
+    Args:
+        job: what is simulated.
+        watch: watches, and foretells the peaks of memory.
+    """
     setup = job.setup
-    meter = Meter(setup.pipeline)
+    meter = Meter(setup.pipeline, *(watch.listeners if watch else ()))
     metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch, meter)
     result = RunResult(
         **describe(job),
@@ -21,7 +27,7 @@ def simulate_epoch(job: Job) -> tuple[RunResult, Timeline]:
         metrics=metrics,
         stages=tuple(describe_stages(job)),
     )
-    return result, meter.timeline()
+    return watch.with_peaks(result) if watch else result, meter.timeline()
 
 
 def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> dict[str, float]:

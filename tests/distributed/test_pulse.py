@@ -125,9 +125,12 @@ def test_where_all_give_signs_the_cause_says_it_itself() -> None:
 
 
 def lose(store: HashStore) -> None:
-    """Lose a peer that has given a sign, at least."""
-    if not store.check(["pulse/1"]):
+    """Lose a peer that has given a sign, at least; if it isn't there, right after its last."""
+    dies = not store.check(["pulse/1"])
+    if dies:
         store.set("pulse/1", beat(7, 1).decode())
     with pulse(store, 0) as mine:
         meets(mine)
+        if dies:
+            store.set("pulse/1", beat(8, 1).decode())
         raise PeerLostError("lost a peer: closed")

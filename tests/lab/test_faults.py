@@ -207,7 +207,7 @@ def test_a_host_whose_processes_are_killed_is_told_of_at_once(tmp_path: Path) ->
 
 
 def test_a_wire_that_slows_down_is_seen_in_the_prediction(tmp_path: Path) -> None:
-    with training(tmp_path, "cluster.name=local", "engine.timing=measured") as (lab, run):
-        lab.limit(BANDWIDTH / 100)
+    with training(tmp_path) as (lab, run):
+        lab.limit(BANDWIDTH / 20)
         assert [run.wait(host) for host in range(2)] == [0, 0], run.said(0)
     assert result_of(tmp_path)["metrics"]["prediction_error"] > 0.5

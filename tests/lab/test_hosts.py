@@ -87,7 +87,7 @@ def test_wires_are_limited_changed_and_freed() -> None:
         lab.unlimit()
         lab.unlimit()
         assert rates(lab) == []
-        with pytest.raises(LabError, match=r"`tc -n .* rate 0bit .*` failed: "):
+        with pytest.raises(LabError, match=r"the lab can't be made: `tc -n .* rate 0bit .*` failed: "):
             lab.limit(0.0)
 
 

@@ -237,6 +237,14 @@ class Given:
             if index in again:
                 reads = {read for read in self.rows[index].reads if read < run}
                 saved += sum(self.rows[read].output_bytes for read in reads - earlier)
+        for index, row in enumerate(self.rows):
+            for holder, num_bytes in row.saved_with:
+                if index in again:
+                    continue
+                if holder in again:
+                    saved += num_bytes * (index in own)  # nobody else keeps it
+                elif holder in before and index not in before:
+                    saved += num_bytes  # in every stage that it passes
         received, sent = self.sent_bytes(before), self.sent_bytes(after)
         versions = in_flight if memory.versions is None else memory.versions
         parted = received if first in again and (first == 0 or first - 1 in again) else 0

@@ -68,6 +68,7 @@ def _layer(draw: Any, index: int, reads: tuple[int, ...], *, busy: bool) -> Laye
         inputs=("x",) if draw(st.integers(0, 3)) == 0 else (),
         parameter_sizes=parameters,
         saved_bytes=draw(num_bytes),
+        saved_with=tuple((read, draw(num_bytes)) for read in reads if draw(st.booleans())),
     )
 
 

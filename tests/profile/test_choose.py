@@ -15,9 +15,10 @@ from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile import choose
 from pipebench.profile.analytic import analytic_profile
-from pipebench.profile.choose import load_profile, profile_for
+from pipebench.profile.choose import profile_for
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.graph_txt import write_graph_txt
+from pipebench.profile.load import load_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
@@ -179,8 +180,8 @@ MALFORMED = {
     "{": "isn't JSON: EOF while parsing an object",
     '{"a":' * 100_000: "isn't JSON: recursion limit exceeded",
     "{}": "an object with the key 'pipebench_profile' is expected",
-    '{"pipebench_profile": 1}': "is a profile of version 1, version 3 is expected",
-    '{"pipebench_profile": [7]}': "is a profile of version a list, version 3 is expected",
+    '{"pipebench_profile": 1}': "is a profile of version 1, version 4 is expected",
+    '{"pipebench_profile": [7]}': "is a profile of version a list, version 4 is expected",
     '{"pipebench_profile": 2}': "'model' is missing",
     '{"pipebench_profile": 2, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
 }

@@ -1,20 +1,28 @@
 """Whole runs through the command line: exit codes, records, and mistakes that only the traced model shows."""
 
 import json
+import re
 import sqlite3
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+import pipebench
 from pipebench.cli.main import cli
 from pipebench.schedule.modes import MODES
+from pipebench.show import memory_picture, occupancy_picture
+from pipebench.tracking import Tracking
 
 SHORT = ["train.max_epochs=1", "train.target.value=0.999", "train.evaluate_every.minibatches=60", "model.width=0.05"]
 
 
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli, words)
+
+
 def run(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["run", *words])
+    return invoke("run", *words)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +64,21 @@ def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
     (recipe,) = [path for path in folder.rglob("recipe.yaml") if "name: again" in path.read_text()]
     artifacts = {path.name for path in recipe.parent.iterdir()}
     wanted = {"environment.yaml", "plan.json", "profile.json", "result.json", "run.log", "timeline.png", "trace.json"}
-    assert wanted <= artifacts
+    assert wanted | {"memory.png", "occupancy.png"} <= artifacts
+    events = json.loads((recipe.parent / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "C"} == {0, 1, 2, 3}
     first = json.loads((recipe.parent / "result.json").read_text())
     assert run(str(recipe), "name=twin").exit_code == 1
     (twin,) = [path for path in folder.rglob("result.json") if '"name": "twin"' in path.read_text()]
     second = json.loads(twin.read_text())
     assert second["points"] == first["points"], "same recipe, same seed, same curve"
+
+
+def test_training_on_a_virtual_clock_does_not_wait_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Tracking] = []
+    monkeypatch.setattr(Tracking, "wait_until_ready", waited.append)
+    assert run("quickstart", *SHORT, "name=unwaited").exit_code == 1
+    assert not waited, "its clock doesn't show what MLflow's import takes"
 
 
 def test_a_run_names_the_layers_whose_backwards_are_not_split() -> None:
@@ -77,6 +94,45 @@ def test_a_simulated_run_trains_nothing() -> None:
     result = run("quickstart/dp", "engine.kind=simulated")
     assert result.exit_code == 0
     assert "nothing was trained" in result.output
+
+
+def test_a_simulated_run_tells_the_peak_of_memory_and_where_it_is_too_much(folder: Path) -> None:
+    assert "memory           30.3 MB at most on a worker\n" in run("quickstart", "engine.kind=simulated").stdout
+    text = Path(pipebench.__file__).parent.parent.joinpath("recipes/clusters/cluster-a.yaml").read_text()
+    (folder / "small.yaml").write_text(re.sub(r"(?m)^memory: .*", "memory: {value: 20 MB, assumed: small}", text))
+    words = [
+        "quickstart",
+        "engine.kind=simulated",
+        "parallelism.plan=straight",
+        f"cluster.name={folder / 'small.yaml'}",
+    ]
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert re.search(
+        r"memory 30.3 MB at most on a worker; out of memory at [\d.]+ [mu]s, in 0F2@0: worker 0 \(stage 0\) needs "
+        r"22.6 MB of the 20.0 MB of a V100 \(activations 22.4 MB, .*\), and later it needs 30.3 MB; what would fit: "
+        r"parallelism.recompute: true, or parallelism.depth: 2\b",
+        said,
+    ), said
+    for change in ("parallelism.recompute=true", "parallelism.depth=2"):
+        again = run(*words, change)
+        assert again.exit_code == 0
+        assert "out of memory" not in again.stdout
+    assert "out of memory" in run(*words, "parallelism.depth=3").stdout
+
+
+def test_memory_and_occupancy_are_drawn_without_a_run(folder: Path) -> None:
+    drawn = invoke("draw", "quickstart/dp", "--memory", "memory.png", "--occupancy", "occupancy.png")
+    assert drawn.exit_code == 0, drawn.output
+    said = r"[\d.]+ MB at most on worker 0 \(stage 0 replica 0\), in 0B\d+\+\d+@\d+, 0\.1% of the 16.0 GB of a device\n"
+    assert re.match(said, drawn.stdout), drawn.stdout
+    assert memory_picture.is_our_picture(folder / "memory.png")
+    assert occupancy_picture.is_our_picture(folder / "occupancy.png")
+    (folder / "notes.png").write_text("mine")
+    refused = invoke("draw", "quickstart/dp", "--memory", "notes.png")
+    assert refused.exit_code == 2
+    assert "--memory: notes.png is there and isn't a picture of memory over time, so it is left alone" in refused.output
 
 
 def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() -> None:

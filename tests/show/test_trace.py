@@ -6,10 +6,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.trace import write_trace
+from pipebench.simulate.memory import ACTIVATIONS, KINDS, WEIGHTS
+from pipebench.simulate.memory_meter import Curve, MemoryTimeline
 from pipebench.simulate.timeline import ACTIVATION, Span, Timeline, Transfer
 
 TIMELINE = Timeline(
@@ -66,6 +69,25 @@ def test_spans_are_in_microseconds(events: list[dict[str, Any]]) -> None:
         (0, "U0", 2500.0, 500.0),
         (1, "F0", 10000.0, 1000.0),
     ]
+
+
+def test_memory_is_a_counter_per_worker_with_a_series_per_kind(tmp_path: Path) -> None:
+    """Of changes at one moment the last counts; kinds that a worker never keeps and later moments are left out."""
+    num_bytes = np.zeros((len(KINDS), 4), dtype=np.int64)
+    num_bytes[KINDS.index(WEIGHTS)] = 100
+    num_bytes[KINDS.index(ACTIVATIONS)] = [0, 5, 7, 9]
+    curves = tuple(Curve(np.array([0.0, 0.001, 0.001, late_s]), num_bytes) for late_s in (0.002, 1.0))
+    write_trace(TIMELINE, tmp_path / "trace.json", memory=MemoryTimeline(("a", "b"), curves, (), None, None, 1.0))
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counters = [event for event in found if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"memory [bytes]"}
+    values = [(event["pid"], event["ts"], event["args"]) for event in counters]
+    assert values[:3] == [
+        (0, 0.0, {"weights": 100, "activations": 0}),
+        (0, 1000.0, {"weights": 100, "activations": 7}),
+        (0, 2000.0, {"weights": 100, "activations": 9}),
+    ]
+    assert [(worker, time_us) for worker, time_us, _ in values[3:]] == [(1, 0.0), (1, 1000.0)]
 
 
 def test_slices_of_a_thread_never_overlap(events: list[dict[str, Any]]) -> None:

@@ -1,0 +1,134 @@
+"""Memory over time as an image: what every worker keeps, by kind, below what its device has."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipebench.formats import num_bytes, percent
+from pipebench.show.over_time import MOST_ROWS, NUM_PARTS, Map, Stacks, map_figure, stacks_figure
+from pipebench.show.pictures import axis_unit
+from pipebench.show.profile_picture import is_picture_by
+from pipebench.simulate.memory import (
+    ACTIVATIONS,
+    AGAIN,
+    GRADIENTS,
+    KINDS,
+    MASTERS,
+    MOVED,
+    RECEIVED,
+    SENT,
+    STATE,
+    VERSIONS,
+    WEIGHTS,
+)
+from pipebench.simulate.memory_meter import Curve, MemoryTimeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SOFTWARE = "pipebench memory"
+COLOURS: Final = {
+    WEIGHTS: "#0072B2",
+    VERSIONS: "#56B4E9",
+    MOVED: "#000000",
+    MASTERS: "#999999",
+    STATE: "#009E73",
+    GRADIENTS: "#D55E00",
+    ACTIVATIONS: "#E69F00",
+    AGAIN: "#F0E442",
+    SENT: "#CC79A7",
+    RECEIVED: "#E8C4D8",
+}
+_ROOMY = 2.5  # a limit so many times the highest peak, or more, is said and not drawn: it would leave nothing to see
+_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_memory` wrote
+
+
+def draw_memory(memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of what workers keep over time."""
+    memory_figure(memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+
+
+def memory_figure(memory: MemoryTimeline) -> "Figure":
+    """Return the picture that `draw_memory` writes: a row per worker; of many, the fullest one's above a map of all."""
+    highest, limit = memory.fullest.num_bytes or 1, memory.limit_bytes
+    scale, unit = next((scale, unit) for scale, unit in _UNITS if highest >= scale)
+    is_drawn = limit is not None and limit < _ROOMY * highest
+    top = 1.15 * max(highest, limit if is_drawn and limit is not None else 0) / scale
+    few = len(memory.curves) <= MOST_ROWS
+    shown = range(len(memory.curves)) if few else [memory.fullest.worker]
+    stacks = Stacks(
+        worker_names=[memory.worker_names[worker] for worker in shown],
+        heights=np.stack([_stack(memory.curves[worker], memory.end_s) for worker in shown]) / scale,
+        colours=COLOURS,
+        end_s=memory.end_s or 1.0,
+        top=top,
+        unit=unit,
+        title=_title(memory, is_drawn=is_drawn),
+        notes=[_note(memory, worker) for worker in shown],
+    )
+    if few:
+        figure, every = stacks_figure(stacks)
+    else:
+        totals = np.stack([_totals(curve, memory.end_s) for curve in memory.curves]) / scale
+        values = Map(memory.worker_names, totals, f"all kinds together [{unit}]", highest / scale)
+        figure, every = map_figure(stacks, values)
+    for place, worker in enumerate(shown):
+        _mark(every[place], memory, worker, scale, limit if is_drawn else None)
+    return figure
+
+
+def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
+    """Draw what the device has, and where a worker first needs more."""
+    if limit is not None:
+        axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
+    found = memory.overflow
+    if found is not None and found.worker == worker:
+        moment = found.time_s / axis_unit(memory.end_s)[0]
+        axes.plot(moment, found.num_bytes / scale, marker="X", color="#D55E00", markersize=9, markeredgecolor="white")
+
+
+def _title(memory: MemoryTimeline, *, is_drawn: bool) -> str:
+    limit, peak = memory.limit_bytes, memory.fullest.num_bytes
+    if limit is None:
+        return f"simulated: {num_bytes(peak)} at most on a worker"
+    told = [f"simulated: {num_bytes(peak)} at most on a worker, {percent(peak / limit)} of {num_bytes(limit)}"]
+    told += ["dashed: what a device has"] * is_drawn
+    told += ["out of memory at the X"] * (memory.overflow is not None)
+    return "; ".join(told)
+
+
+def _note(memory: MemoryTimeline, worker: int) -> str:
+    peak = memory.peaks[worker]
+    return f"{num_bytes(peak.num_bytes)} at most, {'in ' if ' ' not in peak.during else ''}{peak.during}"
+
+
+def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:
+    """Return [kind, part]: what is kept at the moment of each part at which it is most."""
+    totals = curve.num_bytes.sum(axis=0)
+    found = np.zeros((len(KINDS), NUM_PARTS))
+    for part, (start, stop) in enumerate(_moments(curve, end_s)):
+        if stop > start:
+            found[:, part] = curve.num_bytes[:, start + int(totals[start:stop].argmax())]
+    return found
+
+
+def _totals(curve: Curve, end_s: float) -> NDArray[np.float64]:
+    """Return the most that is kept in every part, of all kinds together."""
+    totals = curve.num_bytes.sum(axis=0)
+    return np.array([totals[start:stop].max() if stop > start else 0 for start, stop in _moments(curve, end_s)])
+
+
+def _moments(curve: Curve, end_s: float) -> Sequence[tuple[int, int]]:
+    """Return, for every part, the moments that last into it or begin in it: first and last, the last excluded."""
+    edges_s = np.linspace(0.0, end_s or 1.0, NUM_PARTS + 1)
+    # Of several changes at one moment only the last lasts.
+    before = np.maximum(np.searchsorted(curve.times_s, edges_s[:-1], side="right") - 1, 0)
+    after = np.searchsorted(curve.times_s, edges_s[1:], side="left")
+    return [(int(a), int(max(a + 1, b)) if len(curve.times_s) else int(a)) for a, b in zip(before, after, strict=True)]

@@ -1,0 +1,53 @@
+"""Occupancy over time as an image: which share of its time every worker computes, communicates or is idle."""
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from pipebench.formats import percent
+from pipebench.show.over_time import MOST_ROWS, Map, Stacks, map_figure, stacks_figure
+from pipebench.show.profile_picture import is_picture_by
+from pipebench.simulate.occupancy import COMMUNICATING, COMPUTING, IDLE, STATES, Occupancy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SOFTWARE = "pipebench occupancy"
+COLOURS: Final = {COMPUTING: "#56B4E9", COMMUNICATING: "#D55E00", IDLE: "#E8E8E8"}
+
+is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_occupancy` wrote
+
+
+def draw_occupancy(occupancy: Occupancy, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of what workers' time goes to."""
+    occupancy_figure(occupancy).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+
+
+def occupancy_figure(occupancy: Occupancy) -> "Figure":
+    """Return the picture that `draw_occupancy` writes: a row per worker; of many, their mean above a map of all."""
+    assert tuple(COLOURS) == STATES
+    shares, names = occupancy.shares, occupancy.worker_names
+    few = len(names) <= MOST_ROWS
+    means = shares.mean(axis=2)
+    overall = shares.mean(axis=(0, 2))
+    stacks = Stacks(
+        worker_names=names if few else [f"mean of {len(names)}"],
+        heights=shares if few else shares.mean(axis=0, keepdims=True),
+        colours=COLOURS,
+        end_s=occupancy.end_s,
+        top=1.0,
+        unit="share of the time",
+        title=f"simulated, all workers: {_said(overall)}",
+        notes=[f"{_said(mean)}" for mean in means] if few else [""],
+    )
+    if few:
+        return stacks_figure(stacks)[0]
+    values = Map(names, np.asarray(shares[:, STATES.index(COMPUTING)]), f"share of the time {COMPUTING}", 1.0)
+    return map_figure(stacks, values)[0]
+
+
+def _said(shares: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> str:
+    computing, communicating, idle = (percent(float(share)) for share in shares)
+    return f"computes {computing}, waits for bytes {communicating}, for others {idle}"

@@ -1,0 +1,127 @@
+"""Something of every worker over time, as an image: stacked, a row per worker; of many workers as a map of one number.
+
+The colours are those of `pictures`: Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipebench.show.pictures import axis_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_ROWS = 12  # workers with a row of their own; of more, one has, and all have a line in a map
+NUM_PARTS = 700  # of the time: about one per two pixels
+_WIDTH_IN, _ROW_IN, _STACK_IN, _MAP_IN, _MOST_LABELS = 14.0, 0.95, 2.4, 6.0, 24
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What there is to draw.
+
+    Attributes:
+        worker_names: one per worker.
+        heights: [worker, label, part of the time]; of a map, of the one worker that is drawn in full.
+        colours: by label, in the order in which they are stacked.
+        end_s: when the last part ends; the first begins at 0.
+        top: what the vertical axes reach to.
+        unit: what they are in.
+        title: of all of it.
+        notes: of every worker, at the right of its row.
+    """
+
+    worker_names: Sequence[str]
+    heights: NDArray[np.float64]
+    colours: Mapping[str, str]
+    end_s: float
+    top: float
+    unit: str
+    title: str
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Map:
+    """One number of every worker over time.
+
+    Attributes:
+        worker_names: one per worker.
+        values: [worker, part].
+        label: what the number is.
+        top: the number that has the darkest colour.
+    """
+
+    worker_names: Sequence[str]
+    values: NDArray[np.float64]
+    label: str
+    top: float
+
+
+def stacks_figure(stacks: Stacks) -> tuple["Figure", Sequence["Axes"]]:
+    """Return a picture of a row per worker, and its axes."""
+    from matplotlib.figure import Figure
+
+    rows = len(stacks.worker_names)
+    figure = Figure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
+    every = [*figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]]
+    for worker, axes in enumerate(every):
+        _draw_stack(axes, stacks, worker)
+    _finish(figure, every, stacks)
+    return figure, every
+
+
+def map_figure(stacks: Stacks, values: Map) -> tuple["Figure", Sequence["Axes"]]:
+    """Return a picture of one row in full above a map of all workers, and its axes, the map's last."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(_STACK_IN, _MAP_IN))
+    _draw_stack(above, stacks, 0)
+    count, scale_s = len(values.worker_names), axis_unit(stacks.end_s)[0]
+    place = (0.0, stacks.end_s / scale_s, count - 0.5, -0.5)
+    image = below.imshow(
+        values.values, aspect="auto", extent=place, cmap="cividis", vmin=0, vmax=values.top, interpolation="nearest"
+    )
+    step = -(-count // _MOST_LABELS)
+    below.set_yticks(range(0, count, step), values.worker_names[::step], fontsize=8)
+    figure.colorbar(image, ax=below, label=values.label, pad=0.01)
+    _finish(figure, (above, below), stacks)
+    return figure, (above, below)
+
+
+def _draw_stack(axes: "Axes", stacks: Stacks, worker: int) -> None:
+    scale_s, _ = axis_unit(stacks.end_s)
+    edges = np.linspace(0.0, stacks.end_s / scale_s, stacks.heights.shape[2] + 1)
+    bottom = np.zeros(len(edges))
+    for layer, colour in zip(stacks.heights[worker], stacks.colours.values(), strict=True):
+        upper = bottom + np.append(layer, layer[-1])  # a step begins at each edge, and the last edge has none
+        if layer.any():
+            axes.fill_between(edges, bottom, upper, step="post", color=colour, linewidth=0)
+        bottom = upper
+    axes.set_ylim(0, stacks.top)
+    axes.set_xlim(0, edges[-1])
+    axes.set_ylabel(stacks.worker_names[worker], rotation=0, ha="right", va="center", fontsize=9)
+    axes.yaxis.tick_right()
+    axes.tick_params(axis="y", labelsize=7)
+    axes.spines[["top", "left"]].set_visible(False)
+    axes.set_title(stacks.notes[worker], loc="right", fontsize=8, pad=2)
+
+
+def _finish(figure: "Figure", every: Sequence["Axes"], stacks: Stacks) -> None:
+    from matplotlib.patches import Patch
+
+    _, unit = axis_unit(stacks.end_s)
+    every[-1].set_xlabel(f"time since the start [{unit}]; at the right: {stacks.unit}")
+    every[0].set_title(stacks.title, loc="left", fontsize=9, pad=4)
+    handles = [
+        Patch(color=colour, label=label)
+        for index, (label, colour) in enumerate(stacks.colours.items())
+        if stacks.heights[:, index].any()
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)

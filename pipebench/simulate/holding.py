@@ -1,0 +1,249 @@
+"""What every instruction allocates and frees on one replica of one stage.
+
+It knows no clock: a change is at the start of its instruction or at the end. What an instruction makes is there from
+its start on and what it is done with until its end, so that what lies between is never more than what is told here.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.simulate.memory import (
+    ACTIVATIONS,
+    AGAIN,
+    GRADIENTS,
+    MASTERS,
+    MOVED,
+    RECEIVED,
+    STATE,
+    VERSIONS,
+    WEIGHTS,
+    StageMemory,
+)
+
+
+class Change(NamedTuple):
+    """Bytes that come, or go where they are negative.
+
+    Attributes:
+        kind: what they are for, one of `memory.KINDS`.
+        num_bytes: how many.
+        at_end: whether that is when the instruction ends; else when it starts.
+    """
+
+    kind: str
+    num_bytes: int
+    at_end: bool
+
+
+class Versions:
+    """The versions of a stage's weights that are alive: the newest, those in use and those that may be asked for.
+
+    Args:
+        in_place: whether every update overwrites the newest.
+    """
+
+    def __init__(self, *, in_place: bool) -> None:
+        self._in_place = in_place
+        self.drained()
+
+    def drained(self) -> None:
+        """Begin anew: nothing is in use, and the newest version is number 0."""
+        self.newest = 0
+        self._keep_from = 0
+        self._users: Counter[int] = Counter()
+        self._alive = {0}
+        self._held: int | None = None
+
+    @property
+    def num_older(self) -> int:
+        """Versions alive beside the newest."""
+        return len(self._alive) - 1
+
+    def use(self, version: int) -> None:
+        """A unit in flight refers to a version."""
+        self._users[version] += 1
+
+    def release(self, version: int) -> None:
+        """A unit that referred to a version has left."""
+        self._users[version] -= 1
+        self.collect()
+
+    def hold(self) -> None:
+        """Refer to the newest in place of the one held before."""
+        if self._held is not None:
+            self.release(self._held)
+        self._held = self.newest
+        self.use(self._held)
+
+    def update(self, keep_from: int) -> None:
+        """Make the next version, in place of the newest where nobody needs that; others are left to `collect`."""
+        self._keep_from = keep_from
+        self.collect()
+        if self._in_place or not self._is_needed(self.newest):
+            self._alive.discard(self.newest)
+        self.newest += 1
+        self._alive.add(self.newest)
+
+    def collect(self) -> None:
+        """Let go of versions that nobody refers to and nobody may ask for."""
+        self._alive = {version for version in self._alive if version == self.newest or self._is_needed(version)}
+
+    def _is_needed(self, version: int) -> bool:
+        return self._users[version] > 0 or version >= self._keep_from
+
+
+class Holding:
+    """One replica of one stage.
+
+    Args:
+        memory: what it keeps.
+        serves: whether a server applies the gradients of all replicas to its weights, as they come.
+    """
+
+    def __init__(self, memory: StageMemory, *, serves: bool = False) -> None:
+        self._memory = memory
+        self._serves = serves
+        self._versions = Versions(in_place=memory.in_place)
+        self._units: dict[int, tuple[int, int]] = {}  # in flight: the version, and what is kept
+        self._gradients = 0
+        self._has_state = False
+        self._moved: tuple[int, int] | None = None  # of the last forward: the version, and how far from it
+        self._shared = False  # whether its weights outlive an update
+
+    def drained(self) -> Iterator[Change]:
+        """Begin a segment: versions are counted anew, from the newest."""
+        older = self._versions.num_older
+        self._versions.drained()
+        self._moved = None
+        yield from self._of_versions(older, at_end=False)
+        if self._serves:
+            self._versions.hold()
+
+    def before(self) -> Iterator[Change]:
+        """Yield what is there before anything runs."""
+        memory = self._memory
+        yield Change(WEIGHTS, memory.weights, False)
+        yield Change(MASTERS, memory.masters, False)
+        yield Change(MOVED, memory.copies * memory.weights, False)
+
+    def changes(self, it: Instruction, size: int) -> Iterator[Change]:
+        """Yield what an instruction changes, in order.
+
+        Args:
+            it: of this stage and replica.
+            size: samples in the unit that it is about.
+        """
+        if it.op is Op.FORWARD:
+            yield from self._forward(it, size)
+        elif it.op is Op.BACKWARD:
+            yield from self._backward(it, size)
+        elif it.op is Op.BACKWARD_INPUT:
+            yield from self._backward_input(it, size)
+        elif it.op is Op.BACKWARD_WEIGHT:
+            yield from self._backward_weight(it, size)
+        elif it.op is Op.WAIT_ALL_REDUCE:
+            yield self._gradients_are(self._memory.weights, at_end=True)
+        elif it.op is Op.UPDATE:
+            yield from self._update(it)
+        elif it.op is Op.PUSH:
+            yield self._gradients_are(0, at_end=True)
+        elif it.op is Op.PULL and it.version >= 0:
+            yield from self.pulled()
+
+    def applied(self, *, own: bool) -> Iterator[Change]:
+        """The server beside this replica has applied a gradient, the replica's own or another's."""
+        older = self._versions.num_older
+        yield from self._stepped()
+        self._versions.update(self._versions.newest + 1)
+        if own:
+            self._versions.hold()
+        self._versions.collect()
+        yield from self._of_versions(older, at_end=True)
+
+    def pulled(self) -> Iterator[Change]:
+        """This replica goes on with the newest weights."""
+        if self._serves:
+            older = self._versions.num_older
+            self._versions.hold()
+            yield from self._of_versions(older, at_end=True)
+
+    def _forward(self, it: Instruction, size: int) -> Iterator[Change]:
+        memory = self._memory
+        if size == 0:
+            return
+        if memory.copies and self._moved != (it.version, it.ahead):
+            self._moved = it.version, it.ahead
+            if self._shared:
+                self._shared = False
+                yield Change(MOVED, -memory.weights, False)
+        self._units[it.number] = it.version, memory.unit[size]
+        if it.version >= 0:
+            self._versions.use(it.version)
+        yield Change(RECEIVED, -memory.received[size], False)
+        yield Change(ACTIVATIONS, memory.unit[size], False)
+
+    def _backward(self, it: Instruction, size: int) -> Iterator[Change]:
+        if size == 0:
+            return
+        yield Change(AGAIN, self._memory.again[size], False)
+        yield self._gradients_are(self._memory.weights, at_end=False)
+        yield Change(AGAIN, -self._memory.again[size], True)
+        yield Change(RECEIVED, -self._memory.returned[size], True)
+        yield from self._left(it.number)
+
+    def _backward_input(self, it: Instruction, size: int) -> Iterator[Change]:
+        memory = self._memory
+        if size == 0:
+            return
+        yield Change(AGAIN, memory.again[size], False)
+        yield self._gradients_are(max(self._gradients, memory.early_gradients), at_end=False)
+        yield Change(AGAIN, -memory.again[size], True)
+        yield Change(RECEIVED, -memory.returned[size], True)
+        version, kept = self._units[it.number]
+        self._units[it.number] = version, memory.rest[size]
+        yield Change(ACTIVATIONS, memory.rest[size] - kept, True)
+
+    def _backward_weight(self, it: Instruction, size: int) -> Iterator[Change]:
+        if size > 0:
+            yield self._gradients_are(self._memory.weights, at_end=False)
+            yield from self._left(it.number)
+
+    def _update(self, it: Instruction) -> Iterator[Change]:
+        memory, older = self._memory, self._versions.num_older
+        if self._gradients:  # they are turned into the type that the optimizer steps in
+            yield self._gradients_are(memory.masters or memory.weights, at_end=False)
+        yield from self._stepped()
+        if memory.shares_moved and it.version <= it.number and self._moved is not None and not self._shared:
+            self._shared = True
+            yield Change(MOVED, memory.weights, False)
+        self._versions.update(it.version)
+        most = self._versions.num_older
+        yield from self._of_versions(older, at_end=False)
+        self._versions.collect()
+        yield from self._of_versions(most, at_end=True)
+        yield self._gradients_are(0, at_end=True)
+
+    def _left(self, unit: int) -> Iterator[Change]:
+        """A unit's backward is through."""
+        older = self._versions.num_older
+        version, kept = self._units.pop(unit)
+        yield Change(ACTIVATIONS, -kept, True)
+        if version >= 0:
+            self._versions.release(version)
+            yield from self._of_versions(older, at_end=True)
+
+    def _stepped(self) -> Iterator[Change]:
+        """The optimizer makes a step; its first makes its state."""
+        if not self._has_state:
+            self._has_state = True
+            yield Change(STATE, self._memory.state, False)
+
+    def _gradients_are(self, num_bytes: int, *, at_end: bool) -> Change:
+        change = Change(GRADIENTS, num_bytes - self._gradients, at_end)
+        self._gradients = num_bytes
+        return change
+
+    def _of_versions(self, before: int, *, at_end: bool) -> Iterator[Change]:
+        yield Change(VERSIONS, (self._versions.num_older - before) * self._memory.weights, at_end)

@@ -1,0 +1,158 @@
+"""What a replica of a stage keeps in memory, in numbers: the profile, summed over stages.
+
+What of it is there when, the instructions say: see `holding`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pipebench.model.plan import Plan, StagePlan
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.schedule.modes import RECOMPUTE
+from pipebench.schedule.pipeline import SPLIT, Pipeline
+from pipebench.schedule.weights import WEIGHT_POLICIES, delay
+
+# What bytes are kept for, in the order in which pictures stack them.
+WEIGHTS, VERSIONS, MOVED, MASTERS = "weights", "older versions", "moved weights", "masters"
+STATE, GRADIENTS, ACTIVATIONS, AGAIN = "optimizer state", "gradients", "activations", "computed again"
+SENT, RECEIVED = "being sent", "received"
+KINDS: Final = (WEIGHTS, VERSIONS, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
+HELD: Final = KINDS[:7]  # what a replica holds between two instructions, which engines count in live tensors
+
+Bytes = Mapping[int, int]  # by the number of samples in a unit
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one replica of a stage keeps, in bytes; mappings go from the number of samples in a unit.
+
+    Attributes:
+        weights: one version of its parameters, and as much their gradients.
+        masters: what the optimizer steps on beside the versions; 0 where that is the newest of them.
+        state: the optimizer's, once it has made a step.
+        copies: sets of weights, as large as a version, that are kept for passes with moved ones.
+        shares_moved: whether an update made between units that share moved weights keeps these for the later ones.
+        in_place: whether updates overwrite the newest version whatever is in flight.
+        unit: kept of a unit from its forward to the end of its backward.
+        again: what a backward computes again of it.
+        rest: kept of it between the two parts of a split backward.
+        early_gradients: gradients that the input part of a split backward computes already.
+        received, returned: of its activations and of their gradients, what comes from other workers.
+    """
+
+    weights: int
+    masters: int
+    state: int
+    copies: int
+    shares_moved: bool
+    in_place: bool
+    unit: Bytes
+    again: Bytes
+    rest: Bytes
+    early_gradients: int
+    received: Bytes
+    returned: Bytes
+
+
+def stage_memories(
+    profile: Profile, plan: Plan, pipeline: Pipeline, input_bytes: Mapping[int, Mapping[str, int]] | None = None
+) -> tuple[StageMemory, ...]:
+    """Sum a profile over the stages of a plan.
+
+    Args:
+        profile: layer costs at every size that travels.
+        plan: which layers make a stage, what crosses, and what a backward computes again.
+        pipeline: the plan's, under a mode.
+        input_bytes: number of samples to the bytes of every model input: what layers keep that are recomputed, or
+            whose backward is split. None: nothing.
+    """
+    inputs = input_bytes or {}
+    return tuple(_of_stage(profile, plan, pipeline, index, inputs) for index in range(len(plan.stages)))
+
+
+def _of_stage(
+    profile: Profile, plan: Plan, pipeline: Pipeline, index: int, inputs: Mapping[int, Mapping[str, int]]
+) -> StageMemory:
+    policy, stage = WEIGHT_POLICIES[pipeline.weights], plan.stages[index]
+    rows = next(iter(profile.layers.values()))
+    own = [*range(stage.start, stage.stop)]
+    sizes = {name: size for i in own for name, size in rows[i].parameter_sizes.items()}
+    masters = {name: size for i in own for name, size in rows[i].master_sizes.items()}
+    split = {name: size for i in own if rows[i].weight_s > 0 for name, size in rows[i].parameter_sizes.items()}
+    weights = sum(sizes.values())
+    stepped = sum((sizes | masters).values())
+    moves = policy.moves(pipeline, index) and weights > 0
+    unit, again, rest = {0: 0}, {0: 0}, {0: 0}
+    for size, at in profile.layers.items():
+        unit[size] = _kept(at, stage, inputs.get(size, {}))
+        again[size] = sum(at[i].saved_bytes for i in _recomputed(at, stage))
+        rest[size] = _kept_for_weights(at, own, inputs.get(size, {}))
+    return StageMemory(
+        weights=weights,
+        masters=stepped if profile.has_masters else 0,
+        state=stepped * profile.state_bytes_per_byte,
+        copies=moves * (1 + (policy.corrects and delay(pipeline, index) > 0)),
+        shares_moved=moves and policy.aim is not None,
+        in_place=not policy.stashed,
+        unit=unit,
+        again=again,
+        rest=rest,
+        early_gradients=weights - sum(split.values()) if pipeline.backward == SPLIT else 0,
+        received=_crossing(profile, plan, pipeline, index, gradients=False),
+        returned=_crossing(profile, plan, pipeline, index, gradients=True),
+    )
+
+
+def _layers(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
+    """Return a stage's layers; the loss, the last row, goes with the last layer."""
+    return [*range(stage.start, stage.stop + (stage.stop == len(rows) - 1))]
+
+
+def _recomputed(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
+    policies = (*stage.memory, stage.memory[-1])  # what ends with the model's last layer takes the loss in
+    own = _layers(rows, stage)
+    return [i for i, policy in zip(own, policies, strict=False) if policy == RECOMPUTE]
+
+
+def _kept(rows: Sequence[LayerProfile], stage: StagePlan, inputs: Mapping[str, int]) -> int:
+    """Return what a stage keeps of a unit: what its layers save, and what runs of layers read that run again.
+
+    A tensor that layers on both sides of a cut save is kept on both. What several runs read counts for each of them.
+    """
+    again, total = {*_recomputed(rows, stage)}, 0
+    run, read, fed = stage.start, set[int](), set[str]()
+    for index in _layers(rows, stage):
+        row = rows[index]
+        if index not in again:
+            # Where the layer before that saves it, too, is elsewhere or doesn't save it now, it is this one's.
+            total += row.saved_bytes
+            total += sum(n for holder, n in row.saved_with if holder < stage.start or holder in again)
+            run, read, fed = index + 1, set(), set()
+            continue
+        fresh = {source for source in row.reads if source < run} - read
+        total += sum(rows[source].output_bytes for source in fresh)
+        total += sum(inputs.get(name, 0) for name in {*row.inputs} - fed)
+        read, fed = read | fresh, fed | {*row.inputs}
+    return total
+
+
+def _kept_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: Mapping[str, int]) -> int:
+    """Return what is left of a unit when the input part of its backward has run: inputs, and gradients of outputs."""
+    split = [rows[i] for i in own if rows[i].weight_s > 0]
+    read = {source for row in split for source in row.reads}
+    fed = {name for row in split for name in row.inputs}
+    kept = sum(rows[source].output_bytes for source in read) + sum(inputs.get(name, 0) for name in fed)
+    return kept + sum(row.gradient_bytes for row in split)
+
+
+def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, gradients: bool) -> dict[int, int]:
+    """Return what comes to a stage from other workers: activations, or the gradients of those that it sent."""
+    positions, total = pipeline.positions, {0: 0}
+    for size, at in profile.layers.items():
+        total[size] = 0
+        for (source, target), values in plan.crossings.items():
+            if positions[source] == positions[target] or index != (source if gradients else target):
+                continue
+            total[size] += sum(at[value].gradient_bytes if gradients else at[value].output_bytes for value in values)
+    return total

@@ -1,0 +1,268 @@
+"""The memory meter: turns an engine's events into what every worker keeps at every moment, and its peak.
+
+Changes are noted as events come and put in order of time from now and then: an event tells of moments to come (when its
+instruction ends), a transfer of moments at two workers. What has been put in order counts for the peaks and is dropped;
+only the first part is kept as curves, long enough for fill, a few periods and drain.
+"""
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.syncs import SYNCS
+from pipebench.simulate.costs import Costs
+from pipebench.simulate.holding import Change, Holding
+from pipebench.simulate.memory import KINDS, RECEIVED, SENT, StageMemory
+from pipebench.simulate.simulation import Event
+from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
+
+RECORDED_CHANGES = 200_000  # that are kept as curves: some 20,000 units
+_NUMBER_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
+_OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS)
+_SENDS: Final = {Op.SEND_ACTIVATION: ACTIVATION, Op.SEND_GRADIENT: GRADIENT}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a worker keeps at a moment.
+
+    Attributes:
+        worker: worker index.
+        time_s: seconds since the start.
+        during: the instruction that has made it so much, or what was arriving.
+        by_kind: bytes, by kind.
+    """
+
+    worker: int
+    time_s: float
+    during: str
+    by_kind: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a worker keeps over time: from `times_s[i]` to the next it keeps `num_bytes[:, i]`.
+
+    Attributes:
+        times_s: ascending.
+        num_bytes: [kind, moment], kinds as in `memory.KINDS`.
+    """
+
+    times_s: NDArray[np.float64]
+    num_bytes: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """What all workers keep over time.
+
+    Attributes:
+        worker_names: one per worker.
+        curves: likewise, of the recorded part.
+        peaks: likewise, of the whole: the first moment of most bytes.
+        limit_bytes: memory of a device, None for no limit.
+        overflow: the first moment at which a worker keeps more than that; None if none ever does.
+        end_s: when the recorded part ends.
+    """
+
+    worker_names: tuple[str, ...]
+    curves: tuple[Curve, ...]
+    peaks: tuple[Moment, ...]
+    limit_bytes: int | None
+    overflow: Moment | None
+    end_s: float
+
+    @property
+    def fullest(self) -> Moment:
+        """The peak of the worker that has the highest; of equals, the first."""
+        return max(self.peaks, key=lambda peak: peak.num_bytes)
+
+
+class MemoryMeter:
+    """Adds up what workers allocate and free.
+
+    Args:
+        pipeline: the shape of what is run.
+        memories: what replicas keep, per stage.
+        costs: what messages are large.
+        limit_bytes: memory of a device; None for no limit.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, memories: Sequence[StageMemory], costs: Costs, limit_bytes: int | None = None
+    ) -> None:
+        self._pipeline, self._costs, self._limit_bytes = pipeline, costs, limit_bytes
+        self._waits = SYNCS[pipeline.sync].waits
+        workers = range(pipeline.num_workers)
+        self._holdings = [
+            {
+                stage: Holding(memories[stage], serves=not self._waits and pipeline.replica_of(worker) == 0)
+                for stage in pipeline.stages_of(worker)
+            }
+            for worker in workers
+        ]
+        self._memories = memories
+        self._size_of: Callable[[int], int] = lambda unit: 0
+        self._times_s, self._changes = array("d"), array("q")
+        self._workers, self._kinds = array("i"), array("b")
+        self._during: list[Instruction | Transfer | None] = []
+        self._levels = np.zeros((len(workers), len(KINDS)), dtype=np.int64)
+        self._last_s = [0.0] * len(workers)
+        # Messages by sender, receiver and kind: since when they are to be told of, which is when they have arrived.
+        self._on_their_way: dict[tuple[int, int, str], deque[float]] = {}
+        self._fold_at = RECORDED_CHANGES
+        self._curves: list[Curve] = []
+        self._peaks: list[Moment | None] = [None] * len(workers)
+        self._overflow: Moment | None = None
+        self._end_s = 0.0
+        for worker, holdings in enumerate(self._holdings):
+            for holding in holdings.values():
+                self._note(worker, holding.before(), 0.0, 0.0, None)
+
+    def begin(self, size_of: Callable[[int], int]) -> None:
+        """Start a segment, with nothing in flight; `size_of` tells how many samples a unit has."""
+        self._size_of = size_of
+        for worker, holdings in enumerate(self._holdings):
+            for holding in holdings.values():
+                self._note(worker, holding.drained(), self._end_s, self._end_s, None)
+
+    def event(self, event: Event) -> None:
+        """Take note of one event."""
+        start_s, end_s, worker, it, _ = event
+        op, stage, number, peer, *_ = it
+        if op is Op.WAIT_NORM:
+            return
+        self._end_s = max(self._end_s, end_s)
+        if op in _SENDS:
+            size = self._size_of(number)
+            if op is Op.SEND_ACTIVATION:
+                num_bytes = self._costs.activation_bytes[stage, peer][size]
+            else:
+                num_bytes = self._costs.gradient_bytes[peer, stage][size]
+            self._add(start_s, worker, SENT, num_bytes, it)
+            if num_bytes:
+                connection = worker, self._pipeline.worker(peer, number), _SENDS[op]
+                self._on_their_way.setdefault(connection, deque()).append(start_s)
+        else:
+            size = self._size_of(number) if op in _OF_A_UNIT else 0
+            self._note(worker, self._holdings[worker][stage].changes(it, size), start_s, end_s, it)
+        if op is Op.PUSH:
+            self._applied(worker, it, end_s)
+        elif op is Op.PULL and self._holds_pulled(worker, stage):
+            self._add(end_s, worker, RECEIVED, -self._memories[stage].weights, it)
+        self._last_s[worker] = start_s
+        if len(self._times_s) >= self._fold_at:
+            waiting_s = (since_s[0] for since_s in self._on_their_way.values() if since_s)
+            self._fold(min((*self._last_s, *waiting_s)))
+            self._fold_at = max(RECORDED_CHANGES, 2 * len(self._times_s))
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Take note of a transfer: of a message, or of a server's; sums are made where the gradients are."""
+        if len(transfer.senders) > 1:
+            return
+        (sender,), (receiver,) = transfer.senders, transfer.receivers
+        if transfer.kind in (ACTIVATION, GRADIENT):
+            if transfer.num_bytes:
+                self._on_their_way[sender, receiver, transfer.kind].popleft()
+            self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
+            self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
+        elif not self._waits and transfer.kind == SYNCS[self._pipeline.sync].kind:
+            if receiver not in self._pipeline.first_workers:  # weights that it pulls, which are a copy
+                self._add(transfer.start_s, sender, SENT, transfer.num_bytes, transfer)
+                self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
+            self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
+
+    def timeline(self) -> MemoryTimeline:
+        """Return what there is to tell of everything so far."""
+        self._fold(math.inf)
+        names = self._pipeline.worker_names
+        peaks = tuple(peak for peak in self._peaks if peak is not None)
+        end_s = self._end_s if not self._curves else max(curve.times_s[-1] for curve in self._curves)
+        return MemoryTimeline(names, tuple(self._curves), peaks, self._limit_bytes, self._overflow, float(end_s))
+
+    def _holds_pulled(self, worker: int, stage: int) -> bool:
+        return worker != self._pipeline.first_workers[stage]
+
+    def _applied(self, worker: int, push: Instruction, end_s: float) -> None:
+        """A server has applied a gradient, which has come from another worker or is its own replica's."""
+        host = self._pipeline.first_workers[push.stage]
+        if worker != host:
+            self._add(end_s, host, RECEIVED, -self._memories[push.stage].weights, push)
+        changes = self._holdings[host][push.stage].applied(own=worker == host)
+        self._note(host, changes, end_s, end_s, push)
+
+    def _note(
+        self, worker: int, changes: Iterable[Change], start_s: float, end_s: float, during: Instruction | None
+    ) -> None:
+        for kind, num_bytes, at_end in changes:
+            if num_bytes:
+                self._add(end_s if at_end else start_s, worker, kind, num_bytes, during)
+
+    def _add(
+        self, time_s: float, worker: int, kind: str, num_bytes: int, during: Instruction | Transfer | None
+    ) -> None:
+        self._times_s.append(time_s)
+        self._workers.append(worker)
+        self._kinds.append(_NUMBER_OF[kind])
+        self._changes.append(num_bytes)
+        self._during.append(during)
+
+    def _fold(self, until_s: float) -> None:
+        """Put in order what has happened up to a moment, and count it."""
+        times_s = np.array(self._times_s)
+        workers, kinds, changes = np.array(self._workers), np.array(self._kinds), np.array(self._changes)
+        order = np.lexsort((times_s, workers))  # keeps the order of what happens at one moment on one worker
+        order = order[times_s[order] <= until_s]
+        bounds = np.searchsorted(workers[order], np.arange(len(self._last_s) + 1))
+        curves = []
+        for worker, level in enumerate(self._levels):
+            own = order[bounds[worker] : bounds[worker + 1]]
+            steps = np.zeros((len(KINDS), len(own)), dtype=np.int64)
+            steps[kinds[own], np.arange(len(own))] = changes[own]
+            num_bytes = steps.cumsum(axis=1) + level[:, None]
+            if len(own):
+                self._count(worker, times_s[own], num_bytes, own)
+                level[:] = num_bytes[:, -1]
+            curves.append(Curve(times_s[own], num_bytes))
+        self._curves = self._curves or curves
+        left = np.setdiff1d(np.arange(len(times_s)), order)
+        self._during = [self._during[index] for index in left]
+        self._times_s, self._changes = array("d", times_s[left]), array("q", changes[left])
+        self._workers, self._kinds = array("i", workers[left]), array("b", kinds[left])
+
+    def _count(
+        self, worker: int, times_s: NDArray[np.float64], num_bytes: NDArray[np.int64], own: NDArray[np.intp]
+    ) -> None:
+        """Let what a worker has kept meanwhile count for its peak, and for the first overflow."""
+
+        def moment(index: int) -> Moment:
+            by_kind = {kind: int(n) for kind, n in zip(KINDS, num_bytes[:, index], strict=True) if n}
+            return Moment(worker, float(times_s[index]), _told(self._during[own[index]]), by_kind)
+
+        total = num_bytes.sum(axis=0)
+        highest, peak = int(total.argmax()), self._peaks[worker]
+        if peak is None or total[highest] > peak.num_bytes:
+            self._peaks[worker] = moment(highest)
+        if self._limit_bytes is not None and total[highest] > self._limit_bytes:
+            first = int((total > self._limit_bytes).argmax())
+            if self._overflow is None or times_s[first] < self._overflow.time_s:
+                self._overflow = moment(first)
+
+
+def _told(cause: Instruction | Transfer | None) -> str:
+    if isinstance(cause, Transfer):
+        return f"{cause.kind} {cause.label} arrives"
+    return "before anything runs" if cause is None else str(cause)

@@ -1,0 +1,173 @@
+"""What there is to see of a job over time, by the simulator's clock: memory, with what to change where it is too much.
+
+Time is the simulator's whatever the engine is; of a segment between two drains only fill, a few periods and drain are
+simulated, and they have the peaks of the whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipebench.engine.setup import Setup
+from pipebench.formats import num_bytes, percent, seconds
+from pipebench.model.plan import Plan
+from pipebench.profile.model import Profile
+from pipebench.schedule.modes import RECOMPUTE
+from pipebench.schedule.orders import ALL_FORWARDS
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.weights import WEIGHT_POLICIES
+from pipebench.simulate.costs import Costs, stage_costs
+from pipebench.simulate.memory import stage_memories
+from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline, Moment
+from pipebench.simulate.meter import Listener, Meter
+from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
+from pipebench.simulate.steady import simulate_segment
+from pipebench.train.periods import Periods
+from pipebench.train.prepare import Job
+from pipebench.train.result import RunResult
+
+_LARGEST = 4  # kinds that are named of what doesn't fit
+
+
+class Watch:
+    """Watches a simulation of a job: what workers keep over time, and what their time goes to.
+
+    Args:
+        job: what is simulated.
+        num_minibatches: of the segment that is.
+    """
+
+    def __init__(self, job: Job, num_minibatches: int) -> None:
+        self._job, self._num_minibatches = job, num_minibatches
+        self._meter = _Variant.of(job).meter(job)
+        self._occupancy = OccupancyMeter(job.setup.pipeline)
+
+    @staticmethod
+    def over(job: Job) -> "Watch":
+        """Return what there is to see of a segment between two drains of a job, which is simulated for it."""
+        per_epoch = job.setup.sampler.minibatches_per_epoch
+        watch = Watch(job, min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment))
+        simulate_segment(job.setup, watch._num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
+        return watch
+
+    @property
+    def listeners(self) -> tuple[Listener, ...]:
+        """What a simulation has to tell."""
+        return self._meter, self._occupancy
+
+    @cached_property
+    def memory(self) -> MemoryTimeline:
+        """What was kept, once all is told."""
+        return self._meter.timeline()
+
+    def occupancy(self, num_parts: int) -> Occupancy:
+        """Return what the workers' time went to, in so many parts."""
+        return self._occupancy.occupancy(num_parts)
+
+    @property
+    def sentence(self) -> str:
+        """What workers keep at most, in one sentence."""
+        if self.out_of_memory:
+            return self.out_of_memory
+        fullest, limit = self.memory.fullest, self.memory.limit_bytes
+        of = "" if limit is None else f", {percent(fullest.num_bytes / limit)} of the {num_bytes(limit)} of a device"
+        where = f"worker {fullest.worker} ({self.memory.worker_names[fullest.worker]})"
+        return f"{num_bytes(fullest.num_bytes)} at most on {where}, {_cause(fullest)}{of}"
+
+    @cached_property
+    def out_of_memory(self) -> str:
+        """In one sentence where, when and by how much the job is out of memory, and what would fit; "" if it isn't."""
+        found, limit = self.memory.overflow, self.memory.limit_bytes
+        if found is None or limit is None:
+            return ""
+        kinds = sorted(found.by_kind.items(), key=lambda pair: -pair[1])
+        named = ", ".join(f"{kind} {num_bytes(size)}" for kind, size in kinds[:_LARGEST])
+        more = f" and {len(kinds) - _LARGEST} more kinds" if len(kinds) > _LARGEST else ""
+        fullest, later = self.memory.fullest, ""
+        if fullest.num_bytes > found.num_bytes:
+            whose = "it" if fullest.worker == found.worker else f"worker {fullest.worker}"
+            later = f", and later {whose} needs {num_bytes(fullest.num_bytes)}"
+        fitting = [*_what_would_fit(self._job, limit, self._num_minibatches)]
+        advice = f"would fit: {', or '.join(fitting)}" if fitting else "would help: more stages, smaller minibatches"
+        return (
+            f"out of memory at {seconds(found.time_s)}, {_cause(found)}: worker {found.worker} "
+            f"({self.memory.worker_names[found.worker]}) needs {num_bytes(found.num_bytes)} of the {num_bytes(limit)} "
+            f"of a {self._job.cluster.device} ({named}{more}){later}; what {advice}"
+        )
+
+    def with_peaks(self, result: RunResult) -> RunResult:
+        """Return the result of a run that trained nothing, with the peaks that are foretold."""
+        workers, peaks = self._job.setup.pipeline.workers_of, self.memory.peaks
+        stages = tuple(
+            {**row, "peak_memory_bytes": max(peaks[worker].num_bytes for worker in workers(row["index"]))}
+            for row in result.stages
+        )
+        return replace(
+            result,
+            stages=stages,
+            metrics={**result.metrics, "peak_memory_bytes_max": self.memory.fullest.num_bytes},
+        )
+
+
+def input_bytes(setup: Setup, sizes: list[int]) -> dict[int, dict[str, int]]:
+    """Return the bytes of every input of a model, by the number of samples."""
+    names = [*zip(setup.graph.inputs, setup.dataset.inputs, strict=True)]
+    examples = {size: setup.dataset.example(size) for size in sizes}
+    return {size: {name: example[field].nbytes for name, field in names} for size, example in examples.items()}
+
+
+def _cause(moment: Moment) -> str:
+    return moment.during if " " in moment.during else f"in {moment.during}"
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A job with something changed, as far as memory goes."""
+
+    plan: Plan
+    pipeline: Pipeline
+    costs: Costs
+
+    @staticmethod
+    def of(job: Job) -> "_Variant":
+        return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
+
+    def meter(self, job: Job) -> MemoryMeter:
+        inputs = input_bytes(job.setup, [*job.profile.layers])
+        memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
+        return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
+
+    def memory(self, job: Job, num_minibatches: int) -> MemoryTimeline:
+        meter = self.meter(job)
+        changed = replace(job.setup, plan=self.plan, pipeline=self.pipeline, costs=self.costs)
+        simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter))
+        return meter.timeline()
+
+    def recomputing(self, profile: Profile) -> "_Variant":
+        stages = (replace(stage, memory=(RECOMPUTE,) * len(stage.memory)) for stage in self.plan.stages)
+        plan = replace(self.plan, stages=tuple(stages))
+        cost = WEIGHT_POLICIES[self.pipeline.weights].update_cost
+        return replace(self, plan=plan, costs=stage_costs(profile, plan, cost))
+
+    def at_depth(self, depth: int) -> "_Variant":
+        return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
+
+
+def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]:
+    """Yield changes with which nobody is out of memory: computing again, and the largest smaller depth."""
+    own, mode = _Variant.of(job), job.recipe.parallelism.row
+
+    def fits(variant: _Variant) -> bool:
+        return variant.memory(job, num_minibatches).fullest.num_bytes <= limit
+
+    if any(policy != RECOMPUTE for stage in own.plan.stages for policy in stage.memory):
+        again = own.recomputing(job.profile)
+        if fits(again):
+            yield "parallelism.recompute: true"
+    if mode.depth is None and own.pipeline.order != ALL_FORWARDS and own.pipeline.depth > 1:
+        most, least = own.pipeline.depth, 1  # `most` doesn't fit
+        if fits(own.at_depth(least)):
+            while most - least > 1:
+                middle = (most + least) // 2
+                least, most = (middle, most) if fits(own.at_depth(middle)) else (least, middle)
+            yield f"parallelism.depth: {least}"
