@@ -1,7 +1,7 @@
 """Channels between workers of one host: values stand in memory that both see, so they are copied once, by their sender.
 
-A sender has slots, files in memory that the receiver maps. It copies a message's tensors into one that is free and
-writes a record of it into a pipe; what the receiver gets are tensors in that very slot. When the last of them is gone,
+A sender has slots, pieces of a file in memory that the receiver maps. It copies a message's tensors into one that is
+free and writes a record of it into a pipe; what the receiver gets are tensors in that very slot. When the last is gone,
 which for an activation is when its graph is, the receiver writes the slot's number into a pipe that goes back, and the
 slot is free again. Nobody but the two is needed: no thread carries bytes, and who waits is woken by the system.
 
@@ -26,21 +26,26 @@ from pipebench.distributed.message import Layout, Layouts, form_of
 from pipebench.distributed.pipes import Line, join_pairs
 from pipebench.distributed.world import World
 
-# Slot, its file descriptor at the sender's, its size, unit, number of the layout, bytes of the layout in words that
-# follow, when it was handed over, the note.
-_RECORD = struct.Struct("<6q2d")
+# Slot, the sender's file descriptor, where in the file the slot begins, its size, unit, number of the layout, bytes of
+# the layout in words that follow, when it was handed over, the note.
+_RECORD = struct.Struct("<7q2d")
 _TOKEN = struct.Struct("<i")
 _TAKEN = -1  # instead of a slot that is free: a message was taken
 
 
-def mapped(file: int, num_bytes: int) -> torch.Tensor:
-    """Return the bytes of a file in memory; it may be closed afterwards."""
-    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+def mapped(file: int, num_bytes: int, start: int = 0) -> torch.Tensor:
+    """Return bytes of a file in memory from the start of a page on; it may be closed afterwards."""
+    return torch.frombuffer(mmap.mmap(file, num_bytes, offset=start), dtype=torch.uint8)
+
+
+def pages(num_bytes: int) -> int:
+    """Return the bytes of whole pages, at least one, that hold so many."""
+    return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 def new_file(num_bytes: int) -> tuple[int, int]:
     """Return a new file in memory that has no name, and its size: whole pages, at least one."""
-    file, size = os.memfd_create("pipebench"), max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    file, size = os.memfd_create("pipebench"), pages(num_bytes)
     os.ftruncate(file, size)
     return file, size
 
@@ -52,16 +57,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class _Slot(NamedTuple):
-    """A file in memory that two processes see.
+    """A piece of the sender's file that two processes see.
 
     The sender writes it and doesn't map it: pages that are mapped count as its own memory.
 
     Attributes:
-        file: its file descriptor, at the sender's.
-        num_bytes: its size.
+        start: where it begins, at a page.
+        num_bytes: its size, whole pages.
     """
 
-    file: int
+    start: int
     num_bytes: int
 
 
@@ -77,6 +82,7 @@ class SharedSender:
         self._line = line
         self._clock = clock
         self._layouts = Layouts()
+        self._file, self._end = new_file(0)
         self._slots: list[_Slot] = []
         self._free: list[int] = []
         self._num_sent = self._num_taken = 0
@@ -105,8 +111,8 @@ class SharedSender:
         for leaf, tensor in zip(layout.tensors, tensors, strict=True):
             if leaf.num_bytes:
                 whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-                _write(slot.file, bytes_of(whole), leaf.offset)
-        record = _RECORD.pack(index, *slot, unit, number, len(text), self._clock(), note)
+                _write(self._file, bytes_of(whole), slot.start + leaf.offset)
+        record = _RECORD.pack(index, self._file, *slot, unit, number, len(text), self._clock(), note)
         self._line.write(record + text)
         self._num_sent += 1
         return layout.payload_bytes
@@ -118,10 +124,9 @@ class SharedSender:
         """Nothing is to be done: what was sent is where the receiver finds it."""
 
     def close(self) -> None:
-        """Give up the line, and what slots are opened by; who has values in a slot keeps it."""
+        """Give up the line and the file; who has values in a slot keeps it."""
         self._line.close()
-        for slot in self._slots:
-            os.close(slot.file)
+        os.close(self._file)
 
     def _hear(self, tokens: bytes) -> None:
         for (token,) in _TOKEN.iter_unpack(tokens):
@@ -135,8 +140,10 @@ class SharedSender:
         for position in range(len(self._free) - 1, -1, -1):
             if self._slots[self._free[position]].num_bytes >= num_bytes:
                 return self._free.pop(position)
-        file, self._largest = new_file(max(self._largest, num_bytes))
-        self._slots.append(_Slot(file, self._largest))
+        self._largest = max(self._largest, pages(num_bytes))
+        self._slots.append(_Slot(self._end, self._largest))
+        self._end += self._largest
+        os.ftruncate(self._file, self._end)
         return len(self._slots) - 1
 
 
@@ -169,14 +176,14 @@ class SharedReceiver:
             PeerLostError: the sender is gone.
         """
         record = self._line.exactly(_RECORD.size)
-        index, file, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
+        index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
         if text_bytes:
             self._layouts.append(Layout.from_text(self._line.exactly(text_bytes)))
         if about != unit:
             raise AssertionError(f"process {self._line.peer} sent unit {about} where unit {unit} was awaited")
         slot = self._slots.get(index)
         if slot is None:
-            slot = self._slots[index] = self._open(file, num_bytes)
+            slot = self._slots[index] = self._open(file, num_bytes, start)
         self._tell(_TAKEN)
         self.num_taken += 1
         arrived_s = self._clock()
@@ -191,9 +198,9 @@ class SharedReceiver:
         self._process = 0
         self._line.close()
 
-    def _open(self, file: int, num_bytes: int) -> torch.Tensor:
+    def _open(self, file: int, num_bytes: int, start: int) -> torch.Tensor:
         here = self._line.open(file)
-        slot = mapped(here, num_bytes)
+        slot = mapped(here, num_bytes, start)
         os.close(here)
         return slot
 
