@@ -29,7 +29,8 @@ from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.drawing import draw_cells
 from pipebench.tracking.run_log import _one_line
-from pipebench.train.prepare import plan_request, prepare
+from pipebench.train.prepare import prepare
+from pipebench.train.request import plan_request
 from tests.models import SkipNet
 from tests.recipe.conftest import VALID
 from tests.support import Blobs, make_engine, make_setup, unit_profile

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.imports import importing
 from pipebench.cli.references import load_one
 
 
@@ -42,13 +43,14 @@ def draw(
       pipebench draw modes/zero-bubble --csv zb-h1.csv
       pipebench draw quickstart --memory memory.png --occupancy occupancy.png
     """
-    loaded = load_one(words)
-    from pipebench.cli.outputs import Output, refuse_to_overwrite
-    from pipebench.recipe.preflight import preflight
-    from pipebench.run import runner
-    from pipebench.schedule.csv_form import is_schedule
-    from pipebench.show import memory_picture, occupancy_picture
-    from pipebench.show.over_time import NUM_PARTS
+    with importing():
+        loaded = load_one(words)
+        from pipebench.cli.outputs import Output, refuse_to_overwrite
+        from pipebench.recipe.preflight import preflight
+        from pipebench.run import runner
+        from pipebench.schedule.csv_form import is_schedule
+        from pipebench.show import memory_picture, occupancy_picture
+        from pipebench.show.over_time import NUM_PARTS
 
     output = Output("--csv", table, "a schedule", is_schedule)
     pictures = (

@@ -7,7 +7,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.parameters import Parameter, count
 from pipebench.cli.references import load_all, split
-from pipebench.errors import UserError
+from pipebench.errors import UserError, WorkersFailedError
 from pipebench.units import UnitError, parse_bandwidth
 
 _MOST_HOSTS, _MOST_WORKERS = 64, 64
@@ -107,5 +107,8 @@ def lab(
     from pipebench.lab.findings import Options
 
     options = Options(hosts, workers_per_host, bandwidths, climbs, out.absolute())
-    code: int = run_lab(lambda more: load_all(references, [*overrides, *more]), overrides, options)
+    try:
+        code: int = run_lab(lambda more: load_all(references, [*overrides, *more]), overrides, options)
+    except WorkersFailedError as error:  # why has been said
+        return error.exit_code
     return code

@@ -9,7 +9,7 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.parameters import MOST_WORKERS, Parameter, count, name_of, parse_levels
-from pipebench.cli.references import load_runs, split
+from pipebench.cli.references import load_to_plan, split
 from pipebench.errors import UserError
 from pipebench.recipe.ranges import CHOICES
 from pipebench.units import parse_bytes, parse_duration
@@ -107,7 +107,7 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
         levels = tuple(replace(level, latency_s=latency_s or 0.0) for level in links.levels)
         links = replace(links, memory_bytes=memory_bytes, levels=levels)
     options = planning.PlanOptions(**given, links=links)
-    loaded = [planning.with_options(each, options) for each in load_runs(words, zipped=zipped)] if words else []
+    loaded = [planning.with_options(each, options) for each in load_to_plan(words, zipped=zipped)] if words else []
     for each in loaded:
         preflight(each, trains=False)
     if len(loaded) > 1:

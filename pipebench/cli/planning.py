@@ -16,15 +16,14 @@ from pipebench.cli.profiling import plain_name
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, RecipeError, UserError
 from pipebench.files import replace as replace_file
-from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import starts_of_cuts
 from pipebench.model.plan_layers import form_of
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.profile.choose import load_profile
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
+from pipebench.profile.load import load_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.plan_file import is_our_plan, is_plan_file
@@ -36,7 +35,8 @@ from pipebench.show.plan_report import Answer, plan_json, print_plan
 from pipebench.show.plans_report import plans_json, print_plans
 from pipebench.show.progress import preparing, searching
 from pipebench.show.terminal import standard_error, standard_output
-from pipebench.train.prepare import plan_of_file, plan_request, profile_model
+from pipebench.train.known import ToPlan, to_plan
+from pipebench.train.request import plan_request
 
 _DIFFERS = 1.1  # a prediction this many times the bottleneck asks for an explanation
 
@@ -134,7 +134,8 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
     answers, refused = [], {}
     for each in loaded:
         try:
-            answers.append(replace(_of_recipe(each, options), name=each.varied_name))
+            # The table has no place for other modes, JSON has.
+            answers.append(replace(_of_recipe(each, options, others=options.as_json), name=each.varied_name))
         except RecipeError as error:
             refused[each.varied_name] = "; ".join(fault.problem for fault in error.faults)
             cause = error
@@ -146,31 +147,40 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused)
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions) -> Answer:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, *, others: bool = True) -> Answer:
     recipe, own = loaded.recipe, loaded.cluster
     parallelism = recipe.parallelism
     mode = options.mode or parallelism.mode
     row = None if parallelism.mode == AUTO else parallelism.row
     with faults_of(loaded):
         with preparing(recipe.name, _progress(options)) as on_progress:
-            made = profile_model(recipe, own, on_progress, whole_minibatches=True)
+            known = to_plan(loaded, on_progress, needs_graph=_names_layers(parallelism))
         cluster = own if options.links is None else replace(options.links, device=own.device)
         request = replace(
-            plan_request(recipe, cluster, made.profile, made.dataset),
+            plan_request(recipe, cluster, known.profile, known.dataset),
             row=row if mode == parallelism.mode else None,
             accumulate=parallelism.accumulate if row is None or row.flush else None,
         )
-        answer = _answer(recipe.name, request, mode, options, says_samples=True)
+        answer = _answer(recipe.name, request, mode, options, says_samples=True, others=others)
         if request.row is not None:
-            answer = replace(answer, given=_given(parallelism, made.graph, request, mode))
+            answer = replace(answer, given=_given(parallelism, known, request, mode))
     return answer
 
 
-def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, mode: str) -> PlanEstimate | None:
+def _names_layers(parallelism: ParallelismRecipe) -> bool:
+    """Return whether the recipe's own plan is to be compared with the model's layers."""
+    return is_plan_file(parallelism.plan) or parallelism.cuts is not None
+
+
+def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode: str) -> PlanEstimate | None:
     """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
     planner = Planner(request, mode)
     if is_plan_file(parallelism.plan):
-        return planner.estimate_of(plan_of_file(parallelism, request.cluster.num_workers, graph, request.streams))
+        from pipebench.train.prepare import plan_of_file  # late: imports torch
+
+        assert known.graph is not None
+        plan = plan_of_file(parallelism, request.cluster.num_workers, known.graph, request.streams)
+        return planner.estimate_of(plan)
     if parallelism.plan == AUTO or planner.mode.shape in ("one", "one-stage"):
         return None
     try:
@@ -179,7 +189,8 @@ def _given(parallelism: ParallelismRecipe, graph: LayerGraph, request: Request, 
         return None
     starts = None
     if parallelism.cuts is not None:
-        starts = starts_of_cuts(graph, parallelism.cuts)
+        assert known.graph is not None
+        starts = starts_of_cuts(known.graph, parallelism.cuts)
     return planner.for_replicas(replicas, starts)
 
 
@@ -210,9 +221,11 @@ def _of_file(options: PlanOptions) -> Answer:
     return _answer(name, request, options.mode or "pipedream", options, says_samples=says_samples)
 
 
-def _answer(name: str, request: Request, mode: str, options: PlanOptions, *, says_samples: bool) -> Answer:
+def _answer(
+    name: str, request: Request, mode: str, options: PlanOptions, *, says_samples: bool, others: bool = True
+) -> Answer:
     with searching(name, _progress(options)) as tell:
-        comparison = compare(request, None if mode == AUTO else mode, tell=tell)
+        comparison = compare(request, None if mode == AUTO else mode, others=others, tell=tell)
     best = comparison.best
     spare_s = None
     row = request.row or MODES[best.plan.mode]

@@ -6,15 +6,14 @@ from pathlib import Path
 
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
-from pipebench.profile.choose import load_profile
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
+from pipebench.profile.load import load_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.show.profile_picture import draw_profile, is_our_picture
 from pipebench.show.profile_report import print_profile
 from pipebench.show.progress import preparing
-from pipebench.train.prepare import profile_model
 
 
 def profile(
@@ -67,6 +66,8 @@ def plain_name(path: Path) -> str:
 
 
 def _profiled(loaded: LoadedRecipe) -> Profile:
+    from pipebench.train.prepare import profile_model  # late: imports torch, which reading a profile doesn't need
+
     recipe = loaded.recipe
     with faults_of(loaded), preparing(recipe.name) as on_progress:
         return profile_model(recipe, loaded.cluster, on_progress).profile

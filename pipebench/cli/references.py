@@ -28,8 +28,12 @@ def load_one(words: Sequence[str], *, builds: bool = True) -> "LoadedRecipe":
     return load(references[0], overrides, builds=builds)
 
 
-def load_runs(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:
-    """Load the one recipe that is named, with its overrides: one per combination of the elements of its lists."""
+def load_to_plan(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:
+    """Load the one recipe that is named, with its overrides: one per combination of the elements of its lists.
+
+    A model is built where there are several, so that all their faults come out together; that of one is built, if it
+    has to be, when its profile is made.
+    """
     references, overrides = split(words)
     if len(references) != 1:
         raise click.UsageError(f"one recipe is needed, got {len(references)}")
@@ -37,7 +41,10 @@ def load_runs(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:
     from pipebench.recipe.load import load, load_each
 
     path = find(references[0], recipe_names())
-    return [load(references[0], overrides)] if path.is_dir() else load_each(path, overrides, zipped=zipped)
+    if path.is_dir():
+        return [load(references[0], overrides)]
+    loaded = load_each(path, overrides, zipped=zipped, builds=False)
+    return loaded if len(loaded) == 1 else load_each(path, overrides, zipped=zipped)
 
 
 def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: bool = False) -> list["LoadedRecipe"]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipebench.cli.group import note_verbose
+from pipebench.cli.imports import importing
 from pipebench.cli.parameters import Parameter, parse_seeds
 from pipebench.cli.references import load_all, split
 from pipebench.errors import UserError, WorkersFailedError
@@ -67,11 +68,13 @@ def run(words: tuple[str, ...], seeds: tuple[int, ...] | None, zipped: bool, res
         from pipebench.distributed.launch_worker import worker_main
 
         return worker_main(lambda: _work(words, seeds, zipped, resume, verbose), verbose=verbose)
-    loaded, suite = _to_run(words, zipped, resume, verbose)
+    with importing():
+        loaded, suite = _to_run(words, zipped, resume, verbose)
     from pipebench.run.preflight_all import preflight_all
 
     preflight_all(loaded)
-    from pipebench.run import runner
+    with importing():
+        from pipebench.run import runner
 
     try:
         code: int = runner.run_recipes(loaded, suite, seeds=seeds)

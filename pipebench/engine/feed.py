@@ -6,6 +6,7 @@ The order is fixed beforehand: what is fetched, and when it arrives, changes no 
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pipebench.recipe.users_code import as_users
 from zoo.registry import Dataset
 
 _AHEAD = 2  # minibatches that every loader process has ready
+_SIZES_KEPT = 1024  # more than there are units in flight
 
 
 class Feed:
@@ -41,6 +43,8 @@ class Feed:
         self._sampler = setup.sampler if self._trains else setup.held_out
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._ahead: dict[tuple[int, int], _Ahead] = {}
+        self._parts = setup.pipeline.microbatches if self._trains else 1
+        self._size = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)  # asked for by every instruction of a unit
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return the minibatch of the whole run, and the microbatch, that a unit is; evaluations cut none."""
@@ -56,8 +60,7 @@ class Feed:
 
     def size(self, unit: int) -> int:
         """Return a unit's number of samples; 0 in short minibatches with fewer samples than microbatches."""
-        minibatch, microbatch = self.minibatch(unit)
-        return self._sizes(minibatch)[microbatch]
+        return self._size(unit)
 
     def weight(self, unit: int) -> float:
         """Return a unit's weight in the mean loss."""
@@ -131,9 +134,8 @@ class Feed:
     def _units(self, stage: int, worker: int) -> Iterator[int]:
         """Yield the units of a worker's stage that aren't empty, ascending."""
         pipeline = self._pipeline
-        parts = pipeline.microbatches if self._trains else 1
         blocks = -(-self._num_minibatches // pipeline.block)
-        for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * parts)):
+        for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * self._parts)):
             if self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
                 yield unit
 
@@ -143,9 +145,12 @@ class Feed:
     def _draw(self, unit: int) -> int:
         return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
 
+    def _size_of(self, unit: int) -> int:
+        minibatch, microbatch = self.minibatch(unit)
+        return self._sizes(minibatch)[microbatch]
+
     def _sizes(self, minibatch: int) -> list[int]:
-        parts = self._pipeline.microbatches if self._trains else 1
-        return microbatch_sizes(self._sampler.size(minibatch), parts)
+        return microbatch_sizes(self._sampler.size(minibatch), self._parts)
 
 
 _Task = tuple[list[int], int]

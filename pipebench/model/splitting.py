@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from pipebench.model.graph import LayerGraph
+from pipebench.model.split_kinds import SPLITTABLE
 
 _NAMED = 8  # layers in a message
-_SPLIT = (
-    *(nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-SPLITTABLE = frozenset(kind.__name__ for kind in _SPLIT)  # read off a profile, a kind is only a name
+_SPLIT: tuple[type[nn.Module], ...] = tuple(getattr(nn, name) for name in SPLITTABLE)
 _BY_THE_WAY = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
 

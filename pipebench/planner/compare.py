@@ -15,13 +15,18 @@ Tell = Callable[[int, int, str], None]
 
 
 def compare(
-    request: Request, mode: str | None = "pipedream", *, tell: Tell = lambda _done, _total, _search: None
+    request: Request,
+    mode: str | None = "pipedream",
+    *,
+    others: bool = True,
+    tell: Tell = lambda _done, _total, _search: None,
 ) -> Comparison:
     """Plan every mode.
 
     Args:
         request: what to plan.
         mode: whose plan is asked for; None for that of the mode predicted to be fastest.
+        others: plan the other modes, too; False where nobody looks at them, but for data parallelism.
         tell: is told of every search that begins: modes done, modes in all, what is searched.
 
     Raises:
@@ -32,12 +37,13 @@ def compare(
     best_of: dict[str, PlanEstimate] = {}
     refused: dict[str, str] = {}
     known: dict[int, States] = {}
-    for done, name in enumerate(MODES):
+    wanted = [name for name in MODES if others or mode is None or name in (mode, "dp")]
+    for done, name in enumerate(wanted):
         if name in request.unsuited and name != mode:
             refused[name] = f"mode {name}: {request.unsuited[name]}"
             continue
         own = request if name == mode or request.row is None else replace(request, row=None)
-        planners[name] = Planner(own, name, known=known, tell=partial(_tell, tell, done, name))
+        planners[name] = Planner(own, name, known=known, tell=partial(_tell, tell, done, len(wanted), name))
         try:
             best_of[name] = planners[name].best()
         except PlanError as error:
@@ -68,5 +74,5 @@ def compare(
     )
 
 
-def _tell(tell: Tell, done: int, mode: str, search: str) -> None:
-    tell(done, len(MODES), f"{mode}, {search}")
+def _tell(tell: Tell, done: int, total: int, mode: str, search: str) -> None:
+    tell(done, total, f"{mode}, {search}")

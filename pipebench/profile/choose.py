@@ -23,18 +23,16 @@ from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached
-from pipebench.profile.devices import DEVICES, find_device, local_device_name
-from pipebench.profile.graph_txt import UNKNOWN_DEVICE, read_graph_txt
+from pipebench.profile.devices import DEVICES, LOCAL, find_device, is_computed, local_device_name
+from pipebench.profile.graph_txt import UNKNOWN_DEVICE
+from pipebench.profile.load import load_profile
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
-from pipebench.profile.stored import read_profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.targets import targets_of
 from zoo.registry import Dataset
-
-LOCAL = "local"
 
 
 def profile_for(
@@ -119,34 +117,10 @@ def is_measured(recipe: Recipe, cluster: Cluster) -> bool:
     return _timing(recipe, cluster) == "measured"
 
 
-def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
-    """Read a profile file: pipebench's JSON, or the PipeDream artifact's `graph.txt`; its content says which.
-
-    Args:
-        path: the file.
-        num_samples: samples per minibatch of a `graph.txt`, which doesn't say; JSON does.
-
-    Raises:
-        ProfileError: it isn't there, or isn't a whole profile; names the file and where in it.
-    """
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"profile {path} can't be read: it isn't text (byte {error.start})") from error
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"profile {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    if not text.lstrip().startswith("{"):
-        return read_graph_txt(text, str(path), num_samples)
-    try:
-        return read_profile(text)
-    except ProfileError as error:
-        raise ProfileError(f"profile {path}: {error}") from error
-
-
 def _timing(recipe: Recipe, cluster: Cluster) -> str:
     timing = recipe.engine.timing
     if timing == "auto":
-        return "measured" if cluster.device == LOCAL else "analytic"
+        return "analytic" if is_computed(timing, cluster) else "measured"
     return timing
 
 

@@ -7,11 +7,18 @@ cores, adding in 32 bits, as cuBLAS and cuDNN use them. Assumed: a device withou
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from pipebench.cluster import Cluster
 from pipebench.errors import ProfileError, choice
+from zoo.late import Late
 
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
+
+LOCAL = "local"  # a cluster's device that is no entry of the catalogue but whatever is here
 # Host to device, pinned memory. Assumed: 12 of the 15.75 GB/s of PCIe 3.0 x16, the same fraction of later versions.
 _PCIE3, _PCIE4, _PCIE5 = 12e9, 24e9, 48e9
 
@@ -42,7 +49,7 @@ class DeviceSpec:
     fp16_flops_per_s: float = 0.0
     bf16_flops_per_s: float = 0.0
 
-    def tensor_flops_per_s(self, dtype: torch.dtype | None) -> float:
+    def tensor_flops_per_s(self, dtype: "torch.dtype | None") -> float:
         """Return the peak rate of tensor cores for a type; 0 if they don't take it."""
         if dtype is torch.float16:
             return self.fp16_flops_per_s
@@ -70,6 +77,11 @@ DEVICES: dict[str, DeviceSpec] = {
 }
 
 
+def is_computed(timing: str, cluster: Cluster) -> bool:
+    """Return whether `engine.timing` has a cluster's times computed, from what the catalogue says of its device."""
+    return timing == "analytic" or (timing == "auto" and cluster.device != LOCAL)
+
+
 def find_device(name: str) -> DeviceSpec:
     """Return the catalogue's entry for a device; case, spaces and `-` don't matter.
 
@@ -83,7 +95,7 @@ def find_device(name: str) -> DeviceSpec:
     raise ProfileError(f"no analytic profile for device: {choice(name, DEVICES)}")
 
 
-def local_device_name(device: torch.device) -> str:
+def local_device_name(device: "torch.device") -> str:
     """Return what a device of this machine is: the GPU's name, or the processor's and torch's number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipebench.model.splitting import SPLITTABLE
+from pipebench.model.split_kinds import SPLITTABLE
 from pipebench.profile.model import LayerProfile
 
 

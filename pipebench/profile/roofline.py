@@ -4,6 +4,7 @@ Williams, Waterman and Patterson, "Roofline" (2009), applied to each ATen operat
 at the peak bandwidth, each times an efficiency of `efficiencies.py`, and never less than it takes to launch it.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from pipebench.profile import recurrent
 from pipebench.profile.devices import DeviceSpec
@@ -87,7 +87,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or name in _FREE:
             return out
         num_bytes = _bytes_of(name, args, kwargs, out)
-        count = flop_registry.get(func.overloadpacket)
+        count = _flop_counters().get(func.overloadpacket)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         self._dtype = _type_of(out)
         launches, seconds = 1, self._product_s(flops / self._used_by(func.overloadpacket, args), num_bytes)
@@ -168,6 +168,14 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plain_bytes = x.nbytes + out.nbytes
         arithmetic = self._arithmetic_s(flops * grown / WINOGRAD_KERNEL**2, self._efficiencies.convolution)
         return self._memory_s(plain_bytes * (1 + grown)) + max(arithmetic, self._memory_s(plain_bytes * grown))
+
+
+@functools.cache
+def _flop_counters() -> Mapping[Any, Callable[..., Any]]:
+    """Return what counts an operation's arithmetic. Late: torch's counter imports triton, where that is installed."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
 
 
 def _bytes_of(name: str, args: Any, kwargs: Any, out: Any) -> int:

@@ -11,7 +11,7 @@ from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, given_arguments
 from pipebench.recipe.options import options, target_options, target_problems
 from pipebench.recipe.ranges import TIMINGS
-from pipebench.recipe.rules_zoo import dataset_problems, one_line
+from pipebench.recipe.rules_zoo import dataset_problems, model_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
 from pipebench.recipe.users_code import users_code
 
@@ -37,6 +37,18 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
     checks = (*own, *([_dataset] if needs_data else []), _device, _timing)
     _refuse(loaded, (problem for check in checks for problem in check(loaded)))
+
+
+def check_model(loaded: LoadedRecipe) -> None:
+    """Check what a model of the zoo says of its options' values, where `load` wasn't to build it.
+
+    Raises:
+        RecipeError: it doesn't take them; in the file that gave the last of them.
+    """
+    given = [file for key, file in loaded.origins.items() if key.startswith("model.")]
+    faults = [Fault(given[-1], key, problem) for key, problem in model_problems(loaded.recipe.model)]
+    if faults:
+        raise RecipeError(faults)
 
 
 def _refuse(loaded: LoadedRecipe, problems: Iterator[tuple[str, str]]) -> None:
@@ -91,9 +103,11 @@ def _dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    if loaded.recipe.engine.device != "cuda":
+        return
     import torch
 
-    if loaded.recipe.engine.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         yield "engine.device", "got cuda, and torch sees no CUDA device here; allowed are cpu and auto"
 
 

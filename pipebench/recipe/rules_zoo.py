@@ -118,11 +118,15 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
 
 @rule("@builds", "model")
 def _model_values(_builds: bool, model: Mapping[str, Any]) -> Problems:
-    """Build a model of the zoo on the meta device: it checks the ranges of its options itself."""
-    from pipebench.recipe.weightless import weightless
+    yield from model_problems(model)
 
+
+def model_problems(model: Mapping[str, Any]) -> Problems:
+    """Build a model of the zoo on the meta device: it checks the ranges of its options itself."""
     if model.get("name") is None or not _is_small(model):
         return
+    from pipebench.recipe.weightless import weightless  # late: imports torch
+
     try:
         with weightless(), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*zero-element")  # a layer without channels or classes

@@ -232,7 +232,8 @@ class RunRecorder:
     def _train(self, train: Train) -> tuple[RunResult, Timeline]:
         if not self._kind.trains:
             return train(Silent(), self.log.point)
-        self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
+        if self._kind.measures:
+            self._tracking.wait_until_ready()  # MLflow's import would otherwise compete with the first minibatches
         per_epoch = self._job.setup.sampler.num_samples
         with RunProgress(
             self._request.name,

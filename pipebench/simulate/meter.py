@@ -101,7 +101,7 @@ class Meter:
         self.stall_s = 0.0
         self.origin_s = 0.0
         self._pipeline = pipeline
-        self._spans: list[Span] = []
+        self._seen: list[tuple[Event, bool]] = []  # and whether it was of an evaluation: spans are made at the end
         self._transfers: list[Transfer] = []
         self._truncated = False
         self._listeners = listeners
@@ -120,8 +120,8 @@ class Meter:
             for listener in self._listeners:
                 listener.event(event)
         if not self._truncated and event.end_s > event.start_s:
-            self._spans.append(span_of(self._pipeline, event, self.evaluating))
-            self._truncated = len(self._spans) >= RECORDED_SPANS
+            self._seen.append((event, self.evaluating))
+            self._truncated = len(self._seen) >= RECORDED_SPANS
 
     def transfer(self, transfer: Transfer) -> None:
         """Take note of a transfer."""
@@ -133,10 +133,11 @@ class Meter:
 
     def timeline(self) -> Timeline:
         """Return the recorded part."""
-        spans = tuple(sorted(self._spans, key=lambda span: (span.start_s, span.worker)))
+        found = (span_of(self._pipeline, event, evaluating) for event, evaluating in self._seen)
+        spans = tuple(sorted(found, key=lambda span: (span.start_s, span.worker)))
         transfers = tuple(sorted(self._transfers, key=lambda transfer: transfer.start_s))
-        found = Timeline(self._pipeline.worker_names, spans, transfers, self._truncated)
-        return found.shifted(-self.origin_s) if self.origin_s else found
+        timeline = Timeline(self._pipeline.worker_names, spans, transfers, self._truncated)
+        return timeline.shifted(-self.origin_s) if self.origin_s else timeline
 
 
 def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:

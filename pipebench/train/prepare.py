@@ -18,16 +18,15 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, TracingError, choice
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.optimizer import make_optimizer
-from pipebench.model.plan import Plan, make_plan, memory_of, starts_of_cuts
+from pipebench.model.plan import Plan, make_plan, starts_of_cuts
 from pipebench.model.plan_layers import layer_problems, plan_of, refuse
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
-from pipebench.model.sampling import InOrder, Sampler, Streams, microbatch_sizes, mix, name_hash, seed_default_generator
+from pipebench.model.sampling import mix, name_hash, seed_default_generator
 from pipebench.model.trace_check import check_traced
 from pipebench.planner.compare import compare
-from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
-from pipebench.planner.plans import Comparison, Request
+from pipebench.planner.plans import Comparison
 from pipebench.planner.predict import make_pipeline
 from pipebench.profile.choose import fitting, is_measured, profile_for
 from pipebench.profile.model import Profile
@@ -36,7 +35,6 @@ from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.plan_file import PlanForm, form_problems, is_plan_file, load_plan
 from pipebench.recipe.push_order import load_push_order
 from pipebench.recipe.schema import LossScaleRecipe, ParallelismRecipe, Recipe, TrainRecipe
-from pipebench.recipe.suited import unsuited_modes
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan, streams_problem
@@ -46,6 +44,7 @@ from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.train.kept_plan import ANEW, kept_plan
 from pipebench.train.learning_rate import learning_rate
+from pipebench.train.request import plan_request, samplers, travelling_sizes
 from zoo.plain import seeded
 from zoo.registry import Dataset
 
@@ -212,25 +211,6 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
     return made
 
 
-def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
-    """Return which samples make up a minibatch, in training and in evaluation."""
-    size = train.minibatch_size
-    if dataset.sequential:
-        streams = train.streams or 1
-        return Streams(dataset.num_train, size, streams), Streams(dataset.num_eval, size, streams, covers=True)
-    return Sampler(dataset.num_train, size, train.seed, dataset.buckets), InOrder(dataset.num_eval, size)
-
-
-def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
-    """Return every number of samples a unit can have, in training and evaluation."""
-    training, held_out = (
-        {sampler.size(0), sampler.size(sampler.minibatches_per_epoch - 1)}
-        for sampler in samplers(recipe.train, dataset)
-    )
-    units = {part for n in training for part in microbatch_sizes(n, recipe.parallelism.microbatches)}
-    return tuple(sorted((units | held_out) - {0}))
-
-
 @dataclass(frozen=True)
 class ProfiledModel:
     """A recipe's model, data and costs.
@@ -293,9 +273,7 @@ def profile_model(
     exact, graph = (graph, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
-    sizes = travelling_sizes(recipe, dataset)
-    if whole_minibatches:
-        sizes = tuple(sorted({*sizes, min(recipe.train.minibatch_size, dataset.num_train)}))
+    sizes = travelling_sizes(recipe, dataset, whole_minibatches=whole_minibatches)
     if kept is not None:
         profile = fitting(kept, KEPT, graph, sizes)
     else:
@@ -339,29 +317,6 @@ def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:
                     f"embedding {layer.name} of the model has {module.num_embeddings} rows, and {field} of dataset "
                     f"{name} has {dataset.num_ids[field]} different ids"
                 )
-
-
-def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
-    """Return what a recipe asks of the planner.
-
-    Raises:
-        PlanError: it names layers that the profile doesn't have.
-    """
-    parallelism = recipe.parallelism
-    names = [row.name for row in next(iter(profile.layers.values()))[:-1]]
-    return Request(
-        profile=profile,
-        cluster=cluster,
-        model=COST_MODELS[parallelism.cost_model],
-        minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
-        microbatches=parallelism.microbatches,
-        accumulate=1 if parallelism.mode == AUTO else parallelism.row.accumulate,
-        depth=None if parallelism.depth == AUTO else int(parallelism.depth),
-        row=None if parallelism.mode == AUTO else parallelism.row,
-        memory=None if parallelism.recompute_layers is None else memory_of(names, parallelism.recompute_layers),
-        streams=(recipe.train.streams or 1) if dataset.sequential else None,
-        unsuited=unsuited_modes(recipe.train),
-    )
 
 
 def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset) -> Plan:

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 REPORTS = Path(__file__).parents[1]
@@ -19,28 +18,43 @@ REPLICATED = "pipebench lab lab/pipedream --hosts 3 --bandwidth 300Mbit parallel
 
 
 def main() -> None:
-    """Run both labs, and write the page."""
+    """Run both labs, and write the page: what the first one found stays if the second one fails."""
     with tempfile.TemporaryDirectory() as folder:
-        whole = _page(COMMAND.split()[1:], Path(folder, "whole"))
-        replicated = _page(REPLICATED.split()[1:], Path(folder, "replicated"))
+        whole = run(COMMAND, Path(folder, "whole"))
         shutil.copyfile(Path(folder, "whole", "lab.png"), REPORTS / "lab.png")
-    text = (
-        f"{whole.rstrip()}\n\n## A replicated stage: three hosts on the same cores\n\n"
-        f"`{REPLICATED}`.\n\n{_section(replicated, 'Every recipe at every bandwidth')}\n\n"
-        f"## How this page is made\n\n`python -m reports.studies.lab`: `{COMMAND}`, then the command above.\n"
-    )
-    (REPORTS / "lab.md").write_text(text, encoding="utf-8")
+        shutil.copyfile(Path(folder, "whole", "lab.json"), REPORTS / "studies" / "lab_runs.json")
+        (REPORTS / "lab.md").write_text(page(whole), encoding="utf-8")
+        replicated = run(REPLICATED, Path(folder, "replicated"))
+    (REPORTS / "lab.md").write_text(page(whole, replicated), encoding="utf-8")
 
 
-def _page(words: Sequence[str], out: Path) -> str:
-    """Return the page that a lab writes; its runs, and their record, are in the folder above."""
-    command = [sys.executable, "-m", "pipebench", *words, "--out", str(out)]
-    subprocess.run(command, cwd=out.parent, check=True)
+def page(whole: str, replicated: str | None = None) -> str:
+    """Return the page.
+
+    Args:
+        whole: what the lab of all shipped recipes wrote.
+        replicated: likewise, of the plan with a replicated stage.
+    """
+    parts = [whole.rstrip()]
+    if replicated is not None:
+        runs = section(replicated, "Every recipe at every bandwidth")
+        parts += ["## A replicated stage: three hosts on the same cores", f"`{REPLICATED}`", runs]
+    commands = f"`{COMMAND}`" + (", then the command above" if replicated is not None else "")
+    made = f"`python -m reports.studies.lab`: {commands}. The numbers are in `studies/lab_runs.json`."
+    parts += ["## How this page is made", made]
+    return "\n\n".join(parts) + "\n"
+
+
+def run(command: str, out: Path) -> str:
+    """Run a lab; its runs, and their record, are in the folder above `out`. Returns the page that it writes."""
+    words = [sys.executable, "-m", *command.split(), "--out", str(out)]
+    subprocess.run(words, cwd=out.parent, check=True)
     return (out / "lab.md").read_text(encoding="utf-8")
 
 
-def _section(page: str, title: str) -> str:
-    found = re.search(rf"^## {re.escape(title)}\n\n(.*?)(?=\n## |\Z)", page, re.DOTALL | re.MULTILINE)
+def section(text: str, title: str) -> str:
+    """Return what stands below a title of a page."""
+    found = re.search(rf"^## {re.escape(title)}\n\n(.*?)(?=\n## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert found is not None
     return found[1].rstrip()
 

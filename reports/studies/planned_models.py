@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from pipebench.cluster import Cluster
-from pipebench.profile.choose import load_profile
+from pipebench.profile.load import load_profile
 from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load

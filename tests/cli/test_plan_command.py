@@ -12,6 +12,8 @@ from pipebench.cli.main import cli
 from pipebench.cli.parameters import MOST_WORKERS, parse_levels
 from pipebench.planner import thinning
 from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.stored import write_profile
 from pipebench.schedule.modes import MODES
 from pipebench.show.plan_picture import is_our_picture
@@ -242,7 +244,7 @@ def test_a_mistake_is_one_sentence(graph: str, arguments: list[str], message: st
 
 
 def test_a_size_that_json_does_not_have(graph: str) -> None:
-    from pipebench.profile.choose import load_profile
+    from pipebench.profile.load import load_profile
 
     Path("p.json").write_text(write_profile(load_profile(graph, 8)))
     assert answer("--profile", "p.json", "--levels", "2@1e9")["minibatch_size"] == 8
@@ -336,6 +338,23 @@ def test_servers_and_sizes_go_together_when_zipped() -> None:
     assert len(json.loads(invoke(*words, "--json").stdout)) == 4
     zipped = json.loads(invoke(*words, "--zip", "--json").stdout)
     assert [(each["num_workers"], each["minibatch_size"]) for each in zipped] == [(4, 32), (8, 16)]
+
+
+def test_a_table_of_a_sweep_plans_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+    best = Planner.best
+
+    def counted(self: Planner) -> PlanEstimate:
+        planned.append(self.name)
+        return best(self)
+
+    monkeypatch.setattr(Planner, "best", counted)
+    assert invoke("quickstart", "parallelism.depth=1,2").exit_code == 0
+    assert planned == ["dp", "pipedream"] * 2 or planned == ["pipedream", "dp"] * 2
+    planned.clear()
+    both: Any = answer("quickstart", "parallelism.depth=1,2")
+    assert {row["mode"] for row in both[0]["others"]} == {*MODES} - {"pipedream"}
+    assert sorted(planned) == sorted([*MODES] * 2)
 
 
 def test_a_run_of_a_sweep_without_a_plan_is_a_sentence_below_the_others() -> None:

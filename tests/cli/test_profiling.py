@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pipebench.cli.main import cli
-from pipebench.profile.choose import load_profile
 from pipebench.profile.graph_txt import write_graph_txt
+from pipebench.profile.load import load_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.stored import write_profile
 from pipebench.show.profile_picture import draw_profile, is_our_picture, profile_figure

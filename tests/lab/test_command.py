@@ -2,12 +2,14 @@
 
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.lab import hosts
+from pipebench.errors import WorkersFailedError
+from pipebench.lab import command, hosts
 
 
 def refused(*words: str) -> str:
@@ -66,3 +68,15 @@ def test_without_iproute2_it_is_named(monkeypatch: pytest.MonkeyPatch, missing: 
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else f"/sbin/{name}")
     assert refused("--clean") == f"a lab needs {named} of iproute2, which isn't there: install the package iproute2"
+
+
+@pytest.mark.usefixtures("a_lab_is_possible")
+def test_a_run_that_failed_ends_with_its_exit_code_and_no_more_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> int:
+        raise WorkersFailedError(3)
+
+    monkeypatch.setattr(command, "run_lab", fail)
+    result = CliRunner().invoke(cli, ["lab", "quickstart", "--out", str(tmp_path)])
+    assert (result.exit_code, result.output) == (3, "")

@@ -15,9 +15,10 @@ from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.profile import choose
 from pipebench.profile.analytic import analytic_profile
-from pipebench.profile.choose import load_profile, profile_for
+from pipebench.profile.choose import profile_for
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.graph_txt import write_graph_txt
+from pipebench.profile.load import load_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe

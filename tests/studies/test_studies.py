@@ -11,8 +11,8 @@ import torch
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
-from pipebench.profile.choose import load_profile
 from pipebench.profile.devices import DEVICES
+from pipebench.profile.load import load_profile
 from reports.studies import gpu_profiles, planner_vs_simulator, table1_plans
 from reports.studies.planned_models import PUBLISHED, TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds

@@ -28,7 +28,8 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.prepare import Job, initial_model, travelling_sizes
+from pipebench.train.prepare import Job, initial_model
+from pipebench.train.request import travelling_sizes
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock

@@ -214,7 +214,7 @@ def test_analytic_profile_knows_the_lstm_as_cudnn_s() -> None:
     """It costs what torch's does, and a copy of the weights each way: no step taken apart into small kernels."""
     dataset, recipe, width = zoo.DATASETS["ptb"].make(), OptimizerRecipe(name="sgd", lr=30.0), 1024
     with torch.device("meta"):
-        models = [awd_lm(embedding_size=width, num_layers=1, **NO_DROPOUT), TorchLm(10_000, width)]
+        models = [zoo.MODELS["awd_lm"].make(embedding_size=width, num_layers=1, **NO_DROPOUT), TorchLm(10_000, width)]
     ours, theirs = (
         next(row for row in analytic_profile(trace(m.train()), dataset, [80], DEVICES["V100"], recipe, "").layers[80]
              if "LSTM" in row.kind)

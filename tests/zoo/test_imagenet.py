@@ -223,7 +223,7 @@ def test_splits_with_other_classes(tree: Path) -> None:
 def test_options_out_of_range(options: dict[str, int]) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=f"^imagenet: {name} is {value}, allowed is"):
-        imagenet(**options)
+        zoo.DATASETS["imagenet"].make(**options)
 
 
 def test_unknown_split_and_sample(tree: Path) -> None:

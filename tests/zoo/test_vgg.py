@@ -70,7 +70,8 @@ def test_map_the_classifier_reads(image_size: int, map_size: int) -> None:
 
 def test_initialisation() -> None:
     torch.manual_seed(0)
-    plain, kaiming = vgg16(width=0.25, image_size=32), vgg16(width=0.25, image_size=32, init="kaiming")
+    make = zoo.MODELS["vgg16"].make
+    plain, kaiming = make(width=0.25, image_size=32), make(width=0.25, image_size=32, init="kaiming")
     assert plain.classifier[3].weight.std().item() == pytest.approx(0.01, rel=0.02)
     assert kaiming.classifier[3].weight.std().item() == pytest.approx((2 / 1024) ** 0.5, rel=0.02)
     assert kaiming.features[2].weight.std().item() == pytest.approx((2 / (9 * 16)) ** 0.5, rel=0.1)

@@ -1,0 +1,32 @@
+"""Profile files: pipebench's own JSON and the PipeDream artifact's `graph.txt`; which one it is, its content says."""
+
+from pathlib import Path
+
+from pipebench.errors import ProfileError
+from pipebench.profile.graph_txt import read_graph_txt
+from pipebench.profile.model import Profile
+from pipebench.profile.stored import read_profile
+
+
+def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
+    """Read a profile file: pipebench's JSON, or the PipeDream artifact's `graph.txt`; its content says which.
+
+    Args:
+        path: the file.
+        num_samples: samples per minibatch of a `graph.txt`, which doesn't say; JSON does.
+
+    Raises:
+        ProfileError: it isn't there, or isn't a whole profile; names the file and where in it.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"profile {path} can't be read: it isn't text (byte {error.start})") from error
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"profile {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+    if not text.lstrip().startswith("{"):
+        return read_graph_txt(text, str(path), num_samples)
+    try:
+        return read_profile(text)
+    except ProfileError as error:
+        raise ProfileError(f"profile {path}: {error}") from error

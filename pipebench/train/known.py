@@ -1,0 +1,99 @@
+"""The profile that a plan is made for: where all that determines it is known, taken from the cache without torch.
+
+Importing torch and tracing a model take longer than planning. For a model and a data set of the zoo whose times are
+computed, everything that a profile depends on can be read off: the recipe, the data set's declared sizes, the cluster's
+device, all code of the zoo and of pipebench, and torch's version. One that was made for just these is used again.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pipebench
+import zoo
+from pipebench.cluster import Cluster
+from pipebench.profile.cache import cached
+from pipebench.profile.devices import find_device, is_computed
+from pipebench.profile.model import Profile
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.make import make_dataset
+from pipebench.recipe.preflight import check_model
+from pipebench.recipe.schema import Recipe
+from pipebench.train.request import travelling_sizes
+from zoo.registry import Dataset
+
+if TYPE_CHECKING:
+    from pipebench.model.graph import LayerGraph
+
+OnProgress = Callable[[int, int], None] | None
+
+
+class ToPlan(NamedTuple):
+    """What is known of a recipe before it is planned.
+
+    Attributes:
+        profile: at the sizes of whole minibatches, too.
+        dataset: the data.
+        graph: the layer graph, on the meta device; None where the profile was known without it.
+    """
+
+    profile: Profile
+    dataset: Dataset
+    graph: "LayerGraph | None"
+
+
+def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph: bool = False) -> ToPlan:
+    """Return a recipe's profile and data set.
+
+    Args:
+        loaded: the recipe; what its model makes of its options' values needn't have been checked.
+        on_progress: told of (layers profiled, layers to profile).
+        needs_graph: whether the layer graph has to be there, too.
+
+    Raises:
+        RecipeError: the model doesn't take its options' values.
+        GraphError, PlanError, ProfileError: it can't be traced or profiled, or isn't fed by the data set.
+    """
+    recipe, cluster = loaded.recipe, loaded.cluster
+    if needs_graph or loaded.has_targets or not is_computed(recipe.engine.timing, cluster):
+        return _made(loaded, on_progress)
+    dataset: Dataset = make_dataset(recipe.dataset)
+    profile = cached(_determining(recipe, cluster, dataset), lambda: _made(loaded, on_progress).profile)
+    return ToPlan(profile, dataset, None)
+
+
+def _made(loaded: LoadedRecipe, on_progress: OnProgress) -> ToPlan:
+    check_model(loaded)
+    from pipebench.train.prepare import profile_model  # late: imports torch
+
+    made = profile_model(loaded.recipe, loaded.cluster, on_progress, whole_minibatches=True)
+    return ToPlan(made.profile, made.dataset, made.graph)
+
+
+def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str, object]:
+    """Return everything that determines a computed profile of one of the zoo's models."""
+    return {
+        "model": dict(recipe.model),
+        "dataset": dict(recipe.dataset),
+        "train": asdict(recipe.train),
+        "mode": asdict(recipe.parallelism),  # a model that can't be cut is one layer where nothing needs to be
+        "engine": asdict(recipe.engine),
+        "sizes": travelling_sizes(recipe, dataset, whole_minibatches=True),
+        "computed for": asdict(find_device(cluster.device)),
+        "code": _code_hash(),
+        "torch": importlib.metadata.version("torch"),
+        "python": sys.version,
+    }
+
+
+@functools.cache
+def _code_hash() -> str:
+    """Return a hash of all code that has a part in it, and of more: none is forgotten."""
+    folders = (Path(pipebench.__file__).parent, Path(zoo.__file__).parent)
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

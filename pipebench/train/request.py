@@ -1,0 +1,55 @@
+"""What a recipe asks of the planner, and which sizes travel: known without its model, and without torch."""
+
+from pipebench.cluster import Cluster
+from pipebench.model.plan import memory_of
+from pipebench.model.sampling import InOrder, Sampler, Streams, microbatch_sizes
+from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.plans import Request
+from pipebench.profile.model import Profile
+from pipebench.recipe.schema import Recipe, TrainRecipe
+from pipebench.recipe.suited import unsuited_modes
+from pipebench.schedule.modes import AUTO
+from zoo.registry import Dataset
+
+
+def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
+    """Return which samples make up a minibatch, in training and in evaluation."""
+    size = train.minibatch_size
+    if dataset.sequential:
+        streams = train.streams or 1
+        return Streams(dataset.num_train, size, streams), Streams(dataset.num_eval, size, streams, covers=True)
+    return Sampler(dataset.num_train, size, train.seed, dataset.buckets), InOrder(dataset.num_eval, size)
+
+
+def travelling_sizes(recipe: Recipe, dataset: Dataset, *, whole_minibatches: bool = False) -> tuple[int, ...]:
+    """Return every number of samples a unit can have, in training and evaluation; of whole minibatches too if asked."""
+    training, held_out = (
+        {sampler.size(0), sampler.size(sampler.minibatches_per_epoch - 1)}
+        for sampler in samplers(recipe.train, dataset)
+    )
+    units = {part for n in training for part in microbatch_sizes(n, recipe.parallelism.microbatches)}
+    whole = {min(recipe.train.minibatch_size, dataset.num_train)} if whole_minibatches else set()
+    return tuple(sorted((units | held_out | whole) - {0}))
+
+
+def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
+    """Return what a recipe asks of the planner.
+
+    Raises:
+        PlanError: it names layers that the profile doesn't have.
+    """
+    parallelism = recipe.parallelism
+    names = [row.name for row in next(iter(profile.layers.values()))[:-1]]
+    return Request(
+        profile=profile,
+        cluster=cluster,
+        model=COST_MODELS[parallelism.cost_model],
+        minibatch_size=min(recipe.train.minibatch_size, dataset.num_train),
+        microbatches=parallelism.microbatches,
+        accumulate=1 if parallelism.mode == AUTO else parallelism.row.accumulate,
+        depth=None if parallelism.depth == AUTO else int(parallelism.depth),
+        row=None if parallelism.mode == AUTO else parallelism.row,
+        memory=None if parallelism.recompute_layers is None else memory_of(names, parallelism.recompute_layers),
+        streams=(recipe.train.streams or 1) if dataset.sequential else None,
+        unsuited=unsuited_modes(recipe.train),
+    )

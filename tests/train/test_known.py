@@ -1,0 +1,142 @@
+"""Profiles for planning that are known before torch is imported."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipebench.cli.main import cli
+from pipebench.errors import RecipeError
+from pipebench.recipe.catalog import find
+from pipebench.recipe.load import LoadedRecipe, load_each
+from pipebench.train import known, prepare
+from pipebench.train.known import to_plan
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the recipes whose models are built, in order."""
+    names: list[str] = []
+    real = prepare.profile_model
+
+    def profile_model(recipe: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(recipe.name)
+        return real(recipe, *arguments, **options)
+
+    monkeypatch.setattr(prepare, "profile_model", profile_model)
+    return names
+
+
+def recipe(*overrides: str) -> LoadedRecipe:
+    return load_each(find("quickstart", []), overrides, builds=False)[0]
+
+
+def test_what_is_known_is_what_is_made(built: list[str]) -> None:
+    made, again = to_plan(recipe()), to_plan(recipe())
+    assert len(built) == 1
+    assert (made.profile, made.dataset.num_train) == (again.profile, again.dataset.num_train)
+    whole = prepare.profile_model(recipe().recipe, recipe().cluster, whole_minibatches=True)
+    assert again.profile == whole.profile
+    assert again.graph is None
+    graph = to_plan(recipe(), needs_graph=True).graph
+    assert graph is not None
+    assert [layer.name for layer in graph.layers] == [
+        row.name for row in next(iter(again.profile.layers.values()))[:-1]
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.width=0.25",
+        "dataset.image_size=48",
+        "train.minibatch_size=16",
+        "train.precision=bf16",
+        "train.optimizer.momentum=0",
+        "cluster.name=cluster-c",
+    ],
+)
+def test_what_a_profile_depends_on_has_it_made_anew(override: str, built: list[str]) -> None:
+    options = [override, "model.image_size=48"] if "image_size" in override else [override]
+    to_plan(recipe()), to_plan(recipe(*options)), to_plan(recipe(*options))
+    assert len(built) == 2
+
+
+def test_changed_code_or_torch_has_it_made_anew(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    to_plan(recipe())
+    monkeypatch.setattr(known, "_code_hash", lambda: "another")
+    to_plan(recipe())
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "9.9")
+    to_plan(recipe())
+    assert len(built) == 3
+
+
+@pytest.mark.parametrize("package", ["pipebench", "zoo"])
+def test_all_code_counts(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copy" / "inner").mkdir(parents=True)
+    (tmp_path / "copy" / "__init__.py").write_text("")
+    (tmp_path / "copy" / "inner" / "part.py").write_text("a = 1\n")
+    monkeypatch.setattr(f"{package}.__file__", str(tmp_path / "copy" / "__init__.py"))
+    before = known._code_hash.__wrapped__()
+    assert known._code_hash.__wrapped__() == before
+    (tmp_path / "copy" / "inner" / "part.py").write_text("a = 2\n")
+    assert known._code_hash.__wrapped__() != before
+
+
+def test_what_is_measured_or_the_users_own_is_never_taken_for_known(
+    built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise AssertionError("the cache was asked")
+
+    monkeypatch.setattr(known, "cached", refuse)
+    loaded = recipe()
+    own = replace(loaded.recipe, model={"target": "torch.nn:Identity"})
+    for each in (
+        replace(loaded, recipe=replace(loaded.recipe, engine=replace(loaded.recipe.engine, timing="p.json"))),
+        replace(loaded, recipe=own),
+    ):
+        with pytest.raises(Exception, match=r"p\.json|quickstart|Identity|forward|traced|inputs"):
+            to_plan(each)
+
+
+def test_what_a_model_says_of_its_options_is_told_by_plan_and_not_by_show() -> None:
+    with pytest.raises(RecipeError, match=r"model: vgg16: width is -1\.0, allowed is more than 0") as built:
+        load_each(find("quickstart", []), ["model.width=-1.0"])
+    with pytest.raises(RecipeError) as planned:
+        to_plan(recipe("model.width=-1.0"))
+    assert planned.value.faults == built.value.faults
+    said = CliRunner().invoke(cli, ["plan", "quickstart", "model.width=-1.0"])
+    assert (said.exit_code, said.stdout, said.stderr) == (2, "", f"pipebench: error: {built.value}\n")
+    assert CliRunner().invoke(cli, ["show", "quickstart", "model.width=-1.0"]).exit_code == 0
+    several = CliRunner().invoke(cli, ["plan", "quickstart", "model.width=0.25,-1.0"])
+    assert "model: vgg16: width is -1.0, allowed is more than 0 (with width=-1.0)" in several.stderr
+
+
+def test_a_plan_that_is_known_is_made_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pipebench.cli.main import cli\n"
+        "assert cli.main(['plan', 'quickstart', '--json'], standalone_mode=False) == 0\n"
+        "sys.stderr.write(str('torch' in sys.modules))"
+    )
+    first, second = (
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert (first.stderr[-4:], second.stderr) == ("True", "False")
+    answers = [json.loads(each.stdout) for each in (first, second)]
+    for answer in answers:
+        del answer["took_s"], answer["solve_s"]
+    assert answers[0] == answers[1]
