@@ -1,6 +1,6 @@
 """Channels between workers of one host: values stand in memory that both see, so they are copied once, by their sender.
 
-A sender has slots, pieces of memory that the receiver maps too. It copies a message's tensors into one that is free and
+A sender has slots, files in memory that the receiver maps. It copies a message's tensors into one that is free and
 writes a record of it into a pipe; what the receiver gets are tensors in that very slot. When the last of them is gone,
 which for an activation is when its graph is, the receiver writes the slot's number into a pipe that goes back, and the
 slot is free again. Nobody but the two is needed: no thread carries bytes, and who waits is woken by the system.
@@ -16,7 +16,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,24 +45,24 @@ def new_file(num_bytes: int) -> tuple[int, int]:
     return file, size
 
 
-class _Slot:
-    """A piece of memory that two processes see.
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU that stands in one piece."""
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
+    return memoryview(data)
 
-    Args:
-        file: its file descriptor; it may be closed afterwards.
+
+class _Slot(NamedTuple):
+    """A file in memory that two processes see.
+
+    The sender writes it and doesn't map it: pages that are mapped count as its own memory.
+
+    Attributes:
+        file: its file descriptor, at the sender's.
         num_bytes: its size.
     """
 
-    def __init__(self, file: int, num_bytes: int) -> None:
-        self.bytes = mapped(file, num_bytes)
-        self._places: dict[int, list[torch.Tensor]] = {}
-
-    def places(self, number: int, layout: Layout) -> list[torch.Tensor]:
-        """Return where the tensors of a layout stand; `number` is the layout's."""
-        found = self._places.get(number)
-        if found is None:
-            found = self._places[number] = layout.views(self.bytes.numpy())
-        return found
+    file: int
+    num_bytes: int
 
 
 class SharedSender:
@@ -78,7 +78,6 @@ class SharedSender:
         self._clock = clock
         self._layouts = Layouts()
         self._slots: list[_Slot] = []
-        self._files: list[int] = []
         self._free: list[int] = []
         self._num_sent = self._num_taken = 0
         self._largest = 0
@@ -103,10 +102,11 @@ class SharedSender:
         number, layout, text = self._layouts.of(form)
         index = self._take(layout.num_bytes)
         slot = self._slots[index]
-        for place, tensor in zip(slot.places(number, layout), tensors, strict=True):
-            place.copy_(tensor.detach())
-        size = len(slot.bytes)
-        record = _RECORD.pack(index, self._files[index], size, unit, number, len(text), self._clock(), note)
+        for leaf, tensor in zip(layout.tensors, tensors, strict=True):
+            if leaf.num_bytes:
+                whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+                _write(slot.file, bytes_of(whole), leaf.offset)
+        record = _RECORD.pack(index, *slot, unit, number, len(text), self._clock(), note)
         self._line.write(record + text)
         self._num_sent += 1
         return layout.payload_bytes
@@ -120,8 +120,8 @@ class SharedSender:
     def close(self) -> None:
         """Give up the line, and what slots are opened by; who has values in a slot keeps it."""
         self._line.close()
-        for file in self._files:
-            os.close(file)
+        for slot in self._slots:
+            os.close(slot.file)
 
     def _hear(self, tokens: bytes) -> None:
         for (token,) in _TOKEN.iter_unpack(tokens):
@@ -133,11 +133,10 @@ class SharedSender:
     def _take(self, num_bytes: int) -> int:
         """Return a free slot that is large enough, the latest to become free; a new one where there is none."""
         for position in range(len(self._free) - 1, -1, -1):
-            if len(self._slots[self._free[position]].bytes) >= num_bytes:
+            if self._slots[self._free[position]].num_bytes >= num_bytes:
                 return self._free.pop(position)
         file, self._largest = new_file(max(self._largest, num_bytes))
         self._slots.append(_Slot(file, self._largest))
-        self._files.append(file)
         return len(self._slots) - 1
 
 
@@ -157,7 +156,7 @@ class SharedReceiver:
         self._line = line
         self._clock = clock
         self._layouts: list[Layout] = []
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, torch.Tensor] = {}
         self._process = os.getpid()
 
     def expect(self, num_messages: int) -> None:
@@ -182,7 +181,7 @@ class SharedReceiver:
         self.num_taken += 1
         arrived_s = self._clock()
         layout = self._layouts[number]
-        data = slot.bytes.numpy()  # another view every time: it lasts as long as the tensors in it
+        data = slot.numpy()  # another view every time: it lasts as long as the tensors in it
         weakref.finalize(data, self._tell, index).atexit = False
         values = layout.values(layout.views(data))
         return Message(values, layout.payload_bytes, sent_s, arrived_s, note, 0)
@@ -192,9 +191,9 @@ class SharedReceiver:
         self._process = 0
         self._line.close()
 
-    def _open(self, file: int, num_bytes: int) -> _Slot:
+    def _open(self, file: int, num_bytes: int) -> torch.Tensor:
         here = self._line.open(file)
-        slot = _Slot(here, num_bytes)
+        slot = mapped(here, num_bytes)
         os.close(here)
         return slot
 
@@ -203,6 +202,13 @@ class SharedReceiver:
         if self._process == os.getpid():
             with suppress(PeerLostError):
                 self._line.write(_TOKEN.pack(token))
+
+
+def _write(file: int, data: memoryview, start: int) -> None:
+    """Write into a file in memory, which takes two gigabytes at once."""
+    while data:
+        written = os.pwrite(file, data, start)
+        data, start = data[written:], start + written
 
 
 Ends = tuple[SharedSender | None, SharedReceiver | None]
