@@ -15,8 +15,8 @@ from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.model.plan import stage_of_layers
 from pipebench.model.plan_layers import form_of
-from pipebench.planner.planner import MOST_COMPONENTS, searches_levels
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
+from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode

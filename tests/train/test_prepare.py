@@ -10,7 +10,7 @@ from torch import nn
 
 from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ProfileError, RecipeError
-from pipebench.planner import planner
+from pipebench.planner import searches
 from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
@@ -89,7 +89,7 @@ class TestPlansForText:
 
     def test_straight_plans_are_found_for_long_models_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where cuts are so many that given shapes aren't tried, the search of any width alone tears streams apart."""
-        monkeypatch.setattr(planner, "_MOST_CUTS_OF_SHAPES", 1)
+        monkeypatch.setattr(searches, "MOST_CUTS_OF_SHAPES", 1)
         for streams in (1, 2, 3):
             recipe = load("text.yaml", [f"train.streams={streams}"]).recipe
             setup = prepare(recipe, load_cluster("cluster-a", 1)).setup

@@ -1,0 +1,57 @@
+"""Why no plan of a mode fits in memory: by how much, and what would help."""
+
+import math
+from dataclasses import replace
+
+from pipebench.formats import num_bytes
+from pipebench.planner.estimates import Estimator
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.searches import Searches, any_straight
+
+
+def why_nothing_fits(of: Estimator) -> str:
+    """Say by how much no plan of a mode fits in memory, and what would."""
+    request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
+    needed = _least_memory(of)
+    ways = []
+    recomputing = Estimator(replace(request, row=replace(mode, recompute=True), memory=None), of.name)
+    if not mode.recompute and mode.shape in ("any", "equal") and _least_memory(recomputing) <= limit:
+        ways.append("parallelism.recompute: true")
+    if mode.shape in ("one", "one-stage", "straight"):
+        others = ("pipedream-flush", "gpipe")
+        ways += [f"mode {name}" for name in others if _least_memory(Estimator(request, name)) <= limit]
+    if request.depth is not None and _least_memory(Estimator(replace(request, depth=None), of.name)) <= limit:
+        ways.append("parallelism.depth: auto")
+    levels = request.cluster.levels
+    wider = replace(levels[-1], count=2 * levels[-1].count)
+    doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
+    if mode.shape not in ("one", "one-stage") and _least_memory(Estimator(doubled, of.name)) <= limit:
+        ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
+    size = request.minibatch_size
+    ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
+    return (
+        f"no plan of mode {of.name} fits: the leanest needs {num_bytes(needed)} on a worker, "
+        f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {request.cluster.device}; "
+        f"what would help: {', or '.join(ways)}"
+    )
+
+
+def _least_memory(of: Estimator) -> float:
+    """Return the bytes on a worker that a mode's leanest plan needs, within one part in a thousand."""
+    if of.mode.chunks > 1:
+        every = Searches(of, lambda _search: None).candidates(None)
+        return min((found.memory_bytes for found in every), default=math.inf)
+    whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, 1),)).memory_bytes
+    if of.mode.shape in ("one", "one-stage"):
+        return whole
+    low, high = 0.0, 64 * whole + 1
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        rule = of.memory(middle)
+        if of.mode.weights_kept != 1 and of.request.depth is None:
+            rule = replace(rule, depth_at_most=1)
+        if any_straight(of, rule):
+            high = middle
+        else:
+            low = middle
+    return high

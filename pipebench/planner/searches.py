@@ -1,0 +1,206 @@
+"""The searches that a mode's plans come from: which shapes it asks for, and what finds the best of each.
+
+Exact for the cost model, up to very many places to cut (see `thinning`): the flat plan at every level's links, placed
+along the devices; the paper's hierarchical plan; the best straight plan; pure data parallelism; under `overlap` also a
+few given shapes, cut best.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
+from pipebench.planner.cost_models import StageGrid
+from pipebench.planner.estimates import Estimator
+from pipebench.planner.fixed import plan_fixed
+from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, flat_bound_s, plan_flat
+from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
+from pipebench.planner.memory import MemoryRule
+from pipebench.planner.plans import PlanEstimate
+from pipebench.planner.thinning import is_thinned
+from pipebench.planner.unpipelined import MOST_STATES, MOST_WORKERS, plans_unpipelined
+
+# Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
+MOST_COMPONENTS = 128
+MOST_CUTS_OF_SHAPES = 500  # beyond, straight plans and given shapes would take longer than the search for any
+
+
+def searches_levels(cluster: Cluster) -> bool:
+    """Return whether hierarchical plans are among the candidates; flat ones placed along the devices always are."""
+    return all(level.count <= MOST_COMPONENTS for level in cluster.levels)
+
+
+class Searches:
+    """The searches of one mode.
+
+    Attributes:
+        thinned: of every search that wasn't exact, the bottleneck found and what bounds it.
+    """
+
+    def __init__(self, of: Estimator, tell: Callable[[str], None]) -> None:
+        """Take what weighs plans, and who is told of every search that begins."""
+        self._of, self._tell = of, tell
+        self.thinned: list[tuple[float, Callable[[], float]]] = []
+
+    def candidates(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield the plans to choose from."""
+        cluster, work, model = self._of.request.cluster, self._of.work, self._of.request.model
+        last, count = len(work.states) - 1, cluster.num_workers
+        if self._of.mode.shape in ("one", "one-stage"):
+            whole = SearchStage(0, last, 1 if self._of.mode.shape == "one" else count)
+            plan = self._of.estimate("one stage", (whole,))
+            if rule is None or plan.memory_bytes <= rule.limit_bytes:
+                yield plan
+            return
+        if self._of.mode.chunks > 1:
+            yield from self._interleaved(rule)
+            return
+        if self._of.mode.shape == "any" and self._of.mode.depth == 1:
+            yield from self._unpipelined(rule)
+            return
+        any_width = self._of.mode.shape == "any" and not self._of.mode.flush
+        replicated = self._of.estimate("one stage", (SearchStage(0, last, count),))
+        if any_width and (rule is None or replicated.memory_bytes <= rule.limit_bytes):
+            yield replicated
+        widths: list[int | None] = [None] if any_width else [*self._equal_widths]
+        if any_width and last <= MOST_CUTS_OF_SHAPES:
+            widths.append(1)
+        if any_width and self._of.request.streams is not None:  # equal widths do; what else is found may not
+            others = (width for width in range(1, count + 1) if self._of.request.streams % width == 0)
+            widths += [width for width in others if width not in widths]
+        best_s = math.inf
+        for level in cluster.levels:
+            where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
+            for width in widths:
+                shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
+                name = f"flat{shape}{where}"
+                stages = self._flat(name, FlatProblem(work, model, level, count, self._of.at_width(rule, width), width))
+                if stages is not None:
+                    plan = self._of.estimate(name, stages)
+                    best_s = min(best_s, plan.bottleneck_s)
+                    yield plan
+        if len(cluster.levels) > 1 and any_width and searches_levels(cluster):
+            # Where loops judge a plan, the recurrence's own bottleneck bounds nothing.
+            at_most_s = math.inf if model.has_ports else best_s
+            problem = HierarchicalProblem(work, model, cluster.levels, rule)
+            self._tell("hierarchical")
+            nested = plan_hierarchical(problem, at_most_s)
+            if nested is not None:
+                if is_thinned(work.states):
+                    found_s = min(nested.bottleneck_s, at_most_s)
+                    self.thinned.append((found_s, partial(hierarchical_bound_s, problem)))
+                bottleneck_s = None if model.has_ports else nested.bottleneck_s
+                yield self._of.estimate("hierarchical", nested.stages, nested.devices, bottleneck_s=bottleneck_s)
+        if any_width and model.has_ports and last <= MOST_CUTS_OF_SHAPES:
+            yield from self._of_known_shapes(rule)
+
+    @property
+    def _equal_widths(self) -> list[int]:
+        """Replicas that all stages of a plan may have alike."""
+        count = self._of.request.cluster.num_workers
+        if self._of.mode.shape != "equal":
+            return [1]
+        return [width for width in range(1, count + 1) if count % width == 0]
+
+    def _interleaved(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield plans with several stages per worker, cut best for every number of positions in the pipeline.
+
+        Stage s is on the workers of position s mod P (Narayanan et al. 2021, section 2.2). P is what all workers give,
+        or half of that, and so on: fewer positions fill sooner. Where the best cuts don't fit in memory, those are
+        tried whose every stage takes at most its share of a worker's memory.
+        """
+        chunks, last = self._of.mode.chunks, len(self._of.work.states) - 1
+        request = self._of.request
+        for width in self._equal_widths:
+            positions = min(request.cluster.num_workers // width, last // chunks)
+            while positions > 1:
+                name = f"{chunks} stages per worker" + (f", stages of {width}" if width > 1 else "")
+                self._tell(name)
+                for share in (None, rule) if rule is not None else (None,):
+                    limit = None if share is None else partial(self._fits_its_share, share, positions)
+                    replicas = [width] * positions * chunks
+                    try:
+                        stages = plan_fixed(
+                            self._of.work, request.model, request.cluster, replicas, chunks=chunks, fits=limit
+                        )
+                    except PlanError:
+                        continue
+                    found = self._of.estimate(name, stages)
+                    if rule is None or found.memory_bytes <= rule.limit_bytes:
+                        yield found
+                        break
+                positions //= 2
+
+    def _fits_its_share(self, rule: MemoryRule, positions: int, grid: StageGrid, index: int) -> NDArray[np.bool_]:
+        """Return whether stages keep at most a worker's memory over its number of stages, as the one of an index."""
+        in_flight = self._of.interleaved_in_flight(positions)[index]
+        shared = replace(rule, limit_bytes=rule.limit_bytes / self._of.mode.chunks, in_flight=in_flight)
+        return shared.fits(grid, 1, 0)
+
+    def _unpipelined(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield plans for one minibatch at a time per replica of the input stage; of large clusters, known shapes."""
+        work, cluster, last = self._of.work, self._of.request.cluster, len(self._of.work.states) - 1
+        whole = self._of.estimate("one stage", (SearchStage(0, last, cluster.num_workers),))
+        if rule is None or whole.memory_bytes <= rule.limit_bytes:
+            yield whole
+        for level in cluster.levels if last < MOST_STATES else ():
+            where = f", links of level {level.name}" if len(cluster.levels) > 1 else ""
+            self._tell(f"unpipelined{where}")
+            for stages in plans_unpipelined(
+                FlatProblem(work, self._of.request.model, level, cluster.num_workers, rule)
+            ):
+                yield self._of.estimate(f"unpipelined, input stage of {stages[0].replicas}{where}", stages)
+        if cluster.num_workers > MOST_WORKERS or last >= MOST_STATES:
+            yield from self._of_known_shapes(rule)
+
+    def _of_known_shapes(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield plans of the shapes the papers' tables are full of: nearly all workers first, and two halves.
+
+        The searches weigh stages one by one; where the simulator decides, these are often better than they look.
+        """
+        work, model, cluster = self._of.work, self._of.request.model, self._of.request.cluster
+        count = cluster.num_workers
+        shapes = ((count - 1, 1), (count - 2, 1, 1), (count - 2, 2), (count // 2, count - count // 2))
+        for replicas in dict.fromkeys(shape for shape in shapes if min(shape) >= 1 and len(shape) < len(work.states)):
+            try:
+                stages = plan_fixed(work, model, cluster, replicas)
+            except PlanError:
+                continue
+            if rule is None or rule.fit_all(work.states, stages):
+                yield self._of.estimate(f"given shape {'-'.join(map(str, replicas))}", stages)
+
+    def shallower(self, rule: MemoryRule) -> Iterator[PlanEstimate]:
+        """Yield straight plans with the largest depth that fits in memory."""
+        cluster = self._of.request.cluster
+        deepest = min(cluster.num_workers, len(self._of.work.states) - 1)  # a straight plan has no more stages
+        for depth in range(deepest - 1, 0, -1):
+            lowered = replace(rule, depth_at_most=depth)
+            if not any_straight(self._of, lowered):
+                continue
+            for level in cluster.levels:
+                name = "flat, straight, at a depth that fits"
+                problem = FlatProblem(self._of.work, self._of.request.model, level, cluster.num_workers, lowered, 1)
+                stages = self._flat(name, problem)
+                if stages is not None:  # what fits at one level's links fits at every other's
+                    yield self._of.estimate(name, stages, depth=depth)
+            return
+
+    def _flat(self, name: str, problem: FlatProblem) -> tuple[SearchStage, ...] | None:
+        """Search; remember what bounds a search that isn't exact."""
+        self._tell(name)
+        stages = plan_flat(problem)
+        if stages is not None and is_thinned(problem.work.states):
+            self.thinned.append((bottleneck_s(problem, stages), partial(flat_bound_s, problem)))
+        return stages
+
+
+def any_straight(of: Estimator, rule: MemoryRule) -> bool:
+    """Return whether any straight plan fits."""
+    cluster = of.request.cluster
+    fitting = of.at_width(rule, 1)
+    return any_fits(FlatProblem(of.work, of.request.model, cluster.levels[0], cluster.num_workers, fitting, 1))
