@@ -4,7 +4,11 @@ Paper: PipeDream (SOSP'19) section 3.1, figure 7: level k joins components of le
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+RING, TWO_LEVEL = "ring", "two-level"
+ALL_REDUCES = (RING, TWO_LEVEL)  # the ways in which replicas sum their gradients, see `Cluster.all_reduce`
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,9 @@ class Level:
             shared by all workers inside it.
         latency_s: from the last byte sent to the last byte received, on top of the transfer.
         efficiency: the fraction of the bandwidth that payload gets, above 0 and at most 1.
+        host_copy_bytes_per_s: the rate at which activations and gradients are copied from a device to its host before
+            they are sent over this level, and from the host to a device when they have arrived, while the device waits;
+            None where devices send and receive by themselves.
     """
 
     name: str
@@ -25,6 +32,11 @@ class Level:
     bandwidth_bytes_per_s: float
     latency_s: float
     efficiency: float = 1.0
+    host_copy_bytes_per_s: float | None = None
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Return the seconds that one end of a message waits for its copy from, or to, its host."""
+        return num_bytes / self.host_copy_bytes_per_s if self.host_copy_bytes_per_s else 0.0
 
     @property
     def goodput_bytes_per_s(self) -> float:
@@ -41,12 +53,15 @@ class Cluster:
         device: name of the device every worker runs on (`V100`, ..., or `local` for the machine we are on).
         memory_bytes: memory of one device; None where the cluster is the machine we are on.
         levels: innermost first.
+        all_reduce: how replicas sum: RING, or TWO_LEVEL: the sums of servers (the components of the outermost level
+            that joins the replicas) are formed in a ring inside each, and added up in a ring among them.
     """
 
     name: str
     device: str
     memory_bytes: int | None
     levels: tuple[Level, ...]
+    all_reduce: str = RING
 
     @property
     def num_workers(self) -> int:
@@ -66,3 +81,20 @@ class Cluster:
             if self.component(sender, index + 1) == self.component(receiver, index + 1):
                 return index
         raise ValueError(f"devices {sender} and {receiver} are not both in {self.name} ({self.num_workers} devices)")
+
+    def servers(self, ring: Sequence[int]) -> list[list[int]]:
+        """Return which members of a ring of devices sum together first: all of them, or those of every server.
+
+        Args:
+            ring: devices, ascending.
+
+        Returns:
+            Positions in the ring, server by server.
+        """
+        if self.all_reduce == RING or len(ring) < 2:
+            return [[*range(len(ring))]]
+        outermost = self.level_between(ring[0], ring[-1])  # devices are numbered along the levels
+        found: dict[int, list[int]] = {}
+        for position, device in enumerate(ring):
+            found.setdefault(self.component(device, outermost), []).append(position)
+        return [*found.values()]

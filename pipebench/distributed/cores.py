@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,11 +31,47 @@ def core_share(device: torch.device) -> dict[str, Any]:
     return {"host": socket.gethostname(), "threads": threads, "cores": usable_cores()}
 
 
-def crowding(shares: Sequence[Mapping[str, Any]]) -> str:
+class Turn(NamedTuple):
+    """When a process works if not all can at once: in which turn, of how many."""
+
+    number: int
+    of: int
+
+
+def turn_of(shares: Sequence[Mapping[str, Any]], rank: int) -> Turn:
+    """Return a process's turn, such that in each turn every thread has a core of its own, if its process can.
+
+    Args:
+        shares: what `core_share` returned in every process, by rank.
+        rank: whose turn.
+    """
+    turns: list[int] = []
+    taken: dict[str, tuple[int, float]] = {}  # by host: the latest turn, and its threads
+    for share in shares:
+        index, threads = taken.get(share["host"], (0, 0))
+        if threads and threads + share["threads"] > share["cores"]:
+            index, threads = index + 1, 0
+        taken[share["host"]] = index, threads + share["threads"]
+        turns.append(index)
+    return Turn(turns[rank], max(turns) + 1)
+
+
+def shared_cores(shares: Sequence[Mapping[str, Any]]) -> tuple[float, int] | None:
+    """Return the cores that the processes of a single host share, and each one's threads, where these are more.
+
+    None where every thread can have a core of its own, and on several hosts.
+    """
+    if len({share["host"] for share in shares}) != 1 or _threads_per_core(shares) <= 1:
+        return None
+    return shares[0]["cores"], max(share["threads"] for share in shares)
+
+
+def crowding(shares: Sequence[Mapping[str, Any]], *, simulated: bool = False) -> str:
     """Return a sentence about the host where most threads share a core; "" where every thread can have its own.
 
     Args:
         shares: what `core_share` returned in every process of a run.
+        simulated: whether the prediction knows of it.
     """
     hosts: dict[str, list[Mapping[str, Any]]] = {}
     for share in shares:
@@ -53,7 +89,8 @@ def crowding(shares: Sequence[Mapping[str, Any]]) -> str:
     )
     where = f" on one of {len(hosts)} hosts" if len(hosts) > 1 else ""
     processes = f"{len(worst)} process{'es' * (len(worst) > 1)} x {many}"
-    return f"{processes} share {cores:g} usable core{'s' * (cores != 1)}{where}, which the prediction does not model"
+    known = "the prediction deals them out evenly" if simulated else "the prediction does not model that"
+    return f"{processes} share {cores:g} usable core{'s' * (cores != 1)}{where}; {known}"
 
 
 def _threads_per_core(shares: Sequence[Mapping[str, Any]]) -> float:

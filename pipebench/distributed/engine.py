@@ -257,7 +257,8 @@ class DistributedEngine:
         """Return what all workers measured; all call it."""
         shares = self.exchange([self.meter.share(), core_share(self.setup.device)])
         found = merge([share for share, _ in shares], self.setup.pipeline, training_s)
-        crowded = crowding([cores for _, cores in shares])
+        simulated = self.setup.costs.host.cores is not None
+        crowded = crowding([cores for _, cores in shares], simulated=simulated)
         return replace(found, notes={**found.notes, PREDICTION: crowded}) if crowded else found
 
     # The loop.

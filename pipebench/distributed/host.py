@@ -8,12 +8,13 @@ the cost, wherever it arises, and whoever else has the core meanwhile.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.cores import core_share, shared_cores, turn_of
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.shared_sum import SharedSum, share
@@ -24,6 +25,7 @@ _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
 _ITERATIONS, _REPEATS = 8, 7
 _WORK_S = 8e-3  # of one iteration: longer than a large message travels over loopback
 _TAG = 64
+T = TypeVar("T")
 _MOST_LEAVING = 4  # messages, so that buffers are used again
 
 
@@ -39,6 +41,7 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
     """
     if world.size == 1 or world.device.type != "cpu":
         return NO_HOST_COSTS
+    shared = shared_cores(world.exchange(core_share(world.device)))
     work = _work()
     groups = [world.new_group("gloo") for _ in range(2 * LANES + 1)]
     small_s = _beside(world, work, _messages(world, groups[:LANES], _SMALL_BYTES))
@@ -50,7 +53,30 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
     sent_bytes = _RING_BYTES * 2 * (world.size - 1) / world.size
     # An iteration sends a message and takes one: two ends.
     message_s = max(0.0, small_s - per_byte_s * _SMALL_BYTES) / 2
-    return HostCosts(message_s, per_byte_s / 2, ring_s / sent_bytes, fetches)
+    cores, threads = shared or (None, 1)
+    return HostCosts(message_s, per_byte_s / 2, ring_s / sent_bytes, fetches, cores, threads)
+
+
+def in_turns(world: World, work: Callable[[], T]) -> T:
+    """Do some work in all processes, as many of them at once as have cores of their own; return what it returns."""
+    turn = turn_of(world.exchange(core_share(world.device)), world.rank)
+    result: list[T] = []
+    for number in range(turn.of):
+        world.barrier()
+        if number == turn.number:
+            result.append(work())
+    world.barrier()
+    return result[0]
+
+
+def clock_of(world: World) -> Callable[[], float]:
+    """Return what to time work by that all processes do at once: all call it.
+
+    Where they share cores, the processor's time: a thread that waits for a core doesn't work, but finds the caches as
+    the others leave them.
+    """
+    shared = shared_cores(world.exchange(core_share(world.device)))
+    return time.perf_counter if shared is None else time.thread_time
 
 
 def _work() -> Callable[[], None]:

@@ -1,11 +1,8 @@
 """Sums among the replicas of a stage, in a ring or by servers, carried out chunk by chunk in one process."""
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import torch
-
-from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
 Count = Callable[[int, int, int], None]  # sender index, receiver index, bytes
 
@@ -37,6 +34,22 @@ def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tens
     return total
 
 
+def all_reduce(buffers: Sequence[torch.Tensor], servers: Sequence[Sequence[int]], count: Count) -> torch.Tensor:
+    """Return the sum of one-dimensional buffers: every server's in a ring inside it, and theirs in a ring among them.
+
+    Args:
+        buffers: one per member, all of one size; not changed.
+        servers: the members of every server; one of all members is the ring.
+        count: told of every chunk handed from one member to the next.
+    """
+
+    def told(ring: Sequence[int]) -> Count:
+        return lambda sender, receiver, num_bytes: count(ring[sender], ring[receiver], num_bytes)
+
+    sums = [ring_all_reduce([buffers[member] for member in server], told(server)) for server in servers]
+    return ring_all_reduce(sums, told([server[0] for server in servers]))
+
+
 def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
     """Return the sum of one-dimensional buffers, added in the order of the members.
 
@@ -61,9 +74,6 @@ def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
                 count(other, server, out.nbytes)
                 count(server, other, out.nbytes)
     return total
-
-
-SUMS: Final = {ALL_REDUCE: ring_all_reduce, PARAMETER_SERVER: server_sum}
 
 
 def of_one_type(bucket: Sequence[int], like: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -85,6 +85,10 @@ class Setup:
         """Return workers in the order of their devices: as a ring, they leave and enter every component once."""
         return sorted(workers, key=self.devices.__getitem__)
 
+    def servers(self, ring: Sequence[int]) -> list[list[int]]:
+        """Return which members of a ring of workers sum together first, by their positions in it."""
+        return self.cluster.servers([self.devices[worker] for worker in ring])
+
 
 def ranks_of(setup: Setup) -> list[int]:
     """Return the process that every worker runs in: they stand in the order of the workers' devices.

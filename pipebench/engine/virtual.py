@@ -19,7 +19,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.replica import Replica
-from pipebench.engine.ring import SUMS, of_one_type, ring_all_reduce
+from pipebench.engine.ring import all_reduce, of_one_type, server_sum
 from pipebench.engine.scores import Scores
 from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup
@@ -260,7 +260,7 @@ class VirtualEngine:
             ring = self._rings.of_stage(stage)
             for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
                 flats = [buffer.reshape(-1) for buffer in column]
-                mean = ring_all_reduce(flats, self._rings.counter(BUFFERS, ring)) / r
+                mean = self._rings.all_reduce(BUFFERS, ring, flats) / r
                 for buffer in column:
                     buffer.copy_(mean.view(buffer.shape))
             workers = pipeline.workers_of(stage)
@@ -350,7 +350,7 @@ class _Rings:
         if round_index not in self._norms:
             ring = self._setup.ring(range(self._setup.pipeline.num_workers))
             squares = [self._workers[worker].squared_norm() for worker in ring]
-            self._norms = {round_index: ring_all_reduce(squares, self.counter(CONTROL, ring)).sqrt()}
+            self._norms = {round_index: self.all_reduce(CONTROL, ring, squares).sqrt()}
         return self._norms[round_index]
 
     def push(
@@ -379,7 +379,11 @@ class _Rings:
         """Return a stage's workers in the order of their ring."""
         return self._setup.ring(self._setup.pipeline.workers_of(stage))
 
-    def counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
+    def all_reduce(self, kind: str, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of what the workers of a ring have, and count its bytes."""
+        return all_reduce(buffers, self._setup.servers(ring), self._counter(kind, ring))
+
+    def _counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
         """Return what counts the bytes that one member of a ring sends to another."""
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
@@ -403,7 +407,10 @@ class _Rings:
                 torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
                 for m in members
             ]
-            total = SUMS[sync.way](flats, self.counter(sync.kind, ring))
+            if sync.way == ALL_REDUCE:
+                total = self.all_reduce(sync.kind, ring, flats)
+            else:
+                total = server_sum(flats, self._counter(sync.kind, ring))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)

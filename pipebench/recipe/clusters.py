@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipebench.cluster import Cluster, Level
+from pipebench.cluster import ALL_REDUCES, RING, Cluster, Level
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster
 from pipebench.recipe.typecheck import problem_with, shown
@@ -67,19 +67,20 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     path = find_cluster(name, beside)
     data = read_mapping(path)
     reader = _Reader(display(path))
-    reader.keys(data, "", ("device", "memory", "levels", "max_servers"))
+    reader.keys(data, "", ("device", "memory", "levels", "max_servers", "all_reduce"))
     device = reader.quantity(data, "device", _text)
     memory = reader.quantity(data, "memory", lambda value: None if value is None else parse_bytes(value))
+    all_reduce = reader.quantity(data, "all_reduce", _all_reduce) if "all_reduce" in data else RING
     levels = _levels(data.get("levels"), reader)
     most = data.get("max_servers")
     if most is not None and (problem_with(most, int) or most < 1):
         reader.fault("max_servers", f"got {shown(most)}, allowed is a whole number of at least 1")
-    if reader.faults or device is None:
+    if reader.faults or device is None or all_reduce is None:
         raise RecipeError(reader.faults)
     _check_servers(servers, most, levels, display(path))
     outermost = levels[-1]
     grown = replace(outermost, count=outermost.count * servers)
-    return Cluster(path.stem, device, memory, (*levels[:-1], grown))
+    return Cluster(path.stem, device, memory, (*levels[:-1], grown), all_reduce)
 
 
 def _levels(given: object, reader: _Reader) -> tuple[Level, ...]:
@@ -91,7 +92,7 @@ def _levels(given: object, reader: _Reader) -> tuple[Level, ...]:
 
 
 def _level(data: Mapping[Any, Any], key: str, reader: _Reader) -> Level | None:
-    reader.keys(data, f"{key}.", ("name", "count", "bandwidth", "latency", "efficiency"))
+    reader.keys(data, f"{key}.", ("name", "count", "bandwidth", "latency", "efficiency", "host_copy"))
     name = data.get("name")
     if not isinstance(name, str) or not name:
         reader.fault(f"{key}.name", f"got {shown(name)}, allowed is a word such as server")
@@ -99,9 +100,10 @@ def _level(data: Mapping[Any, Any], key: str, reader: _Reader) -> Level | None:
     bandwidth = reader.quantity(data, f"{key}.bandwidth", parse_bandwidth)
     latency = reader.quantity(data, f"{key}.latency", parse_duration)
     efficiency = reader.quantity(data, f"{key}.efficiency", _fraction) if "efficiency" in data else 1.0
+    host_copy = reader.quantity(data, f"{key}.host_copy", parse_bandwidth) if "host_copy" in data else None
     if count is None or bandwidth is None or latency is None or efficiency is None:
         return None
-    return Level(str(name), count, bandwidth, latency, efficiency)
+    return Level(str(name), count, bandwidth, latency, efficiency, host_copy)
 
 
 def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], file: str) -> None:
@@ -127,3 +129,10 @@ def _fraction(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
         raise UnitError(f"got {shown(value)}, allowed is a number above 0, at most 1")
     return float(value)
+
+
+def _all_reduce(value: object) -> str:
+    if value not in ALL_REDUCES:
+        hint = nearest(str(value)[:60], ALL_REDUCES)
+        raise UnitError(f"got {shown(value)}, allowed are {', '.join(ALL_REDUCES)}{hint}")
+    return str(value)

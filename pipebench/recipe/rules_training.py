@@ -4,9 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pipebench.cluster import RING
 from pipebench.errors import PlanError, RecipeError, choice
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
 from pipebench.recipe.push_order import load_push_order
@@ -370,6 +372,14 @@ def _threads(threads: Any) -> Problems:
         isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS
     ):
         yield "engine.threads", f"got {shown(threads)}, allowed is auto or a whole number from 1 to {MAX_THREADS}"
+
+
+@rule("engine.kind", "@cluster")
+def _all_reduce(kind: str, cluster: Any) -> Problems:
+    if ENGINES[kind].in_processes and cluster.all_reduce != RING:
+        why = f"whose all_reduce is {cluster.all_reduce}: in processes torch's process groups choose their own way"
+        others = " or ".join(name for name, each in ENGINES.items() if not each.in_processes)
+        yield "engine.kind", f"got {kind} with cluster {cluster.name}, {why}: allowed is {others}"
 
 
 @rule("engine.timing", "@cluster")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
-from pipebench.distributed.host import host_costs
+from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.launch import INTERRUPTED, run_workers
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
@@ -260,11 +260,13 @@ def prepared_together(loaded: LoadedRecipe, decision: Decision, world: World) ->
 
 
 def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, world: World) -> Profile:
-    """Measure the profile again, in all processes at the same time."""
+    """Measure the profile again, in all processes at the same time, or in as many as have cores of their own."""
     sizes = travelling_sizes(recipe, known.dataset)
-    world.barrier()
-    mine = measured_profile(
-        known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
+    mine = in_turns(
+        world,
+        lambda: measured_profile(
+            known.graph, known.dataset, sizes, recipe.train.optimizer, world.device, profile.model, engine=recipe.engine
+        ),
     )
     return mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
 
@@ -272,7 +274,7 @@ def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, w
 def _in_use(job: Job, world: World) -> Job:
     """Let costs be what the engine's worker finds in all processes at the same time, and communication beside it."""
     setup = job.setup
-    (mine,) = practise([setup], _SEGMENTS, world.barrier)
+    (mine,) = practise([setup], _SEGMENTS, world.barrier, clock_of(world))
     profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
     costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
     return replace(job, profile=profile, setup=replace(setup, costs=costs))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 Action = Callable[[float], object]  # is told the time
 Entry = tuple[float, int, int, int, object]  # time [s], priority, counter, worker or NOBODY, payload or action
 
-LINKS, WORKERS = 0, 1  # priorities: at equal times links are granted before workers go on
+LINKS, WORKERS, RATES = 0, 1, 2  # priorities: at equal times links come before workers, and what they share last
 NOBODY = -1  # in the place of a worker: the entry is an action
 
 
@@ -23,9 +23,9 @@ class Agenda:
         self.heap: list[Entry] = []
         self.counter = itertools.count()
 
-    def push(self, time_s: float, action: Action) -> None:
-        """Let an action happen at a time, before what workers do then."""
-        heapq.heappush(self.heap, (time_s, LINKS, next(self.counter), NOBODY, action))
+    def push(self, time_s: float, action: Action, priority: int = LINKS) -> None:
+        """Let an action happen at a time, before what workers do then, unless it has another priority."""
+        heapq.heappush(self.heap, (time_s, priority, next(self.counter), NOBODY, action))
 
     def play(self) -> None:
         """Let everything happen; only actions are left."""

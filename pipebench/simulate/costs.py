@@ -59,12 +59,16 @@ class HostCosts:
         message_byte_s: likewise, per byte.
         ring_byte_s: seconds per byte that the worker sends in a ring all-reduce.
         fetches: whether the worker fetches its inputs itself, when it wants them; else they are fetched ahead.
+        cores: how many the host's workers have to share; None where every thread has one of its own.
+        threads: of each worker.
     """
 
     message_s: float = 0.0
     message_byte_s: float = 0.0
     ring_byte_s: float = 0.0
     fetches: bool = False
+    cores: float | None = None
+    threads: int = 1
 
     def message(self, num_bytes: int) -> float:
         """Return the seconds that one end of a message takes."""

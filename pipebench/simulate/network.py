@@ -10,12 +10,13 @@ group: a sum starts when the one before it has come to its end.
 
 A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps in which every
 member passes on one chunk, each with its latency (bandwidth-optimal ring; PipeDream section 3.1). Its chunks are many
-and small, so a message that shares a port with it has half of the port, not nothing until the ring is done.
+and small, so a message that shares a port with it has half of the port, not nothing until the ring is done. On clusters
+that say so it has two levels: reduce-scatter inside every server, rings among servers, all-gather inside.
 """
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,8 +24,8 @@ from pipebench.cluster import Cluster, Level
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 from pipebench.simulate.agenda import Action, Agenda
 from pipebench.simulate.sharing import OVER, Flow, Resource, Sharing, Uses
-from pipebench.simulate.sums import traffic
-from pipebench.simulate.timeline import Transfer
+from pipebench.simulate.sums import all_reduce_traffic, traffic
+from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
 
 _Port = tuple[int, int, bool]  # level, component of the level below, outgoing?
 
@@ -37,15 +38,17 @@ class Connection:
         ends: sender and receiver.
         level: the level of links that it crosses.
         counted: under what its bytes are counted.
+        copies: whether messages travel from host to host, and are copied there and from there.
     """
 
-    __slots__ = ("counted", "ends", "kind", "last", "latency_s", "level", "uses")
+    __slots__ = ("copies", "counted", "ends", "kind", "last", "latency_s", "level", "uses")
 
     def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses) -> None:
         self.kind = kind
         self.ends = ends
         self.level = level
         self.counted = (kind, level.name)
+        self.copies = level.host_copy_bytes_per_s is not None and kind in (ACTIVATION, GRADIENT)
         self.latency_s = level.latency_s
         self.uses = uses
         self.last: Flow = OVER
@@ -150,15 +153,24 @@ class Network:
         return found
 
     def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:
-        """Let a message set out, behind those that are on its connection."""
+        """Let a message set out, once it is on the host where it is copied there; return it."""
         self.num_bytes[connection.counted] += num_bytes
         message = Message(connection, num_bytes, label)
+        copy_s = connection.level.copy_s(num_bytes) if connection.copies else 0.0
+        if copy_s:
+            self.agenda.push(now_s + copy_s, partial(self._set_out, message))
+        else:
+            self._set_out(message, now_s)
+        return message
+
+    def _set_out(self, message: Message, now_s: float) -> None:
+        """Let a message go, behind those that are on its connection."""
+        connection = message.connection
         last, connection.last = connection.last, message
         if last.end_s <= now_s:
             self.sharing.start(message, now_s)
         else:
             self.sharing.then(last, message, now_s)
-        return message
 
     def arrived(self, message: Message) -> None:
         """Tell who observes that a message was taken."""
@@ -227,22 +239,56 @@ class Network:
         found = self._groups.get((sync, kind, workers))
         if found is None:
             ring = sorted(workers, key=self.devices.__getitem__)
-            ways = {ALL_REDUCE: self._ring_phases, PARAMETER_SERVER: self._server_phases}
+            ways = {ALL_REDUCE: self._all_reduce_phases, PARAMETER_SERVER: self._server_phases}
             phases = ways[sync](ring) if len(ring) > 1 else []
-            crossed = {self._path(ring[i], ring[j])[0] for i, j, _ in traffic(sync, 0, len(ring))}
+            crossed = {self._path(ring[i], ring[j])[0] for i, j, _ in self._traffic(sync, ring, 0)}
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
             level = min(levels, key=lambda each: each.goodput_bytes_per_s)
             found = self._groups[sync, kind, workers] = Group(sync, ring, phases, level)
         return found
 
-    def _ring_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
-        """One flow at the pace of the slowest link, as often as slow as there are steps."""
-        size = len(ring)
-        paths = [self._path(worker, ring[(i + 1) % size]) for i, worker in enumerate(ring)]
-        ports = dict.fromkeys(port for _, *both in paths for port in both)
-        latency_s = max(self.cluster.levels[index].latency_s for index, _, _ in paths)
-        steps = 2 * (size - 1)
-        return [[_Part(steps / size, tuple((self._port(port), 1.0) for port in ports), steps * latency_s)]]
+    def _traffic(self, sync: str, ring: Sequence[int], num_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what the members of a ring send each other: sender and receiver by position, bytes."""
+        if sync == ALL_REDUCE:
+            return all_reduce_traffic(num_bytes, self._servers(ring))
+        return traffic(sync, num_bytes, len(ring))
+
+    def _servers(self, ring: Sequence[int]) -> list[list[int]]:
+        return self.cluster.servers([self.devices[worker] for worker in ring])
+
+    def _all_reduce_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
+        """One ring of all; or reduce-scatter in every server, rings among them, all-gather in every server.
+
+        A chunk's ring among servers joins those who have its sum: as many rings as the largest server has members.
+        """
+        servers = [[ring[position] for position in server] for server in self._servers(ring)]
+        if len(servers) == 1:
+            return [self._ring_part(servers, 2)]
+        inside = [server for server in servers if len(server) > 1]
+        halves = [self._ring_part(inside, 1)] if inside else []
+        return [*halves, self._ring_part([[server[0] for server in servers]], 2, max(map(len, servers))), *halves]
+
+    def _ring_part(self, rings: Sequence[Sequence[int]], rounds: int, connections: int = 1) -> list[_Part]:
+        """Return a phase of rings side by side, at the pace of the slowest link, as often as slow as there are steps.
+
+        Args:
+            rings: workers, in the order in which they pass on.
+            rounds: how often a chunk goes round: to be summed, and to be handed out.
+            connections: rings that go the same way side by side and divide the buffer among them.
+        """
+        size = max(map(len, rings))
+        weights: dict[_Port, float] = {}
+        latency_s = 0.0
+        for ring in rings:
+            steps = rounds * (len(ring) - 1)
+            for i, worker in enumerate(ring):
+                index, *ports = self._path(worker, ring[(i + 1) % len(ring)])
+                latency_s = max(latency_s, steps * self.cluster.levels[index].latency_s)
+                # A smaller ring passes on less, at the same pace.
+                part = (len(ring) - 1) / len(ring) / ((size - 1) / size)
+                weights.update(dict.fromkeys(ports, connections * part))
+        share = rounds * (size - 1) / size / connections
+        return [_Part(share, tuple((self._port(port), weight) for port, weight in weights.items()), latency_s)]
 
     def _server_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
         """Every worker is the server of a share: all push everybody its share, and when all are there pull the sums.
@@ -268,7 +314,7 @@ class Network:
         found = group.sent.get(num_bytes)
         if found is None:
             found = group.sent[num_bytes] = Counter()
-            for sender, receiver, sent in traffic(group.sync, num_bytes, len(group.ring)):
+            for sender, receiver, sent in self._traffic(group.sync, group.ring, num_bytes):
                 index, *_ = self._path(group.ring[sender], group.ring[receiver])
                 found[self.cluster.levels[index].name] += sent
         return found

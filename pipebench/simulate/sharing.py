@@ -3,7 +3,7 @@
 A flow is work that goes on at some rate. It crosses resources, and takes of each its `weight` times its rate. Rates
 are max-min fair: all rise together until one reaches its own cap, or a resource its capacity; those stay, the others
 rise on (progressive filling; Bertsekas and Gallager, Data Networks, 1992, section 6.5.2). They are worked out again
-when a flow starts or ends, and only for the flows that it meets on a resource, those that these meet, and so on.
+when flows start or end, and only for those that they meet on a resource, that these meet elsewhere, and so on.
 
 What a flow is, is up to who makes it. On a link's port work is bytes per connection, the weight the number of
 connections that go through it side by side, the capacity bytes/s: connections of one port get equal parts.
@@ -17,11 +17,11 @@ A flow that nobody meets costs no entry in the agenda, unless somebody asks to b
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final
 
-from pipebench.simulate.agenda import Action, Agenda
+from pipebench.simulate.agenda import RATES, Action, Agenda
 
 NEVER: Final = math.inf
 
@@ -101,6 +101,7 @@ class Sharing:
 
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda
+        self._changed: dict[Resource, None] = {}  # on which flows have started or ended at this moment
 
     def start(self, flow: Flow, now_s: float) -> None:
         """Let a flow start now."""
@@ -150,7 +151,14 @@ class Sharing:
         flow.meets = True
         for resource, weight in flow.uses:
             resource.flows[flow] = weight
-        self._share(flow.uses, now_s)
+        self._change(flow.uses, now_s)
+
+    def _change(self, uses: Uses, now_s: float) -> None:
+        """Let rates be worked out when all that happens at this moment has happened: often many start at once."""
+        if not self._changed:
+            self._agenda.push(now_s, self._share, RATES)
+        for resource, _ in uses:
+            self._changed[resource] = None
 
     def _announce(self, flow: Flow) -> None:
         """Put down what happens at a flow's end, as rates are now; what was put down before is passed over."""
@@ -172,7 +180,7 @@ class Sharing:
         if flow.meets:
             for resource, _ in flow.uses:
                 del resource.flows[flow]
-            self._share(flow.uses, now_s)
+            self._change(flow.uses, now_s)
         if flow.after is not None:
             self.start(flow.after, now_s)
 
@@ -183,9 +191,10 @@ class Sharing:
         flow._told_s = -NEVER
         return flow._tell(now_s)
 
-    def _share(self, uses: Uses, now_s: float) -> None:
-        """Work out the rates of all flows that can be reached from some resources."""
-        flows = _reached(uses, now_s)
+    def _share(self, now_s: float) -> None:
+        """Work out the rates of all flows that can be reached from where something has changed."""
+        flows = _reached(self._changed, now_s)
+        self._changed.clear()
         for flow, rate in zip(flows, fair_rates(flows), strict=True):
             if rate != flow.rate:
                 if flow.rate > 0:
@@ -208,46 +217,52 @@ class _Filling:
 
 
 def fair_rates(flows: Sequence[Flow]) -> list[float]:
-    """Return the max-min fair rates of flows that meet no others."""
+    """Return the max-min fair rates of flows that cross their resources with each other, and with nobody else."""
     filling: dict[Resource, _Filling] = {}
+    shared: dict[Flow, list[tuple[_Filling, float]]] = {}
+    caps: dict[Flow, float] = {}
     for flow in flows:
+        cap, own = flow.cap, []
         for resource, weight in flow.uses:
+            if len(resource.flows) == 1:  # its own: a ring has thousands
+                if resource.capacity < cap * weight:
+                    cap = resource.capacity / weight
+                continue
             found = filling.get(resource)
             if found is None:
                 found = filling[resource] = _Filling(resource.capacity)
             found.weight += weight
             found.rising += 1
             found.flows.append(flow)
-    capped = sorted((flow for flow in flows if flow.cap < NEVER), key=lambda flow: flow.cap, reverse=True)
+            own.append((found, weight))
+        shared[flow], caps[flow] = own, cap
+    capped = sorted((flow for flow in flows if caps[flow] < NEVER), key=caps.__getitem__, reverse=True)
     rates: dict[Flow, float] = {}
-    rate, risen = 0.0, [*filling.values()]
+    rate, rising = 0.0, [*filling.values()]
     while len(rates) < len(flows):
-        full, tight = NEVER, None
-        for each in risen:
-            # All that still rise are at one rate, so a resource is full where what others left it is dealt out.
-            if each.rising and each.left < full * each.weight:
-                full, tight = each.left / each.weight, each
+        # All that still rise are at one rate, so a resource is full where what others left it is dealt out.
+        full = min([each.left / each.weight for each in rising], default=NEVER)
         while capped and capped[-1] in rates:
             capped.pop()
-        if capped and capped[-1].cap <= full:
-            rate, stay = max(rate, capped[-1].cap), [capped[-1]]
+        if capped and caps[capped[-1]] <= full:
+            rate, stay = max(rate, caps[capped[-1]]), [capped[-1]]
         else:
-            assert tight is not None  # a flow without a cap crosses something
-            rate, stay = max(rate, full), tight.flows  # never falls, whatever was rounded
+            rate = max(rate, full)  # never falls, whatever was rounded
+            stay = [flow for each in rising if each.left / each.weight <= rate for flow in each.flows]
         for flow in stay:
             if flow not in rates:
-                rates[flow] = min(rate, flow.cap)
-                for resource, weight in flow.uses:
-                    found = filling[resource]
+                rates[flow] = min(rate, caps[flow])
+                for found, weight in shared[flow]:
                     found.left -= weight * rate
                     found.weight -= weight
                     found.rising -= 1
+        rising = [each for each in rising if each.rising]
     return [rates[flow] for flow in flows]
 
 
-def _reached(uses: Uses, now_s: float) -> list[Flow]:
+def _reached(resources: Iterable[Resource], now_s: float) -> list[Flow]:
     """Return the flows that cross some resources, that these meet elsewhere, and so on; what is over is left out."""
-    queue = [resource for resource, _ in uses]
+    queue = [*resources]
     seen = set(queue)
     flows: dict[Flow, None] = {}
     for resource in queue:
@@ -255,7 +270,7 @@ def _reached(uses: Uses, now_s: float) -> list[Flow]:
             if flow.end_s > now_s and flow not in flows:
                 flows[flow] = None
                 for other, _ in flow.uses:
-                    if other not in seen:
+                    if len(other.flows) > 1 and other not in seen:
                         seen.add(other)
                         queue.append(other)
     return [*flows]

@@ -180,8 +180,7 @@ class Simulation:
                 break
             else:
                 self._running.discard(worker)
-        if self._running:
-            raise ScheduleError(self._deadlock())
+        self._check_ended()
 
     def _wake(self, time_s: float, worker: int, wait: Wait | None) -> None:
         """Let a worker go on at a time."""
@@ -208,7 +207,7 @@ class Simulation:
             edge.arrived[unit] = message, now_s
         else:
             self._receive(message, peer, (*waiting, now_s), now_s)
-        return self._end_s(num_bytes)
+        return self._end_s(message)
 
     def _receive(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
         """Let a worker go on when a message has arrived, and its end of it is done."""
@@ -217,15 +216,19 @@ class Simulation:
     def _received(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
         """Return who goes on now."""
         self._network.arrived(message)
-        end_s = self._end_s(message.num_bytes)
+        end_s = self._end_s(message)
         if end_s == 0:
             return worker, wait
         self._wake(now_s + end_s, worker, wait)
         return None
 
-    def _end_s(self, num_bytes: int) -> float:
+    def _end_s(self, message: Message) -> float:
         """Return what one end of a message takes of its worker's own time; there is none where nothing is sent."""
-        return self._costs.host.message(num_bytes) if num_bytes else 0.0
+        num_bytes, connection = message.num_bytes, message.connection
+        if not num_bytes:
+            return 0.0
+        host_s = self._costs.host.message(num_bytes)
+        return host_s + connection.level.copy_s(num_bytes) if connection.copies else host_s
 
     def _ready(self, worker: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
         """Return until when an instruction waits, and when what it waits for set out.
@@ -246,7 +249,7 @@ class Simulation:
                 self._receive(message, worker, (now_s, instruction, sent_s), now_s)
                 return None
             self._network.arrived(message)
-            return now_s + self._end_s(message.num_bytes), sent_s
+            return now_s + self._end_s(message), sent_s
         if op is Op.PULL:
             pulled_s = self._pushing.pull(worker, instruction, now_s)
             return None if pulled_s is None else (pulled_s, now_s)
@@ -263,6 +266,11 @@ class Simulation:
         ready_s = max(loaded_s, taken_before_s) + self._costs.stages[stage].load_s[self._size_of(unit)]
         self._loaders[worker] = (ready_s, taken_s, max(now_s, ready_s))
         return ready_s
+
+    def _check_ended(self) -> None:
+        """Refuse to end while somebody waits."""
+        if self._running:
+            raise ScheduleError(self._deadlock())
 
     def _deadlock(self) -> str:
         pipeline = self._pipeline

@@ -18,9 +18,10 @@ from pipebench.schedule.instructions import ENDS, Instruction
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Costs
+from pipebench.simulate.crowded import simulation_of
 from pipebench.simulate.meter import COMPUTE, Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import Event
 
 _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
@@ -147,7 +148,7 @@ class _Run:
         self._lists: list[Iterator[Instruction]] = [
             map(operator.itemgetter(0), zip(each, taken, strict=False)) for each, taken in lists
         ]
-        self._simulation = Simulation(pipeline, self._lists, course.costs, self._network, self._size)
+        self._simulation = simulation_of(pipeline, self._lists, course.costs, self._network, self._size)
         if meter is not None:
             meter.begin(self._size)
 

@@ -1,6 +1,6 @@
 """What the members of a group send each other when they sum a buffer: bytes by formula, in a ring or by servers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipebench.schedule.syncs import ALL_REDUCE
 
@@ -26,6 +26,21 @@ def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, in
         return
     chunks = _chunks(num_bytes, size)
     yield from ((i, j, chunks[j] + chunks[i]) for i in range(size) for j in range(size) if i != j)
+
+
+def all_reduce_traffic(num_bytes: int, servers: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield what the members of an all-reduce send each other: sender, receiver, bytes; 2 (r-1) num_bytes in all.
+
+    Every server's members form its sum in a ring and hand out the whole's, as in an all-reduce of their own; so do the
+    servers among each other. What they send there is booked with their first members.
+
+    Args:
+        num_bytes: size of the buffer.
+        servers: the members of every server; one of all members is the ring.
+    """
+    for ring in (*servers, [server[0] for server in servers]):
+        if len(ring) > 1:
+            yield from ((ring[i], ring[j], sent) for i, j, sent in traffic(ALL_REDUCE, num_bytes, len(ring)))
 
 
 def _chunks(num_bytes: int, size: int) -> list[int]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from pipebench.distributed import cores
-from pipebench.distributed.cores import core_share, crowding, usable_cores
+from pipebench.distributed.cores import core_share, crowding, shared_cores, turn_of, usable_cores
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.simulate.costs import HostCosts
 from pipebench.simulate.meter import PREDICTION
 
 
@@ -92,14 +93,14 @@ def share(host: str = "a", threads: int = 1, cores: float = 2) -> dict[str, obje
     [
         ([share()] * 2, ""),
         ([share(threads=2)], ""),
-        ([share()] * 4, "4 processes x 1 thread share 2 usable cores, which the prediction does not model"),
-        ([share(threads=3)], "1 process x 3 threads share 2 usable cores, which"),
-        ([share(threads=2, cores=1)] * 2, "2 processes x 2 threads share 1 usable core, which"),
-        ([share(cores=1.5)] * 2, "2 processes x 1 thread share 1.5 usable cores, which"),
-        ([share(threads=1), share(threads=4)], "2 processes x 1 to 4 threads share 2 usable cores, which"),
+        ([share()] * 4, "4 processes x 1 thread share 2 usable cores; the prediction does not model that"),
+        ([share(threads=3)], "1 process x 3 threads share 2 usable cores; the"),
+        ([share(threads=2, cores=1)] * 2, "2 processes x 2 threads share 1 usable core; the"),
+        ([share(cores=1.5)] * 2, "2 processes x 1 thread share 1.5 usable cores; the"),
+        ([share(threads=1), share(threads=4)], "2 processes x 1 to 4 threads share 2 usable cores; the"),
         (
             [*[share("a")] * 2, *[share("b")] * 3],
-            "3 processes x 1 thread share 2 usable cores on one of 2 hosts, which",
+            "3 processes x 1 thread share 2 usable cores on one of 2 hosts; the",
         ),
         ([*[share("a", cores=2)] * 2, *[share("b", cores=8)] * 8], ""),
     ],
@@ -107,6 +108,43 @@ def share(host: str = "a", threads: int = 1, cores: float = 2) -> dict[str, obje
 def test_processes_that_share_cores_are_told(shares: list[dict[str, object]], said: str) -> None:
     assert crowding(shares).startswith(said)
     assert bool(crowding(shares)) == bool(said)
+
+
+def test_who_knows_of_shared_cores_says_so() -> None:
+    said = "4 processes x 1 thread share 2 usable cores; the prediction deals them out evenly"
+    assert crowding([share()] * 4, simulated=True) == said
+
+
+@pytest.mark.parametrize(
+    ("shares", "turns"),
+    [
+        ([share()] * 2, [0, 0]),
+        ([share()] * 3, [0, 0, 1]),
+        ([share(threads=2)] * 3, [0, 1, 2]),
+        ([share(threads=3)] * 2, [0, 1]),  # more than there are, even alone
+        ([share(cores=1.5)] * 2, [0, 1]),
+        ([share("a"), share("b")] * 2, [0, 0, 0, 0]),
+        ([*[share("a")] * 4, *[share("b")] * 2], [0, 0, 1, 1, 0, 0]),
+    ],
+)
+def test_in_its_turn_every_thread_has_a_core(shares: list[dict[str, object]], turns: list[int]) -> None:
+    found = [turn_of(shares, rank) for rank in range(len(shares))]
+    assert [turn.number for turn in found] == turns
+    assert {turn.of for turn in found} == {max(turns) + 1}
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([share()] * 2, None),
+        ([share()] * 3, (2, 1)),
+        ([share(threads=2)] * 2, (2, 2)),
+        ([share(cores=0.5)], (0.5, 1)),
+        ([*[share("a")] * 3, share("b")], None),
+    ],
+)
+def test_cores_of_one_host_are_shared(shares: list[dict[str, object]], expected: tuple[float, int] | None) -> None:
+    assert shared_cores(shares) == expected
 
 
 def test_a_process_whose_gpu_computes_keeps_one_core_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +160,9 @@ def test_a_run_s_measurements_carry_the_note(num_cores: float, said: bool, monke
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     pipeline = Pipeline((1, 1), chain(2), "1f1b", flushes=False, depth=2)
     engine: Any = DistributedEngine.__new__(DistributedEngine)
-    engine.setup = SimpleNamespace(device=torch.device("cpu"), pipeline=pipeline)
+    engine.setup = SimpleNamespace(
+        device=torch.device("cpu"), pipeline=pipeline, costs=SimpleNamespace(host=HostCosts())
+    )
     engine.meter = MeasuredMeter(pipeline, 0, rank=0)
     other = MeasuredMeter(pipeline, 1, rank=1).share()
     engine.exchange = lambda value: [value, [other, value[1]]]

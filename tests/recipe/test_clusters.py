@@ -6,7 +6,8 @@ from pipebench.cluster import Level
 from pipebench.errors import RecipeError
 from pipebench.recipe.catalog import cluster_names, find_cluster
 from pipebench.recipe.clusters import load_cluster
-from tests.recipe.conftest import Write
+from pipebench.recipe.load import load
+from tests.recipe.conftest import VALID, Write
 
 TINY = """\
 device: {value: V100, assumed: test}
@@ -69,6 +70,24 @@ def test_a_cluster_of_ones_own(write: Write) -> None:
     assert load_cluster(str(write(TINY, "tiny.yaml")), 3).num_workers == 6
 
 
+def test_a_cluster_may_sum_in_two_levels_and_send_from_host_to_host(write: Write) -> None:
+    told = "all_reduce: {value: two-level, assumed: test}\n" + TINY + "    host_copy: {value: 6 GB/s, assumed: test}\n"
+    cluster = load_cluster(str(write(told, "tiny.yaml")), 1)
+    assert (cluster.all_reduce, cluster.levels[0].host_copy_bytes_per_s) == ("two-level", 6e9)
+    assert (load_cluster("cluster-a", 1).all_reduce, cluster.levels[0].copy_s(12 * 10**9)) == ("ring", 2.0)
+
+
+def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:
+    write("all_reduce: {value: two-level, assumed: test}\n" + TINY, "tiny.yaml")
+    text = VALID.replace("{name: cluster-a}", "{name: ./tiny.yaml}").replace("plan: 2-1-1", "plan: 1-1")
+    load(str(write(text)))
+    allowed = "allowed is virtual or simulated"
+    with pytest.raises(
+        RecipeError, match=f"engine.kind: got distributed with cluster tiny, whose all_reduce .*{allowed}"
+    ):
+        load(str(write(text)), ["engine.kind=distributed"])
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -79,6 +98,17 @@ def test_a_cluster_of_ones_own(write: Write) -> None:
         ("memory", "memroy", "'memroy': unknown key, allowed are device, memory.*did you mean 'memory'"),
         ("levels", "level", "levels: got null, allowed is a list of levels"),
         ("V100, assumed: test", "V100, assumed: ''", "device.assumed: got nothing readable"),
+        (
+            "levels:",
+            "all_reduce: {value: two, assumed: test}\nlevels:",
+            "all_reduce.value: got 'two', allowed are ring, two-l",
+        ),
+        ("levels:", "all_reduce: two-level\nlevels:", "all_reduce: got 'two-level', needed is {value: ..., published"),
+        (
+            "    latency",
+            "    host_copy: {value: slow, assumed: test}\n    latency",
+            "levels.0.host_copy.value: got 'slow'",
+        ),
     ],
 )
 def test_wrong_cluster_is_refused(write: Write, old: str, new: str, message: str) -> None:

@@ -24,6 +24,14 @@ def played(capacities: list[float], given: list[Given], tail_s: float = 0.0) -> 
     return flows
 
 
+def rates_of(flows: list[Flow]) -> list[float]:
+    """Return the rates of flows that are on their resources."""
+    for flow in flows:
+        for resource, weight in flow.uses:
+            resource.flows[flow] = weight
+    return fair_rates(flows)
+
+
 def on_port(start_s: float, work: float, weight: float = 1.0, cap: float = NEVER) -> Given:
     return Given(start_s, work, {0: weight}, cap)
 
@@ -48,7 +56,7 @@ def test_a_flow_held_elsewhere_leaves_the_rest_to_others() -> None:
     ]
     resources = [Resource(4.0), Resource(2.0)]
     flows = [Flow(each.work, tuple((resources[i], w) for i, w in each.weights.items())) for each in given]
-    assert fair_rates(flows) == [3.0, 1.0, 1.0]
+    assert rates_of(flows) == [3.0, 1.0, 1.0]
     # 4 units at 3 per second end at 4/3, 2 at 1 per second at 2, both
     assert [flow.end_s for flow in played([4.0, 2.0], given)] == [pytest.approx(4 / 3), 2.0, 2.0]
 
@@ -125,7 +133,7 @@ def test_rates_are_fair_and_nothing_is_left_lying(seed: int) -> None:
     capacities, given = drawn(seed)
     resources = [Resource(capacity) for capacity in capacities]
     flows = [Flow(g.work, tuple((resources[i], w) for i, w in g.weights.items()), 0.0, g.cap) for g in given]
-    rates = dict(zip(flows, fair_rates(flows), strict=True))
+    rates = dict(zip(flows, rates_of(flows), strict=True))
     taken = {r: sum(w * rates[f] for f in flows for each, w in f.uses if each is r) for r in resources}
     assert all(taken[resource] <= resource.capacity * (1 + 1e-12) for resource in resources)
     for flow in flows:

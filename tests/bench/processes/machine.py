@@ -9,13 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
 from pipebench.cluster import Cluster, Level
-from pipebench.distributed.host import host_costs
+from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World, current
 from pipebench.engine.practice import entries, in_use, mean, practise
@@ -93,10 +94,9 @@ def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
     assert world is not None
     link = link_between_first_two()
     world.barrier()
-    mine = measured_profile(
-        model.graph(), mnist5k(), sizes(model), OPTIMIZER, torch.device("cpu"), str(model), _PASSES,
-        engine=EngineRecipe(threads=1),
-    )  # fmt: skip
+    measured = partial(measured_profile, repeats=_PASSES, engine=EngineRecipe(threads=1))
+    given = (model.graph(), mnist5k(), sizes(model), OPTIMIZER, torch.device("cpu"), str(model))
+    mine = in_turns(world, lambda: measured(*given))
     profile = mean_profile([read_profile(text) for text in world.exchange(write_profile(mine))])
     return {
         "profile": write_profile(profile),
@@ -117,7 +117,7 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
         for count in _MICROBATCHES[1:]
     ]
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
-    everybodys = world.exchange([entries(each) for each in practise(setups, _SEGMENTS, world.barrier)])
+    everybodys = world.exchange([entries(each) for each in practise(setups, _SEGMENTS, world.barrier, clock_of(world))])
     found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]
     return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, found, strict=True)]
 

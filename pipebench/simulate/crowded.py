@@ -1,0 +1,161 @@
+"""The simulator where workers have to share their host's cores: the same play, with cores as a shared resource.
+
+What a worker does takes a core, or one for each of its threads: computing, updating, fetching inputs, and its end of
+messages and all-reduces. The cores are dealt out evenly among those who want one, as the kernel does over some time
+slices (`sharing`); who waits takes none. Alone each takes as long as without this file.
+
+A reduction is joined at the end of a backward, not while it runs: on crowded cores no time is won by an early start.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
+
+from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.pushes import Turns
+from pipebench.simulate.agenda import Action
+from pipebench.simulate.costs import Costs, HostCosts
+from pipebench.simulate.network import Network
+from pipebench.simulate.reductions import Wait
+from pipebench.simulate.sharing import Flow, Resource, Uses
+from pipebench.simulate.simulation import Event, Simulation
+
+_ALONE = 1.0  # the rate of work that has its cores to itself
+_RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+
+
+class _Done(NamedTuple):
+    """An instruction that a worker has done: since when, and what a stall is counted from."""
+
+    start_s: float
+    instruction: Instruction
+    sent_s: float
+
+
+class Crowded(Simulation):
+    """A simulation whose workers share `costs.host.cores` cores; arguments as for `Simulation`."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        programs: Sequence[Iterator[Instruction]],
+        costs: Costs,
+        network: Network,
+        size_of: Callable[[int], int],
+        start_s: float = 0.0,
+        turns: Turns | None = None,
+    ) -> None:
+        assert costs.host.cores is not None
+        # What the host's costs are, is work here; the simulation would wait for it.
+        super().__init__(pipeline, programs, replace(costs, host=HostCosts()), network, size_of, start_s, turns)
+        self._host = costs.host
+        self._uses: Uses = ((Resource(costs.host.cores), float(costs.host.threads)),)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield events in an order that respects every dependency."""
+        agenda, made = self._network.agenda, self._made
+        while agenda.heap:
+            now_s, _, _, worker, payload = heapq.heappop(agenda.heap)
+            if worker < 0:
+                woken = cast("Action", payload)(now_s)
+                yield from made
+                made.clear()
+                if woken is None:
+                    continue
+                worker, payload = cast("tuple[int, Wait | _Done]", woken)
+            self.end_s = max(self.end_s, now_s)
+            if payload is not None:
+                done = _Done(*cast("Wait", payload))
+                own_s = 0.0 if isinstance(payload, _Done) else self._own_s(done.instruction)
+                if own_s > 0:
+                    self._work(own_s, worker, done, now_s)
+                    continue
+                stall_s = now_s - min(now_s, max(done.start_s, done.sent_s))
+                yield Event(done.start_s, now_s, worker, done.instruction, stall_s)
+            yield from self._go_on(worker, now_s)
+        self._check_ended()
+
+    def _go_on(self, worker: int, now_s: float) -> Iterator[Event]:
+        """Execute a worker's instructions until one takes time."""
+        for instruction in self._programs[worker]:
+            sent_s = math.inf
+            if instruction.op is Op.PUSH:  # its event comes once the server has applied it
+                self._pushing.push(worker, instruction, now_s)
+                continue
+            if instruction.op in _SENDS:
+                self._send(worker, instruction, now_s)
+            elif self._waits(instruction):
+                ready = self._ready(worker, instruction, now_s)
+                if ready is None:
+                    return
+                ready_s, sent_s = ready
+                if ready_s > now_s:
+                    self._wake(ready_s, worker, (now_s, instruction, sent_s))
+                    return
+            own_s = self._own_s(instruction)
+            if own_s > 0:
+                self._work(own_s, worker, _Done(now_s, instruction, sent_s), now_s)
+                return
+            self._end(instruction, now_s)
+            yield Event(now_s, now_s, worker, instruction)
+        self._running.discard(worker)
+
+    def _waits(self, instruction: Instruction) -> bool:
+        """Return whether an instruction waits for something that isn't the worker's own work."""
+        if instruction.op is Op.LOAD_INPUT:
+            return not self._host.fetches
+        return instruction.op not in self._durations and instruction.op is not Op.UPDATE
+
+    def _own_s(self, instruction: Instruction) -> float:
+        """Return the seconds that an instruction takes of the worker's own cores, if it has them to itself."""
+        op, stage, number, other, *_ = instruction
+        if op in self._durations:
+            return self._durations[op][stage][self._size_of(number)]
+        costs = self._costs.stages[stage]
+        if op is Op.UPDATE:
+            return costs.update_s
+        if op is Op.LOAD_INPUT:
+            return costs.load_s[self._size_of(number)] if self._host.fetches else 0.0
+        if op is Op.WAIT_ALL_REDUCE:
+            num_bytes = sum(bucket.num_bytes for bucket in costs.buckets)
+            return self._host.all_reduce(num_bytes, self._pipeline.replicas[stage])
+        if op not in _SENDS and op not in _RECEIVES:
+            return 0.0
+        edges = self._activations if op in (Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION) else self._gradients
+        ends = (stage, other) if op in _SENDS else (other, stage)
+        num_bytes = edges[ends].num_bytes[self._size_of(number)]
+        return self._host.message(num_bytes) if num_bytes else 0.0
+
+    def _work(self, own_s: float, worker: int, done: _Done, now_s: float) -> None:
+        """Let a worker work on its cores, or its share of them."""
+        flow = Flow(own_s, self._uses, cap=_ALONE)
+        self._network.sharing.start(flow, now_s)
+        self._network.sharing.tell(flow, partial(self._worked, worker, done), now_s)
+
+    def _worked(self, worker: int, done: _Done, now_s: float) -> tuple[int, _Done]:
+        """Return who goes on now."""
+        self._end(done.instruction, now_s)
+        return worker, done
+
+    def _end(self, instruction: Instruction, now_s: float) -> None:
+        """Let a backward's gradients join their round."""
+        if instruction.op in BACKWARDS and instruction.reduce >= 0:
+            in_part = instruction.op is Op.BACKWARD_WEIGHT
+            self._reductions.join(instruction.stage, instruction.reduce, now_s, in_part=in_part)
+
+
+def simulation_of(
+    pipeline: Pipeline,
+    programs: Sequence[Iterator[Instruction]],
+    costs: Costs,
+    network: Network,
+    size_of: Callable[[int], int],
+) -> Simulation:
+    """Return the simulation that knows what is shared: cores, or links alone."""
+    made = Simulation if costs.host.cores is None else Crowded
+    return made(pipeline, programs, costs, network, size_of)

@@ -1,0 +1,145 @@
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipebench.cluster import Cluster, Level
+from pipebench.errors import ScheduleError
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.schedule.programs import programs
+from pipebench.simulate.costs import Bucket, Costs, HostCosts, StageCosts
+from pipebench.simulate.crowded import Crowded, simulation_of
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import Event, Simulation
+
+FAST = Level("server", 4, 1e15, 0.0)
+SLOW = Level("server", 4, 100.0, 0.5)
+HOST = HostCosts(0.05, 0.01, 0.03, fetches=True)
+SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "gpipe": ((1, 1, 1), {"order": "all-forwards", "microbatches": 4}),
+    "1f1b": ((1, 1, 1), {"order": "1f1b", "microbatches": 4}),
+    "pipedream": ((1, 1, 1), {"order": "1f1b", "depth": 3}),
+    "replicated": ((2, 1), {"order": "1f1b", "depth": 2}),
+    "dp": ((3,), {"order": "1f1b"}),
+    "zero-bubble": ((1, 1, 1), {"order": "zero-bubble", "microbatches": 3, "backward": "split"}),
+    "interleaved": ((1, 1, 1, 1), {"order": "interleaved", "chunks": 2, "microbatches": 2}),
+}
+
+
+def pipeline_of(name: str) -> Pipeline:
+    replicas, columns = SHAPES[name]
+    given = {"depth": 1, **columns}
+    flushes = name not in ("pipedream", "replicated")
+    weights = "one" if flushes else "stash"
+    return Pipeline(replicas, chain(len(replicas)), flushes=flushes, weights=weights, **given)
+
+
+def costs_of(pipeline: Pipeline, host: HostCosts, *, bucket: Bucket | None = None) -> Costs:
+    """Stages of different length, each with a bucket that is ready at the end."""
+    buckets = (bucket or Bucket(8, 1.0),)
+    stages = tuple(
+        StageCosts({1: 1.0 + s}, {1: 2.0 + s / 2}, {1: 1.0}, {1: 0.25}, 0.5, buckets)
+        for s in range(len(pipeline.replicas))
+    )
+    sizes = {(edge.source, edge.target): {1: 20} for edge in pipeline.edges}
+    return Costs(stages, sizes, sizes, host)
+
+
+def played(kind: type[Simulation], pipeline: Pipeline, costs: Costs, level: Level, count: int = 6) -> list[Event]:
+    network = Network(Cluster("one", "unit", None, (level,)))
+    return list(kind(pipeline, programs(pipeline, count), costs, network, lambda _: 1))
+
+
+def times(events: Sequence[Event]) -> dict[int, list[tuple[Any, float, float]]]:
+    found: dict[int, list[tuple[Any, float, float]]] = {}
+    for event in events:
+        found.setdefault(event.worker, []).append((event.instruction, event.start_s, event.end_s))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_a_core_for_everybody_nothing_changes(shape: str) -> None:
+    pipeline = pipeline_of(shape)
+    expected = times(played(Simulation, pipeline, costs_of(pipeline, HOST), SLOW))
+    crowded = times(played(Crowded, pipeline, costs_of(pipeline, replace(HOST, cores=4.0)), SLOW))
+    for worker, own in expected.items():
+        assert [instruction for instruction, *_ in own] == [instruction for instruction, *_ in crowded[worker]]
+        assert [end for *_, end in own] == pytest.approx([end for *_, end in crowded[worker]])
+
+
+@pytest.mark.parametrize(("num_cores", "times_as_long"), [(3, 1), (2, 1.5), (1.5, 2), (1, 3)])
+def test_three_equal_workers_share_cores_evenly(num_cores: float, times_as_long: float) -> None:
+    pipeline = pipeline_of("dp")
+    costs = costs_of(pipeline, HostCosts(cores=num_cores))
+    alone_s = 2 * (1 + 2 + 0.5)  # two rounds
+    (end_s,) = {round(own[-1][2], 9) for own in times(played(Crowded, pipeline, costs, FAST)).values()}
+    assert end_s == pytest.approx(alone_s * times_as_long + 0.25)  # the first load is waited for, others aren't
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_core_does_all_the_work_there_is_one_after_the_other(shape: str) -> None:
+    """Links take no time: somebody can always go on, so the core never idles."""
+    pipeline = pipeline_of(shape)
+    alone = played(Simulation, pipeline, costs_of(pipeline, HOST), FAST)
+    costs = costs_of(pipeline, HOST)
+    total_s = 0.0
+    for event in alone:
+        op, stage = event.instruction.op, event.instruction.stage
+        if op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.UPDATE):
+            total_s += event.end_s - event.start_s
+        elif op is Op.LOAD_INPUT:
+            total_s += 0.25
+        elif op is Op.WAIT_ALL_REDUCE:
+            total_s += HOST.all_reduce(8, pipeline.replicas[stage])
+        elif "SEND" in op.name or "RECEIVE" in op.name:
+            total_s += 0.05 + 20 * 0.01
+    crowded = Crowded(
+        pipeline,
+        programs(pipeline, 6),
+        replace(costs, host=replace(HOST, cores=1.0)),
+        Network(Cluster("one", "unit", None, (FAST,))),
+        lambda _: 1,
+    )
+    *_, last = crowded
+    assert crowded.end_s == last.end_s == pytest.approx(total_s)
+
+
+def test_who_waits_leaves_the_core_to_others() -> None:
+    """One minibatch at a time through three stages: never two of them compute, so one core is enough."""
+    pipeline = Pipeline((1, 1, 1), chain(3), "1f1b", True, 1, weights="one")
+    costs = costs_of(pipeline, HostCosts())
+    crowded = costs_of(pipeline, HostCosts(cores=1.0))
+    costs, crowded = (
+        replace(each, stages=tuple(replace(stage, update_s=0.0) for stage in each.stages)) for each in (costs, crowded)
+    )
+    ends = [played(Simulation, pipeline, costs, SLOW)[-1].end_s, played(Crowded, pipeline, crowded, SLOW)[-1].end_s]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+def test_two_threads_of_each_worker_want_two_cores() -> None:
+    pipeline = pipeline_of("dp")
+    ends = [
+        max(event.end_s for event in played(Crowded, pipeline, costs_of(pipeline, host), FAST))
+        for host in (HostCosts(cores=2.0), HostCosts(cores=4.0, threads=2))
+    ]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+def test_a_circle_is_told() -> None:
+    pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1, weights="one")
+    lists = [iter([each for each in own if "SEND" not in each.op.name]) for own in programs(pipeline, 1)]
+    costs, network = costs_of(pipeline, HostCosts(cores=1.0)), Network(Cluster("one", "unit", None, (FAST,)))
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        list(Crowded(pipeline, lists, costs, network, lambda _: 1))
+
+
+def test_cores_are_simulated_where_they_are_shared() -> None:
+    pipeline = pipeline_of("dp")
+    network = Network(Cluster("one", "unit", None, (FAST,)))
+    kinds = [
+        type(simulation_of(pipeline, programs(pipeline, 1), costs_of(pipeline, host), network, lambda _: 1))
+        for host in (HOST, replace(HOST, cores=2.0))
+    ]
+    assert kinds == [Simulation, Crowded]
