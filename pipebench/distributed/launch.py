@@ -28,14 +28,12 @@ from pipebench.distributed.launch_failure import ERROR_FILE, Failure, read, repo
 from pipebench.distributed.launch_join import ATTEMPT, RUN, prefix, serve
 from pipebench.engine.stopping import STOPPING
 from pipebench.errors import printable_lines
+from pipebench.model.heap import HEAP
 
 LOOPBACK = "127.0.0.1"
 # What Slurm and docker, too, leave between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 INTERRUPTED = 130
-# glibc otherwise gives large blocks back to the system at every free and gets every page anew, zeroed, at the next use:
-# activations and gradients come and go at every minibatch. Training on CPUs is up to twice as fast with this.
-HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _POLL_S, _KILLING_S = 0.02, 10.0
 # After one worker failed the others end by themselves or on SIGTERM; what doesn't is stuck or stopped.
 _CLOSING_S = 5.0

@@ -6,6 +6,7 @@ however it ended, its pipes do, and the other hears of it. Linux only.
 
 import fcntl
 import os
+import resource
 import select
 from collections.abc import Sequence
 from contextlib import suppress
@@ -103,6 +104,7 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Line
         world.shares_memory and world.place.one_host and world.device.type == "cpu" and hasattr(os, "memfd_create")
     ):
         return None
+    _allow_files()
     own = {index: os.pipe() for index, pair in enumerate(pairs) if world.rank in pair}
     for _, writes in own.values():
         with suppress(OSError):  # where the system says no, it holds what it does
@@ -124,6 +126,13 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Line
         index: Line(others[index][0], reads, theirs[index], world.operation_limit_s)
         for index, (reads, _) in own.items()
     }
+
+
+def _allow_files() -> None:
+    """Let this process open as many files as the system lets it: Python keeps one open for every slot it maps."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _opened(process: int, file: int, mode: int) -> int:

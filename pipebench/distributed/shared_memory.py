@@ -1,7 +1,7 @@
 """Channels between workers of one host: values stand in memory that both see, so they are copied once, by their sender.
 
-A sender has slots, pieces of memory that the receiver maps too. It copies a message's tensors into one that is free and
-writes a record of it into a pipe; what the receiver gets are tensors in that very slot. When the last of them is gone,
+A sender has slots, pieces of a file in memory that the receiver maps. It copies a message's tensors into one that is
+free and writes a record of it into a pipe; what the receiver gets are tensors in that very slot. When the last is gone,
 which for an activation is when its graph is, the receiver writes the slot's number into a pipe that goes back, and the
 slot is free again. Nobody but the two is needed: no thread carries bytes, and who waits is woken by the system.
 
@@ -16,7 +16,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,43 +26,48 @@ from pipebench.distributed.message import Layout, Layouts, form_of
 from pipebench.distributed.pipes import Line, join_pairs
 from pipebench.distributed.world import World
 
-# Slot, its file descriptor at the sender's, its size, unit, number of the layout, bytes of the layout in words that
-# follow, when it was handed over, the note.
-_RECORD = struct.Struct("<6q2d")
+# Slot, the sender's file descriptor, where in the file the slot begins, its size, unit, number of the layout, bytes of
+# the layout in words that follow, when it was handed over, the note.
+_RECORD = struct.Struct("<7q2d")
 _TOKEN = struct.Struct("<i")
 _TAKEN = -1  # instead of a slot that is free: a message was taken
 
 
-def mapped(file: int, num_bytes: int) -> torch.Tensor:
-    """Return the bytes of a file in memory; it may be closed afterwards."""
-    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+def mapped(file: int, num_bytes: int, start: int = 0) -> torch.Tensor:
+    """Return bytes of a file in memory from the start of a page on; it may be closed afterwards."""
+    return torch.frombuffer(mmap.mmap(file, num_bytes, offset=start), dtype=torch.uint8)
+
+
+def pages(num_bytes: int) -> int:
+    """Return the bytes of whole pages, at least one, that hold so many."""
+    return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 def new_file(num_bytes: int) -> tuple[int, int]:
     """Return a new file in memory that has no name, and its size: whole pages, at least one."""
-    file, size = os.memfd_create("pipebench"), max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    file, size = os.memfd_create("pipebench"), pages(num_bytes)
     os.ftruncate(file, size)
     return file, size
 
 
-class _Slot:
-    """A piece of memory that two processes see.
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU that stands in one piece."""
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
+    return memoryview(data)
 
-    Args:
-        file: its file descriptor; it may be closed afterwards.
-        num_bytes: its size.
+
+class _Slot(NamedTuple):
+    """A piece of the sender's file that two processes see.
+
+    The sender writes it and doesn't map it: pages that are mapped count as its own memory.
+
+    Attributes:
+        start: where it begins, at a page.
+        num_bytes: its size, whole pages.
     """
 
-    def __init__(self, file: int, num_bytes: int) -> None:
-        self.bytes = mapped(file, num_bytes)
-        self._places: dict[int, list[torch.Tensor]] = {}
-
-    def places(self, number: int, layout: Layout) -> list[torch.Tensor]:
-        """Return where the tensors of a layout stand; `number` is the layout's."""
-        found = self._places.get(number)
-        if found is None:
-            found = self._places[number] = layout.views(self.bytes.numpy())
-        return found
+    start: int
+    num_bytes: int
 
 
 class SharedSender:
@@ -77,8 +82,8 @@ class SharedSender:
         self._line = line
         self._clock = clock
         self._layouts = Layouts()
+        self._file, self._end = new_file(0)
         self._slots: list[_Slot] = []
-        self._files: list[int] = []
         self._free: list[int] = []
         self._num_sent = self._num_taken = 0
         self._largest = 0
@@ -103,10 +108,11 @@ class SharedSender:
         number, layout, text = self._layouts.of(form)
         index = self._take(layout.num_bytes)
         slot = self._slots[index]
-        for place, tensor in zip(slot.places(number, layout), tensors, strict=True):
-            place.copy_(tensor.detach())
-        size = len(slot.bytes)
-        record = _RECORD.pack(index, self._files[index], size, unit, number, len(text), self._clock(), note)
+        for leaf, tensor in zip(layout.tensors, tensors, strict=True):
+            if leaf.num_bytes:
+                whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+                _write(self._file, bytes_of(whole), slot.start + leaf.offset)
+        record = _RECORD.pack(index, self._file, *slot, unit, number, len(text), self._clock(), note)
         self._line.write(record + text)
         self._num_sent += 1
         return layout.payload_bytes
@@ -118,10 +124,9 @@ class SharedSender:
         """Nothing is to be done: what was sent is where the receiver finds it."""
 
     def close(self) -> None:
-        """Give up the line, and what slots are opened by; who has values in a slot keeps it."""
+        """Give up the line and the file; who has values in a slot keeps it."""
         self._line.close()
-        for file in self._files:
-            os.close(file)
+        os.close(self._file)
 
     def _hear(self, tokens: bytes) -> None:
         for (token,) in _TOKEN.iter_unpack(tokens):
@@ -133,11 +138,12 @@ class SharedSender:
     def _take(self, num_bytes: int) -> int:
         """Return a free slot that is large enough, the latest to become free; a new one where there is none."""
         for position in range(len(self._free) - 1, -1, -1):
-            if len(self._slots[self._free[position]].bytes) >= num_bytes:
+            if self._slots[self._free[position]].num_bytes >= num_bytes:
                 return self._free.pop(position)
-        file, self._largest = new_file(max(self._largest, num_bytes))
-        self._slots.append(_Slot(file, self._largest))
-        self._files.append(file)
+        self._largest = max(self._largest, pages(num_bytes))
+        self._slots.append(_Slot(self._end, self._largest))
+        self._end += self._largest
+        os.ftruncate(self._file, self._end)
         return len(self._slots) - 1
 
 
@@ -157,7 +163,7 @@ class SharedReceiver:
         self._line = line
         self._clock = clock
         self._layouts: list[Layout] = []
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, torch.Tensor] = {}
         self._process = os.getpid()
 
     def expect(self, num_messages: int) -> None:
@@ -170,19 +176,19 @@ class SharedReceiver:
             PeerLostError: the sender is gone.
         """
         record = self._line.exactly(_RECORD.size)
-        index, file, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
+        index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
         if text_bytes:
             self._layouts.append(Layout.from_text(self._line.exactly(text_bytes)))
         if about != unit:
             raise AssertionError(f"process {self._line.peer} sent unit {about} where unit {unit} was awaited")
         slot = self._slots.get(index)
         if slot is None:
-            slot = self._slots[index] = self._open(file, num_bytes)
+            slot = self._slots[index] = self._open(file, num_bytes, start)
         self._tell(_TAKEN)
         self.num_taken += 1
         arrived_s = self._clock()
         layout = self._layouts[number]
-        data = slot.bytes.numpy()  # another view every time: it lasts as long as the tensors in it
+        data = slot.numpy()  # another view every time: it lasts as long as the tensors in it
         weakref.finalize(data, self._tell, index).atexit = False
         values = layout.values(layout.views(data))
         return Message(values, layout.payload_bytes, sent_s, arrived_s, note, 0)
@@ -192,9 +198,9 @@ class SharedReceiver:
         self._process = 0
         self._line.close()
 
-    def _open(self, file: int, num_bytes: int) -> _Slot:
+    def _open(self, file: int, num_bytes: int, start: int) -> torch.Tensor:
         here = self._line.open(file)
-        slot = _Slot(here, num_bytes)
+        slot = mapped(here, num_bytes, start)
         os.close(here)
         return slot
 
@@ -203,6 +209,13 @@ class SharedReceiver:
         if self._process == os.getpid():
             with suppress(PeerLostError):
                 self._line.write(_TOKEN.pack(token))
+
+
+def _write(file: int, data: memoryview, start: int) -> None:
+    """Write into a file in memory, which takes two gigabytes at once."""
+    while data:
+        written = os.pwrite(file, data, start)
+        data, start = data[written:], start + written
 
 
 Ends = tuple[SharedSender | None, SharedReceiver | None]

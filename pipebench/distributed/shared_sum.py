@@ -14,12 +14,11 @@ microbatches still exchange; and in a flush a worker waits for its first sum whe
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from pipebench.distributed.pipes import Line, join_pairs
-from pipebench.distributed.shared_memory import mapped, new_file
+from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
 
 _FULL, _ADDED, _READ = b"fad"  # what is told of the next bucket; all replicas take buckets in one order
@@ -100,7 +99,7 @@ class SharedSum:
         scratch = sharing.piece.view(dtype)
         # Where a piece of the own chunk is, where the others' is read to, and where it stands in their files.
         self._pieces = [
-            (piece, scratch[: len(piece)], _bytes_of(scratch[: len(piece)]), starts[sharing.own] + index * _PIECE_BYTES)
+            (piece, scratch[: len(piece)], bytes_of(scratch[: len(piece)]), starts[sharing.own] + index * _PIECE_BYTES)
             for index, piece in enumerate(torch.split(own, step))
             if len(piece)
         ]
@@ -129,7 +128,7 @@ class SharedSum:
         sharing, count = self._sharing, self._count(self._round)
         for position, file in sharing.files.items():
             sharing.hear(position, _ADDED, count)
-            _read(file, _bytes_of(self._chunks[position]), self._starts[position])
+            _read(file, bytes_of(self._chunks[position]), self._starts[position])
         sharing.tell(_READ)
         self._round += 1
 
@@ -170,13 +169,9 @@ def room_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    data: Any = tensor.view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
-    return memoryview(data)
-
-
 def _read(file: int, into: memoryview, start: int) -> None:
-    """Read from a file in memory, which gives all there is at once."""
-    if len(into):
+    """Read from a file in memory, which gives two gigabytes at once."""
+    while into:
         found = os.preadv(file, [into], start)
-        assert found == len(into), f"{found} of {len(into)} bytes at {start}"
+        assert found, f"nothing at {start}"
+        into, start = into[found:], start + found

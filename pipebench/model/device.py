@@ -20,8 +20,7 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
     """Set threads, TF32 and determinism as the recipe says; put everything back afterwards."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     cudnn_tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         if engine.threads != "auto":
@@ -33,14 +32,15 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
             # cuBLAS reads this when it starts; without it torch calls its matrix products nondeterministic.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, the run log has it.
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Not use_deterministic_algorithms, which imports torch's compiler, for a second, to tell it so, too.
+            torch.set_deterministic_debug_mode("warn")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = cudnn_tf32, benchmark
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 

@@ -9,6 +9,7 @@ from pipebench.engine.gate import StopRequest
 from pipebench.engine.stopping import stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import torch_settings
+from pipebench.model.heap import keep_freed_blocks
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.recorder import RunRecorder, collected_log
@@ -73,6 +74,7 @@ class VirtualRuns(EngineRuns):
         """See `EngineRuns`."""
         assert tracking is not None
         suite = request.suite
+        keep_freed_blocks()
         with collected_log(suite.verbose) as log_text, torch_settings(request.loaded.recipe.engine):
             job = prepare_job(request.loaded, tells=True)
             folder, stop = _LateFolder(request), StopRequest()

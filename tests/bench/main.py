@@ -18,6 +18,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.device import torch_settings
+from pipebench.model.heap import keep_freed_blocks
 from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Sampler
 from pipebench.model.stage import Stage, cut_stage
@@ -169,6 +170,7 @@ def largest_clusters() -> list[tuple[str, float]]:
 def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
+    keep_freed_blocks()  # as runs do; both sides of a ratio share the process
     console = Console(width=140)
     console.print(f"torch {torch.__version__}, {platform.machine()}, 1 thread, {NUM_PAIRS} interleaved pairs")
     table = Table("what", "ratio (median)", "range", "target", "verdict", "ours, ms per minibatch")

@@ -1,12 +1,16 @@
 """The extrapolated epoch equals the fully simulated one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pipebench.cluster import Cluster, Level
+from pipebench.simulate import sharing
 from pipebench.simulate.costs import StageCosts
 from pipebench.simulate.meter import Meter
+from pipebench.simulate.sharing import Flow, fair_rates
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from tests.support import Blobs, Mlp, make_setup
 
@@ -34,6 +38,32 @@ def test_extrapolation_is_exact(plan: tuple[list[int], list[int]], columns: dict
     assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
     assert short.busy_s == pytest.approx(whole.busy_s, rel=1e-9)
     assert short.stall_s == pytest.approx(whole.stall_s, rel=1e-6, abs=1e-6)
+    assert short.num_bytes == whole.num_bytes
+
+
+@pytest.mark.parametrize("plan", [([2], [1, 3]), ([4], [3, 1]), ([2], [2, 2])], ids=str)
+def test_extrapolation_is_exact_where_links_are_shared(
+    plan: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow links between servers of two: transfers meet there, at rates that change while they are on their way."""
+    met: list[int] = []
+
+    def counted(flows: Sequence[Flow]) -> list[float]:
+        met.append(len(flows))
+        return fair_rates(flows)
+
+    monkeypatch.setattr(sharing, "fair_rates", counted)
+    cluster = Cluster("slow", "unit", None, (Level("server", 2, 400.0, 1e-3), Level("cluster", 2, 70.0, 1e-2)))
+    setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=40 * 12 + 3, num_eval=4), cluster=cluster)
+    num_minibatches = setup.sampler.minibatches_per_epoch
+    short = simulate_segment(setup, num_minibatches)
+    extrapolated = len(met)
+    assert max(met) > 1, "nobody met anybody"
+    whole = simulate_all(setup, num_minibatches)
+    assert extrapolated < 0.6 * (len(met) - extrapolated), "nothing was extrapolated, so this would test nothing"
+    assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
+    assert short.busy_s == pytest.approx(whole.busy_s, rel=1e-9)
+    assert short.stall_s == pytest.approx(whole.stall_s, rel=1e-6)
     assert short.num_bytes == whole.num_bytes
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipebench.distributed.cores import usable_cores
-from pipebench.distributed.launch import HEAP
+from pipebench.model.heap import HEAP
 from pipebench.simulate.steady import simulate_segment
 from tests.bench.pairs import Ratio
 from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic

@@ -1,0 +1,22 @@
+"""What `malloc` does with freed blocks: kept, they need no new page when the next minibatch takes them again.
+
+glibc otherwise gives large blocks back to the system at every free and gets every page anew, zeroed, at the next use:
+activations and gradients come and go at every minibatch. Training on CPUs is up to twice as fast with this.
+"""
+
+import ctypes
+import os
+
+KEPT_BYTES = 1 << 30
+# glibc's variables of the environment, and the numbers of the same settings in its malloc.h.
+_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
+HEAP = {name: str(KEPT_BYTES) for name in _SETTINGS}  # for a process that is to be started
+
+
+def keep_freed_blocks() -> None:
+    """Let this process keep what it frees; where the user has set either variable, or there is no glibc, it may not."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is None or any(name in os.environ for name in _SETTINGS):
+        return
+    for number in _SETTINGS.values():
+        mallopt(number, KEPT_BYTES)

@@ -1,0 +1,40 @@
+"""Freed blocks that are kept: counted page faults of a process of its own."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+_CODE = """
+import resource, sys, torch
+from pipebench.model.heap import keep_freed_blocks
+if sys.argv[1] == "kept":
+    keep_freed_blocks()
+def fill():
+    for side in (1024, 2048, 3072, 4096):
+        torch.ones(side, side)
+fill()
+fill()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    fill()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str, **variables: str) -> int:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
+    command = [sys.executable, "-c", _CODE, how]
+    return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_freed_blocks_are_taken_again_without_page_faults() -> None:
+    assert faults("kept") < faults("given back") / 5
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_what_the_user_has_set_stays() -> None:
+    assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 10_000
