@@ -38,7 +38,7 @@ def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[
 
 
 def start(
-    lab: Lab, workers_per_host: int, words: Sequence[str], logs: Sequence[int | IO[str]]
+    lab: Lab, workers_per_host: int, words: Sequence[str], logs: Sequence[int | IO[str]], name: str | None = None
 ) -> list["subprocess.Popen[str]"]:
     """Start torchrun on every host.
 
@@ -47,18 +47,19 @@ def start(
         workers_per_host: processes on each.
         words: module and arguments of every process.
         logs: where what each host's processes say goes.
+        name: what processes take for their host's name; None for one of each host's own.
     """
     settings = {**os.environ, **worker_settings(lab.num_hosts * workers_per_host), "PYTHONUNBUFFERED": "1"}
     return [
         lab.start(
-            index, torchrun(lab.num_hosts, workers_per_host, index, words), env=environment(index, settings),
+            index, torchrun(lab.num_hosts, workers_per_host, index, words), name=name, env=environment(index, settings),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
         )
         for index, log in enumerate(logs)
     ]  # fmt: skip
 
 
-def run(lab: Lab, workers_per_host: int, words: Sequence[str], log: Path) -> int:
+def run(lab: Lab, workers_per_host: int, words: Sequence[str], log: Path, name: str | None = None) -> int:
     """Run processes on every host to their end; return torchrun's worst exit code.
 
     Args:
@@ -66,12 +67,13 @@ def run(lab: Lab, workers_per_host: int, words: Sequence[str], log: Path) -> int
         workers_per_host: processes on each.
         words: module and arguments of every process.
         log: the file that takes what host 0 says; the others' stand beside it.
+        name: see `start`.
     """
     paths = [log, *(log.with_suffix(f".host{index}.log") for index in range(1, lab.num_hosts))]
     files = [path.open("w") for path in paths]
     agents: list[subprocess.Popen[str]] = []
     try:
-        agents = start(lab, workers_per_host, words, files)
+        agents = start(lab, workers_per_host, words, files, name)
         until_s = float("inf")
         while None in (codes := [agent.poll() for agent in agents]):
             if any(codes):

@@ -181,22 +181,25 @@ class Lab:
         sent, received = rows[0]["stats64"]["tx"], rows[0]["stats64"]["rx"]
         return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
 
-    def start(self, index: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
+    def start(
+        self, index: int, command: Sequence[str], *, name: str | None = None, **options: Any
+    ) -> "subprocess.Popen[str]":
         """Start a process on a host; it ends with this one at the latest.
 
         Args:
             index: the host.
             command: program and arguments.
+            name: what the process takes for the host's name; None for `host0`, `host1`, ...
             options: of `subprocess.Popen`.
         """
         child = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid())]
         return subprocess.Popen(
-            [*child, *self._entering(index), *command], text=True, start_new_session=True, **options
+            [*child, *self._entering(index, name), *command], text=True, start_new_session=True, **options
         )
 
-    def _entering(self, index: int) -> list[str]:
+    def _entering(self, index: int, name: str | None = None) -> list[str]:
         host = host_name(index)
-        return [sys.executable, "-I", "-S", inside.__file__, f"{self.name}-{host}", host]
+        return [sys.executable, "-I", "-S", inside.__file__, f"{self.name}-{host}", name or host]
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipebench.cluster import Cluster
 from pipebench.errors import UserError
 from pipebench.lab.measuring import MEASURED
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import decision_of, prepare_job
+from pipebench.schedule.modes import AUTO
 from pipebench.simulate.costs import HostCosts
 from pipebench.train.prepare import Job
 from pipebench.train.simulated import predicted_metrics
@@ -63,6 +65,7 @@ class Predictor:
     def __init__(self, recipes: Mapping[str, LoadedRecipe], hosts: Mapping[str, HostCosts]) -> None:
         self._recipes, self._hosts = recipes, hosts
         self._found: dict[tuple[str, float], Predicted] = {}
+        self._fixed: dict[str, Job] = {}  # of recipes whose plan no bandwidth changes
 
     def predict(self, name: str, bandwidth_bytes_per_s: float) -> Predicted:
         """Return what a recipe is predicted to do at a bandwidth.
@@ -76,8 +79,13 @@ class Predictor:
         return self._found[key]
 
     def _predicted(self, name: str, bandwidth_bytes_per_s: float) -> Predicted:
-        setup = at_bandwidth(self._recipes[name], bandwidth_bytes_per_s).setup
-        setup = replace(setup, costs=replace(setup.costs, host=self._hosts[name]))
+        loaded = self._recipes[name]
+        cluster = cluster_at(loaded.cluster, bandwidth_bytes_per_s)
+        job = self._fixed.get(name) or at_bandwidth(loaded, bandwidth_bytes_per_s)
+        asked = loaded.recipe.parallelism
+        if asked.cuts is not None or (asked.plan != AUTO and len(job.setup.plan.stages) == 1):
+            self._fixed[name] = job
+        setup = replace(job.setup, cluster=cluster, costs=replace(job.setup.costs, host=self._hosts[name]))
         metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch)
         return Predicted(
             str(setup.plan), len(setup.plan.stages), metrics["throughput_samples_per_s"], metrics["epoch_time_s"],
@@ -91,9 +99,8 @@ def at_bandwidth(loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Job:
     Raises:
         UserError: its plan has another number of workers than the cluster.
     """
-    cluster = loaded.cluster
-    wires = replace(cluster.levels[-1], bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-    job = prepare_job(replace(loaded, cluster=replace(cluster, levels=(*cluster.levels[:-1], wires))), trains=False)
+    cluster = cluster_at(loaded.cluster, bandwidth_bytes_per_s)
+    job = prepare_job(replace(loaded, cluster=cluster), trains=False)
     workers = sum(decision_of(job).plan.replicas)
     if workers != cluster.num_workers:
         raise UserError(
@@ -101,6 +108,12 @@ def at_bandwidth(loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Job:
             f"{cluster.num_workers}: choose --hosts and --workers-per-host so that their product is {workers}"
         )
     return job
+
+
+def cluster_at(cluster: Cluster, bandwidth_bytes_per_s: float) -> Cluster:
+    """Return a lab's cluster with wires of another bandwidth."""
+    wires = replace(cluster.levels[-1], bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    return replace(cluster, levels=(*cluster.levels[:-1], wires))
 
 
 def read_measured(folder: Path) -> tuple[dict[str, Path], dict[str, HostCosts]]:

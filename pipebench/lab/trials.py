@@ -1,6 +1,7 @@
 """What is tried in a lab: plain sockets, the measuring of profiles, and training; each with its bytes and its log."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -51,7 +52,8 @@ class Trials:
         Raises:
             WorkersFailedError: they can't; why has been said.
         """
-        self._crew([module, str(folder)], folder / "measuring.log")
+        # They share this machine's cores, which processes tell by the name of their host.
+        self._crew([module, str(folder)], folder / "measuring.log", socket.gethostname())
 
     def train(self, case: Case, words: Sequence[str]) -> tuple[RunResult, Passed]:
         """Train a recipe on all hosts; return what it came to and what passed the wires meanwhile.
@@ -101,9 +103,9 @@ class Trials:
             server.communicate()
         return Wire(bandwidth_bytes_per_s, goodput_bytes_per_s, there_and_back_s / 2)
 
-    def _crew(self, words: Sequence[str], log: Path) -> None:
+    def _crew(self, words: Sequence[str], log: Path, name: str | None = None) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        code = crew.run(self._lab, self._options.workers_per_host, words, log)
+        code = crew.run(self._lab, self._options.workers_per_host, words, log, name)
         if code != 0:
             raise self._failure(f"`{' '.join(words[:3])}` ended with exit code {code}", log)
 
