@@ -30,8 +30,14 @@ NUM_MINIBATCHES = 24  # a multiple of every number of replicas, and of those acc
 _WARM_UP, _SEGMENTS = 8, 3  # minibatches; segments that are timed in a round
 CLOSE = 0.05  # relative: the error wanted, and the difference from which an order counts
 _LEFT = (0.2, 0.35, 0.5, 0.65, 0.8)  # shares of the time before the cut
-_COLOURS = {"pipedream": "#0072B2", "pipedream-flush": "#009E73", "gpipe": "#E69F00", "dp": "#D55E00"}
-_MARKERS = {"pipedream": "o", "pipedream-flush": "s", "gpipe": "^", "dp": "D"}
+_STYLES = {  # by mode: colour and marker
+    "pipedream": ("#0072B2", "o"),
+    "pipedream-flush": ("#009E73", "s"),
+    "gpipe": ("#E69F00", "^"),
+    "dp": ("#D55E00", "D"),
+    "pipedream-2bw": ("#56B4E9", "P"),
+    "model": ("#CC79A7", "v"),
+}
 _WIDTH_IN, _HEIGHT_IN = 7.0, 6.0
 
 
@@ -240,8 +246,8 @@ def _draw_points(axes: "Axes", found: Sequence[Point]) -> None:
         axes.scatter(
             [point.predicted_samples_per_s for point in own],
             [point.measured_samples_per_s for point in own],
-            color=_COLOURS.get(mode, "#CC79A7"),
-            marker=_MARKERS.get(mode, "v"),
+            color=_STYLES[mode][0],
+            marker=_STYLES[mode][1],
             s=36,
             label=mode,
         )
