@@ -52,7 +52,9 @@ def new_file(num_bytes: int) -> tuple[int, int]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU that stands in one piece."""
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
+    # A single number may have any stride and still stand in one piece, but torch would not view it as bytes.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    data: Any = flat.view(torch.uint8).numpy()  # NumPy's types don't say that it is a buffer
     return memoryview(data)
 
 

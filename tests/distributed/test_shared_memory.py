@@ -87,6 +87,17 @@ def test_a_slot_is_used_again_when_nothing_of_its_message_is_left(ends: Ends) ->
     assert [each.tolist() for each in held] == [[0.0, 0.0], [2.0, 2.0]]
 
 
+def test_values_stand_in_memory_in_any_way(ends: Ends) -> None:
+    """Turned over, cut out, of one number with a stride of its own, which torch calls contiguous, and of none."""
+    grid = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
+    values = (grid.t(), grid[1:3, ::2], grid[:1, 5], grid[2, 3], grid[:0], torch.ones(1).expand(3, 2))
+    assert values[2].is_contiguous()
+    assert values[2].reshape(-1).stride() == (6,)
+    ends.sender.send(0, values, 0.0)
+    for sent, received in zip(values, ends.receiver.receive(0).values, strict=True):
+        assert torch.equal(sent, received)
+
+
 def test_many_values_on_their_way_take_no_more_of_a_sender_s_file_descriptors(ends: Ends) -> None:
     """A flush of a thousand microbatches has as many, and most systems let a process have 1,024 files open."""
     before = len(os.listdir("/proc/self/fd"))
