@@ -20,6 +20,7 @@ from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.weights import WEIGHT_POLICIES
+from pipebench.simulate.steady import glimpse
 
 MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
@@ -275,6 +276,11 @@ class Estimator:
             return math.inf
         _, count = self._course(found)
         return 3 * count * found.microbatches * len(found.stages)
+
+    def glimpse(self, found: PlanEstimate, num_instructions: int) -> tuple[float, int]:
+        """Return about what `with_prediction` says a minibatch takes, and how many instructions that simulated."""
+        course, count = self._course(found)
+        return glimpse(course, 2 * count, num_instructions)
 
     def _course(self, found: PlanEstimate) -> tuple[Course, int]:
         return course_of(

@@ -2,7 +2,8 @@
 
 Searches (`searches`) propose plans. Under `sosp19` and `artifact` the one with the smallest bottleneck is chosen, as
 published. Under `overlap`, and between modes, what the simulator predicts decides: a bottleneck says nothing about
-flushes, and little about minibatches that wait for a transfer with no other in flight to take their turn.
+flushes, and little about minibatches that wait for a transfer with no other in flight to take their turn. There, in a
+pipeline without flushes, the search goes on from the plans proposed (`climb`).
 """
 
 import itertools
@@ -14,6 +15,7 @@ from functools import cached_property
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan
+from pipebench.planner.climb import climb, climbs
 from pipebench.planner.estimates import MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import SearchStage
@@ -60,7 +62,13 @@ class Planner(Estimator):
         Raises:
             PlanError: none fits in memory.
         """
-        return min(self.proposed(), key=lambda each: each.minibatch_s)
+        proposed = self.proposed()
+        best, started = min(proposed, key=lambda each: each.minibatch_s), time.perf_counter()
+        if climbs(self, proposed):
+            self._tell("climbing")
+            best = climb(self, proposed)
+        self.predict_s += time.perf_counter() - started
+        return best
 
     def proposed(self) -> list[PlanEstimate]:
         """Return the plans that searches propose, with what is predicted of them; one where bottlenecks decide.

@@ -23,7 +23,7 @@ from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.timeline import ACTIVATION, GRADIENT
 
-_FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
+FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
 _DEEP_ROUNDS = 8  # as many times more, at most: what is in flight beyond NOAM stands in queues that take long to fill
 _SETTLED = 1e-4  # relative change of a prediction below which it isn't refined
 
@@ -136,7 +136,7 @@ def course_of(
     costs = model.simulated(stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost), plan.replicas)
     period = pipeline.period
     # A flush leaves nothing behind: the period after next is like every later one.
-    rounds = 2 if pipeline.flushes else _FILL_ROUNDS * max(2, max(pipeline.warmups))
+    rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = period * rounds
     sampler = Sampler(2 * _DEEP_ROUNDS * count * minibatch_size, minibatch_size, 0)
     return Course(pipeline, costs, model.links(cluster), plan.devices, sampler), count

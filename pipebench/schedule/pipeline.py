@@ -18,6 +18,7 @@ from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 
 STASH = "stash"
+MOST_BEYOND_NOAM = 1  # minibatches more in flight that a planner may choose, where they hide transfers
 WHOLE, SPLIT = "whole", "split"  # how a backward runs
 
 

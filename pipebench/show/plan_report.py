@@ -283,6 +283,8 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
             "depth",
             f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory",
         )
+    elif answer.request.depth is None and best.plan.depth > best.plan.noam:
+        yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
     for name, layers, stage in _ties(answer):
         yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
 
@@ -360,7 +362,7 @@ def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
         return "slower than the bottleneck: transfers of several stages take turns, which the cost model doesn't count"
     reason = (
         f"slower than the bottleneck: minibatches wait for transfers, and with {found.plan.depth} in flight per "
-        "input-stage replica (NOAM) none is to spare"
+        f"input-stage replica ({'NOAM' if found.plan.depth == found.plan.noam else 'depth'}) none is to spare"
     )
     if answer.spare_s is not None:
         reason += f"; with parallelism.depth={found.plan.depth + 1} it would be {seconds(answer.spare_s)}"

@@ -7,6 +7,7 @@ all further periods cost that constant: only fill, a few periods and drain are s
 import itertools
 import math
 import operator
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,27 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
     # What travels doesn't depend on time; and in time, neighbouring periods need not send at the same moments.
     num_bytes = _simulated(_Run(course, found.period, ends_epoch=False)).num_bytes
     return totals.extended(Totals(found.shift_s, found.busy_s, found.stall_s, num_bytes), found.left_out)
+
+
+def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
+    """Return about how many seconds a minibatch takes in the steady state, and how many instructions that simulated.
+
+    If no steady state is found, it is what the slowest worker takes in the later half of what was simulated; infinity
+    if that is too little to say.
+
+    Args:
+        course: what to simulate.
+        num_minibatches: longer than what so many instructions come to, up to one epoch.
+        num_instructions: to simulate at most.
+    """
+    pipeline, taken = course.pipeline, 0
+    watch = _Watch(pipeline)
+    for taken, event in enumerate(itertools.islice(_Run(course, num_minibatches), num_instructions), 1):
+        if event.instruction.op in ENDS:
+            found = watch.steady(event, 0.0, 0.0, sys.maxsize)  # the segment may go on for ever
+            if found is not None:
+                return found.shift_s / found.period, taken
+    return watch.later_half_s(), taken
 
 
 def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
@@ -228,6 +250,16 @@ class _Watch:
             if max(shifts) - min(shifts) <= _TOLERANCE * ends[0][-1]:
                 return self._found(blocks, shifts[0], num_minibatches)
         return None
+
+    def later_half_s(self) -> float:
+        """Return the seconds per minibatch of the slowest worker, over the later half of what it ended."""
+        slowest_s = 0.0
+        for ends, own in zip(self._ends, self._own, strict=True):
+            middle = len(ends) // 2
+            if middle < 2:
+                return math.inf
+            slowest_s = max(slowest_s, (ends[-1] - ends[middle]) / (len(ends) - 1 - middle) * own / self._block)
+        return slowest_s
 
     def _first_and_others(self, blocks: int) -> range:
         """Return all workers, or only the first if its last two periods already say no."""

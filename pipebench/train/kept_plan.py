@@ -7,7 +7,7 @@ from pipebench.recipe.plan_file import PlanForm, Problems, form_problems, is_pla
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO
 from pipebench.schedule.notation import format_plan, parse_plan, streams_problem
-from pipebench.schedule.pipeline import noam
+from pipebench.schedule.pipeline import MOST_BEYOND_NOAM, noam
 
 ANEW = "remove the file to have it decided anew"
 
@@ -50,8 +50,9 @@ def _other_than_asked(
         if form != load_plan(given):
             yield "stages", f"isn't the plan of {given}, which the recipe names"
         return
-    if mode.depth is None and parallelism.depth == AUTO and form.depth > noam(form.replicas):
-        yield "depth", f"got {form.depth}, allowed is a whole number from 1 to {noam(form.replicas)}"
+    deepest = noam(form.replicas) + (MOST_BEYOND_NOAM if given == AUTO else 0)
+    if mode.depth is None and parallelism.depth == AUTO and form.depth > deepest:
+        yield "depth", f"got {form.depth}, allowed is a whole number from 1 to {deepest}"
     asked = form.replicas if given == AUTO else parse_plan(given, mode, num_workers)
     if form.replicas != asked:
         yield "stages", f"got {written}, allowed is {format_plan(asked)}, the recipe's plan"

@@ -1,5 +1,6 @@
 """The reports' scripts run; on a part of what they are about, since the whole takes minutes."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.load import load_profile
-from reports.studies import gpu_profiles, planner_vs_simulator, table1_plans
+from reports.studies import gpu_profiles, planner_regret, planner_vs_simulator, table1_plans
 from reports.studies.planned_models import PUBLISHED, TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.patience import PATIENCE_S
@@ -33,6 +34,29 @@ def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
         "| alexnet | cluster-a | 2-1-1 (shape",
     ):
         assert text in page
+
+
+def test_planner_regret(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    known = tmp_path / "best.json"
+    pages = []
+    for _ in range(2):
+        planner_regret.main(2, known)
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1]
+    climbed, _ = pages[0].split(planner_regret.ALONE)
+    assert climbed.count("| 2 | 100.0 % | 0 | 0 |") == len(planner_regret.KINDS)
+    assert len(json.loads(known.read_text())) == 2 * len(planner_regret.KINDS)
+
+
+def test_the_page_of_regrets_is_of_this_script() -> None:
+    page = (Path(planner_regret.__file__).parents[1] / "planner_regret.md").read_text()
+    for text in (planner_regret.HEAD, planner_regret.READING):
+        assert text.strip() in page
+    begins = tuple(f"| {kind} |" for kind in planner_regret.KINDS)
+    rows = [line for line in page.splitlines() if line.startswith(begins)]
+    assert len(rows) == 2 * len(planner_regret.KINDS)  # with the climb, and without
+    documented = (Path(planner_regret.__file__).parents[2] / "docs" / "planner.md").read_text()
+    assert all(row in documented for row in rows)
 
 
 def test_table1_plans(capsys: pytest.CaptureFixture[str]) -> None:

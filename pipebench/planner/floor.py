@@ -1,0 +1,203 @@
+"""What a plan's steady state takes at least: which plans are worth simulating.
+
+A bottleneck (see `placement_costs` and `loops`) is made of sums over states, so that searches can weigh millions of
+stages; half of an average bucket stands for the last one. A floor is made of what the simulator is given, the buckets
+that a stage's gradients really come in among them:
+
+- a replica's round is a forward, a backward, what is left of the gradient sum after it, and an update;
+- with d minibatches in flight, a stage finishes d of them in the time that one takes to a later stage and back, those
+  apart that wait there for their turn (as in `loops`);
+- a port takes as long as its bytes do;
+- a worker loads its minibatches one after the other.
+
+Simulated times are never below it in the study of `reports/planner_regret.md`, and equal to it in most plans.
+"""
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pipebench.cluster import Cluster, Level
+from pipebench.model.plan import Plan, StagePlan
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.placement_costs import LONGEST_CYCLE
+from pipebench.planner.states import States
+from pipebench.profile.model import Profile
+from pipebench.schedule.orders import ONE_F_ONE_B
+from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.schedule.syncs import ALL_REDUCE
+from pipebench.simulate.costs import StageCosts, stage_costs
+from pipebench.simulate.sums import traffic
+
+
+class Sketch(NamedTuple):
+    """A plan before anything but its floor is known: stages between states, devices of their replicas, depth."""
+
+    stages: tuple[SearchStage, ...]
+    devices: tuple[tuple[int, ...], ...]
+    depth: int
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+
+class Floors:
+    """Floors of plans for one model on one cluster, under 1F1B without flushes."""
+
+    def __init__(
+        self, states: States, profile: Profile, cluster: Cluster, size: int, memory: Sequence[str], update_cost: float
+    ) -> None:
+        """Take what the simulator is given.
+
+        Args:
+            states: where the model can be cut, along its order of execution.
+            profile: its layers that the states hold, the loss last.
+            cluster: the links.
+            size: samples of what travels.
+            memory: policy of each of those layers.
+            update_cost: what an update takes, in optimizer steps.
+        """
+        self._profile, self._cluster, self._size, self._memory = profile, cluster, size, tuple(memory)
+        self._update_cost = update_cost
+        self._places = [members.bit_count() for members in states.members]  # layers before each state
+        self.rows = profile.layers[size]
+        self._stage = cache(self._stage_costs)
+        self._crossing = cache(self._values_across)
+        self._level = cache(self._level_between)
+        self._ring = cache(self._ring_s)
+        self.warmups = cache(_warmups)
+
+    def floor_s(self, sketch: Sketch) -> float:
+        """Return the seconds per minibatch that a plan takes at least."""
+        edges = self._edges(sketch)
+        rounds = [self._round_s(sketch, index) for index in range(len(sketch.stages))]
+        return max(self._rounds_s(sketch, rounds), self._loops_s(sketch, rounds, edges), self._ports_s(sketch, edges))
+
+    def _stage_costs(self, start: int, stop: int) -> StageCosts:
+        first, last = self._places[start], self._places[stop]
+        alone = StagePlan(first, last, 1, (0,), self._memory[first:last])
+        return stage_costs(self._profile, Plan("", (alone,), 1), self._update_cost).stages[0]
+
+    @cached_property
+    def _readers(self) -> list[list[int]]:
+        """Readers of every layer's output, ascending."""
+        readers: list[list[int]] = [[] for _ in self.rows]
+        for index, row in enumerate(self.rows):
+            for source in row.reads:
+                readers[source].append(index)
+        return readers
+
+    @cached_property
+    def _last_reader(self) -> np.ndarray:
+        return np.array([readers[-1] if readers else -1 for readers in self._readers])
+
+    def _values_across(self, place: int) -> list[int]:
+        """Return the layers before a place whose output is read from there on."""
+        return [int(value) for value in np.flatnonzero(self._last_reader[:place] >= place)]
+
+    def _edges(self, sketch: Sketch) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return (source stage, target stage) to the bytes that cross forward and back."""
+        places = [self._places[stage.start] for stage in sketch.stages] + [len(self.rows)]
+        edges: dict[tuple[int, int], tuple[int, int]] = {}
+        for target in range(1, len(sketch.stages)):
+            start, stop = places[target], places[target + 1]
+            for value in self._crossing(start):
+                readers = self._readers[value]
+                at = bisect.bisect_left(readers, start)
+                if at < len(readers) and readers[at] < stop:
+                    edge = (bisect.bisect_right(places, value) - 1, target)
+                    sent, returned = edges.get(edge, (0, 0))
+                    edges[edge] = (sent + self.rows[value].output_bytes, returned + self.rows[value].gradient_bytes)
+        return edges
+
+    def _level_between(self, one: int, other: int) -> Level:
+        return self._cluster.levels[self._cluster.level_between(one, other)]
+
+    def _round_s(self, sketch: Sketch, index: int) -> float:
+        """Return the seconds of one replica's round."""
+        start, stop, replicas = sketch.stages[index]
+        costs = self._stage(start, stop)
+        backward_s, end_s = costs.backward_s[self._size], 0.0
+        if replicas > 1:
+            for bucket in costs.buckets:
+                ready_s = bucket.ready * backward_s
+                end_s = max(end_s, ready_s) + self._ring(sketch.devices[index], bucket.num_bytes)
+        return costs.forward_s[self._size] + max(backward_s, end_s) + costs.update_s
+
+    def _ring_s(self, devices: tuple[int, ...], num_bytes: int) -> float:
+        """Return the seconds of a ring all-reduce that has its links to itself."""
+        ring = sorted(devices)
+        levels = {self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)}
+        part = num_bytes / len(ring)
+        return 2 * (len(ring) - 1) * max(part / level.goodput_bytes_per_s + level.latency_s for level in levels)
+
+    def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
+        loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)
+        return max(max(round_s, load_s) / m for round_s, load_s, m in zip(rounds, loads, sketch.replicas, strict=True))
+
+    def _loops_s(self, sketch: Sketch, rounds: Sequence[float], edges: dict[tuple[int, int], tuple[int, int]]) -> float:
+        replicas, slowest_s = sketch.replicas, 0.0
+        warmups = self.warmups(replicas, sketch.depth)
+        ways = [self._way_s(sketch, index, edges.get((index, index + 1))) for index in range(len(replicas) - 1)]
+        for first, m in enumerate(replicas):
+            loop_s = rounds[first]
+            sums = m > 1 and bool(self._stage(*sketch.stages[first][:2]).buckets)
+            for last in range(first + 1, len(replicas)):
+                way_s = ways[last - 1]
+                if way_s is None:
+                    break
+                costs = self._stage(*sketch.stages[last][:2])
+                loop_s += way_s + costs.forward_s[self._size] + costs.backward_s[self._size]
+                waiting = (warmups[last] - 1) * replicas[last]
+                if sums:  # a round goes on when its last minibatch is back
+                    waiting = -(-waiting // m) * m
+                slowest_s = max(slowest_s, loop_s / (warmups[first] * m - waiting))
+        return slowest_s
+
+    def _way_s(self, sketch: Sketch, index: int, crossing: tuple[int, int] | None) -> float | None:
+        """Return the seconds from a stage to the next and back where they are nearest; None if nothing comes back."""
+        if crossing is None or crossing[1] == 0:
+            return None
+        levels = {self._level(*pair) for pair in _pairs(sketch, index, index + 1)}
+        return min(sum(crossing) / level.goodput_bytes_per_s + 2 * level.latency_s for level in levels)
+
+    def _ports_s(self, sketch: Sketch, edges: dict[tuple[int, int], tuple[int, int]]) -> float:
+        """Return the seconds per minibatch of the busiest port, for its bytes alone."""
+        load: Counter[tuple[int, int, bool]] = Counter()
+        for index, (start, stop, replicas) in enumerate(sketch.stages):
+            weights = sum(bucket.num_bytes for bucket in self._stage(start, stop).buckets)
+            if replicas > 1 and weights:
+                ring = sorted(sketch.devices[index])
+                for sender, receiver, num_bytes in traffic(ALL_REDUCE, weights, replicas):
+                    self._carry(load, ring[sender], ring[receiver], num_bytes / replicas)
+        for (source, target), (sent, returned) in edges.items():
+            pairs = _pairs(sketch, source, target)
+            for one, other in pairs:
+                self._carry(load, one, other, sent / len(pairs))
+                self._carry(load, other, one, returned / len(pairs))
+        levels = self._cluster.levels
+        return max((each / levels[level].goodput_bytes_per_s for (level, _, _), each in load.items()), default=0.0)
+
+    def _carry(self, load: Counter[tuple[int, int, bool]], sender: int, receiver: int, num_bytes: float) -> None:
+        cluster = self._cluster
+        level = cluster.level_between(sender, receiver)
+        load[level, cluster.component(sender, level), True] += num_bytes  # type: ignore[assignment]
+        load[level, cluster.component(receiver, level), False] += num_bytes  # type: ignore[assignment]
+
+
+def _pairs(sketch: Sketch, source: int, target: int) -> list[tuple[int, int]]:
+    """Return the devices between which the minibatches of a cycle go."""
+    own, others = sketch.devices[source], sketch.devices[target]
+    cycle = min(math.lcm(len(own), len(others)), LONGEST_CYCLE)
+    return [(own[k % len(own)], others[k % len(others)]) for k in range(cycle)]
+
+
+def _warmups(replicas: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    return Pipeline(replicas, chain(len(replicas)), ONE_F_ONE_B, False, depth).warmups

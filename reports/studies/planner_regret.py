@@ -1,0 +1,314 @@
+"""Print how much slower `plan: auto` is than the best plan there is: `python -m reports.studies.planner_regret`.
+
+What it prints is `planner_regret.md`. Small chains of layers on small clusters, of which every plan is looked at: all
+cuts, all replica counts, all placements on the servers, NOAM and one minibatch more in flight. The simulator is the
+judge, so this is about the search alone. A plan is simulated unless a bound that holds in any simulator says that it is
+slower than the best so far.
+
+Options: `--instances N` of each kind (300); `--best FILE` keeps the best plans there, so that another planner is judged
+in a minute (remove the file when the simulator has changed).
+"""
+
+import argparse
+import bisect
+import itertools
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pipebench.cluster import Cluster, Level
+from pipebench.errors import PlanError
+from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.placements import placements
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.schedule.orders import ONE_F_ONE_B
+from pipebench.schedule.pipeline import Pipeline, chain, noam
+from reports.studies.planned_models import table
+
+MODE = "pipedream"
+INSTANCES = 300
+SHAPES = ((2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2))  # components per level, innermost first
+LAYERS = range(4, 8)
+WITHIN, AT_WORST, SHARE = 0.02, 0.10, 0.95  # the target: so close in such a share of each kind, and never further off
+_LONGEST_S = 1e-9  # relative: rounding
+
+HEAD = """# How much slower `plan: auto` is than the best plan
+
+`python -m reports.studies.planner_regret` makes this page. Regret is the simulated seconds per minibatch of the plan
+that `plan: auto` chooses for mode pipedream, over those of the best plan there is, less one.
+"""
+ALONE = """
+What the searches alone propose, from which the climb begins:
+"""
+READING = """
+Each instance is a chain of 4 to 7 layers on 2 to 6 workers, in one level of links or in 2 or 3 servers, drawn by its
+seed: bandwidths over two orders of magnitude, memory limited in a third of them. *Random*: times, activations and
+parameters of every layer on their own. *CNN-like*: activations shrink, parameters grow. *RNN-like*: equal layers.
+The best plan is that of all cuts, replica counts (idle workers too), placements on the servers that differ, and
+depths NOAM and NOAM + 1, that fit in memory.
+"""
+
+
+class Instance(NamedTuple):
+    """One small planning problem."""
+
+    kind: str
+    seed: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the planner chose for an instance, beside the best: plan, depth and seconds per minibatch.
+
+    Attributes:
+        searched_s: of the best plan that searches alone propose.
+    """
+
+    kind: str
+    searched_s: float
+    chosen: str
+    chosen_s: float
+    best: str
+    best_s: float
+
+    @property
+    def regret(self) -> float:
+        """How much slower the chosen plan is."""
+        return self.chosen_s / self.best_s - 1
+
+
+def _random(draw: random.Random, count: int) -> list[tuple[float, float, float]]:
+    return [(draw.expovariate(1e3), 10 ** draw.uniform(4, 6.5), 10 ** draw.uniform(4, 7.5)) for _ in range(count)]
+
+
+def _like_cnn(draw: random.Random, count: int) -> list[tuple[float, float, float]]:
+    activation, parameters = 10 ** draw.uniform(5.5, 7), 10 ** draw.uniform(4, 5.5)
+    shrinks, grows = draw.uniform(0.3, 0.9), draw.uniform(1.2, 5)
+    return [
+        (draw.uniform(0.3e-3, 1.7e-3), activation * shrinks**index, parameters * grows**index) for index in range(count)
+    ]
+
+
+def _like_rnn(draw: random.Random, count: int) -> list[tuple[float, float, float]]:
+    return [(draw.uniform(0.5e-3, 2e-3), 10 ** draw.uniform(4, 6.5), 10 ** draw.uniform(5, 7.5))] * count
+
+
+KINDS = {"random": _random, "CNN-like": _like_cnn, "RNN-like": _like_rnn}  # forward seconds, activation, parameters
+
+
+def instance(kind: str, seed: int) -> Instance:
+    """Draw an instance; the plan that splits the model evenly over all workers' memory fits."""
+    draw = random.Random(f"{kind} {seed}")
+    layers = KINDS[kind](draw, draw.choice(LAYERS))
+    rows = [
+        LayerProfile(
+            *(f"layer{index}", "Linear", forward_s, 2 * forward_s, int(activation), int(activation)),
+            reads=(index - 1,) if index else (),
+            parameter_sizes={f"weight{index}": int(parameters)},
+            saved_bytes=int(activation),
+        )
+        for index, (forward_s, activation, parameters) in enumerate(layers)
+    ]
+    loss = LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, reads=(len(rows) - 1,))
+    profile = Profile("chain", "drawn", "file", f"{kind} {seed}", {1: (*rows, loss)}, 1e-11, 0.0, {}, {})
+    rate, counts = 10 ** draw.uniform(8.5, 10.5), draw.choice(SHAPES)
+    rates = (rate,) if len(counts) == 1 else (rate * draw.choice((2, 4, 10)), rate)
+    levels = tuple(
+        Level(name, count, each, 1e-5) for name, count, each in zip(("server", "cluster"), counts, rates, strict=False)
+    )
+    free = Request(profile, Cluster("drawn", "drawn", None, levels), COST_MODELS["overlap"], 1)
+    share = draw.uniform(0.4, 1.2) if draw.random() < 1 / 3 else None
+    if share is None:
+        return Instance(kind, seed, free)
+    planner = Planner(free, MODE)
+    whole = planner.estimate("", (SearchStage(0, len(planner.work.states) - 1, 1),)).memory_bytes
+    limited = Request(profile, Cluster("drawn", "drawn", int(share * whole), levels), free.model, 1)
+    try:
+        Planner(limited, MODE).best()
+    except PlanError:
+        return Instance(kind, seed, free)
+    return Instance(kind, seed, limited)
+
+
+class Candidate(NamedTuple):
+    """A plan, and seconds per minibatch that no simulation of it is below."""
+
+    bound_s: float
+    stages: tuple[SearchStage, ...]
+    devices: tuple[tuple[int, ...], ...]
+    depth: int
+
+
+def every_plan(planner: Planner) -> Iterator[Candidate]:
+    """Yield every plan of a chain, fewest stages first."""
+    cluster, last = planner.request.cluster, len(planner.work.states) - 1
+    count = cluster.num_workers
+    for num_stages in range(1, min(count, last) + 1):
+        for ends in itertools.combinations(range(1, count + 1), num_stages):
+            replicas = [b - a for a, b in itertools.pairwise((0, *ends))]
+            places = placements(cluster, replicas)
+            for cuts in itertools.combinations(range(1, last), num_stages - 1):
+                bounds = itertools.pairwise((0, *cuts, last))
+                stages = tuple(SearchStage(a, b, m) for (a, b), m in zip(bounds, replicas, strict=True))
+                for depth in (noam(replicas), noam(replicas) + 1) if num_stages > 1 else (1,):
+                    for own in places:
+                        devices = tuple(map(tuple, own))
+                        yield Candidate(bound_s(planner, stages, devices, depth), stages, devices, depth)
+
+
+def bound_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int) -> float:
+    """Return seconds per minibatch that a plan of a chain can't be below.
+
+    A replica computes its minibatches one by one; what a port carries takes as long as its bytes; and from each stage
+    on no more minibatches are under way than its depth, each for as long as its computing and transfers take.
+    """
+    states, cluster = planner.work.states, planner.request.cluster
+    both_s, update = states.forward_s + states.backward_s, planner.work.update_s_per_byte
+    replicas = tuple(stage.replicas for stage in stages)
+    depths = Pipeline(replicas, chain(len(stages)), ONE_F_ONE_B, False, depth).warmups
+    slowest, under_way_s = 0.0, 0.0
+    for index in reversed(range(len(stages))):
+        start, stop, m = stages[index]
+        compute_s = float(both_s[stop] - both_s[start])
+        under_way_s += compute_s
+        if index + 1 < len(stages):
+            num_bytes = float(states.sent_bytes[stop] + states.returned_bytes[stop])
+            under_way_s += min(
+                num_bytes / level.goodput_bytes_per_s + 2 * level.latency_s
+                for level in (
+                    cluster.levels[cluster.level_between(a, b)] for a in devices[index] for b in devices[index + 1]
+                )
+            )
+        update_s = update * float(states.parameter_bytes[stop] - states.parameter_bytes[start])
+        slowest = max(slowest, (compute_s + update_s) / m, under_way_s / (depths[index] * m))
+    return max(slowest, *_ports_s(planner, stages, devices))
+
+
+def _ports_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]]) -> Iterator[float]:
+    """Yield the seconds per minibatch of every port, for its bytes alone."""
+    states, cluster = planner.work.states, planner.request.cluster
+    load: dict[tuple[int, int, bool], float] = {}
+
+    def add(sender: int, receiver: int, num_bytes: float) -> None:
+        level = cluster.level_between(sender, receiver)
+        for key in (
+            (level, cluster.component(sender, level), True),
+            (level, cluster.component(receiver, level), False),
+        ):
+            load[key] = load.get(key, 0.0) + num_bytes
+
+    for (start, stop, m), own in zip(stages, devices, strict=True):
+        if m > 1:
+            around = 2 * (m - 1) / m * float(states.parameter_bytes[stop] - states.parameter_bytes[start]) / m
+            ring = sorted(own)
+            for sender, receiver in zip(ring, [*ring[1:], ring[0]], strict=True):
+                add(sender, receiver, around)
+    for (_, stop, _), own, others in zip(stages, devices, devices[1:], strict=False):
+        cycle = math.lcm(len(own), len(others))
+        for k in range(cycle):
+            add(own[k % len(own)], others[k % len(others)], float(states.sent_bytes[stop]) / cycle)
+            add(others[k % len(others)], own[k % len(own)], float(states.returned_bytes[stop]) / cycle)
+    yield 0.0
+    for (level, _, _), num_bytes in load.items():
+        yield num_bytes / cluster.levels[level].goodput_bytes_per_s
+
+
+def best_plan(planner: Planner, at_most_s: float) -> tuple[PlanEstimate | None, int]:
+    """Return the best plan faster than so many seconds per minibatch, and how many were simulated to find it."""
+    limit = planner.request.cluster.memory_bytes
+    waiting: list[Candidate] = []
+    for candidate in every_plan(planner):
+        if candidate.bound_s < at_most_s:
+            bisect.insort(waiting, candidate)
+    best, simulated = None, 0
+    for candidate in waiting:
+        if candidate.bound_s >= at_most_s * (1 - _LONGEST_S):
+            break
+        found = planner.estimate("every plan", candidate.stages, candidate.devices, depth=candidate.depth)
+        if limit is not None and found.memory_bytes > limit:
+            continue
+        found = planner.with_prediction(found)
+        simulated += 1
+        if found.minibatch_s < at_most_s:
+            best, at_most_s = found, found.minibatch_s
+    return best, simulated
+
+
+def _text(found: PlanEstimate) -> str:
+    sizes = "+".join(str(stage.stop - stage.start) for stage in found.plan.stages)
+    beyond = found.plan.depth - found.plan.noam
+    placed = "" if found.plan.devices == tuple(range(len(found.plan.devices))) else f" on {found.plan.devices}"
+    return f"{'-'.join(map(str, found.plan.replicas))} ({sizes}, depth NOAM{beyond:+d}){placed}"
+
+
+def judge(asked: Instance, known: dict[str, tuple[str, float]]) -> Judged:
+    """Return what the planner chooses for an instance beside the best plan, which is added to what is known."""
+    planner = Planner(asked.request, MODE)
+    searched_s = min(each.minibatch_s for each in planner.proposed())
+    chosen = planner.best()
+    key = f"{asked.kind} {asked.seed}"
+    if key not in known:
+        best, _ = best_plan(planner, chosen.minibatch_s)
+        known[key] = (_text(best or chosen), (best or chosen).minibatch_s)
+    best_text, best_s = known[key]
+    if chosen.minibatch_s < best_s:  # a plan outside what is looked at, deeper than NOAM + 1 for one
+        best_text, best_s = _text(chosen), chosen.minibatch_s
+    return Judged(key, searched_s, _text(chosen), chosen.minibatch_s, best_text, best_s)
+
+
+def distribution(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Return the table of the regrets' distribution, a line for each kind."""
+    head = ("kind", "instances", "within 2 %", "more than 2 %", "more than 10 %", "mean", "worst", "target")
+    lines = []
+    for kind, regrets in rows:
+        within = sum(regret <= WITHIN for regret in regrets) / len(regrets)
+        met = within >= SHARE and max(regrets) <= AT_WORST
+        lines.append(
+            (
+                *(kind, len(regrets), f"{100 * within:.1f} %", sum(regret > WITHIN for regret in regrets)),
+                *(sum(regret > AT_WORST for regret in regrets), f"{100 * statistics.mean(regrets):.2f} %"),
+                *(f"{100 * max(regrets):.1f} %", "met" if met else "missed"),
+            )
+        )
+    return table(head, lines)
+
+
+def main(instances: int = INSTANCES, best_file: Path | None = None) -> None:
+    """Print the page."""
+    known: dict[str, tuple[str, float]] = {}
+    if best_file is not None and best_file.is_file():
+        known = {key: (text, seconds) for key, (text, seconds) in json.loads(best_file.read_text()).items()}
+    rows = []
+    for kind in KINDS:
+        judged = []
+        for seed in range(instances):
+            judged.append(judge(instance(kind, seed), known))
+            if best_file is not None:
+                best_file.write_text(json.dumps(known, indent=1))
+        rows.append((kind, judged))
+    climbed = [(kind, [each.regret for each in judged]) for kind, judged in rows]
+    searched = [(kind, [each.searched_s / each.best_s - 1 for each in judged]) for kind, judged in rows]
+    print(HEAD + "\n" + distribution(climbed) + "\n" + ALONE + "\n" + distribution(searched) + "\n" + READING)
+    print("## The largest regrets\n")
+    largest = sorted(itertools.chain.from_iterable(judged for _, judged in rows), key=lambda each: -each.regret)
+    lines = [
+        (each.kind, each.chosen, each.best, f"{100 * each.regret:.1f} %") for each in largest[:12] if each.regret > 0
+    ]
+    print(table(("instance", "chosen", "best", "regret"), lines))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--instances", type=int, default=INSTANCES, help="of each kind")
+    parser.add_argument("--best", type=Path, default=None, help="a file that keeps the best plans")
+    options = parser.parse_args()
+    main(options.instances, options.best)

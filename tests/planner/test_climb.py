@@ -1,0 +1,138 @@
+"""Climbing finds the best plan of small instances, by brute force, and keeps to what was asked."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from pipebench.cluster import Cluster, Level
+from pipebench.planner import climb
+from pipebench.planner.climb import along_devices, neighbours
+from pipebench.planner.flat import SearchStage
+from pipebench.planner.floor import Floors, Sketch
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.schedule.pipeline import noam
+from reports.studies.planner_regret import MODE, best_plan, every_plan, instance
+from tests.bench.planning import chain
+from tests.planner.test_shapes import planner, request
+
+STRAIGHT = tuple(SearchStage(2 * i, 2 * i + 2, 1) for i in range(4))
+
+
+def slow_links(asked: Request) -> Request:
+    """Return a request on links so slow that transfers take about as long as computing."""
+    level = replace(asked.cluster.levels[0], bandwidth_bytes_per_s=4e6)
+    return replace(asked, cluster=replace(asked.cluster, levels=(level,)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("random", 4), ("random", 6), ("CNN-like", 6), ("CNN-like", 7), ("RNN-like", 5), ("RNN-like", 7)]
+)
+def test_the_best_of_all_plans_is_found_where_searches_alone_miss_it(kind: str, seed: int) -> None:
+    made = Planner(instance(kind, seed).request, MODE)
+    found = made.best()
+    best, num_simulated = best_plan(made, found.minibatch_s)
+    assert num_simulated > 0 or best is None
+    assert best is None or found.minibatch_s <= 1.01 * best.minibatch_s
+    assert "improved by" in found.found_by
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 1), ("RNN-like", 7), ("random", 6)])
+def test_no_plan_is_simulated_faster_than_its_floor(kind: str, seed: int) -> None:
+    made = Planner(instance(kind, seed).request, MODE)
+    states, profile = made.work.states, made.sizes
+    floors = Floors(states, profile, made.request.cluster, 1, made.memory_policies, 1.0)
+    every, equal = list(every_plan(made))[::97][:60], 0
+    for each in every:
+        floor_s = floors.floor_s(Sketch(each.stages, each.devices, each.depth))
+        simulated = made.with_prediction(made.estimate("", each.stages, each.devices, depth=each.depth))
+        assert floor_s <= simulated.minibatch_s * (1 + 1e-3)
+        assert floor_s >= each.bound_s * (1 - 1e-9)
+        equal += simulated.minibatch_s == pytest.approx(floor_s, rel=1e-6)
+    assert equal >= len(every) / 4
+
+
+@pytest.mark.parametrize("idle", [0, 2])
+@pytest.mark.parametrize("replicas", [(1,), (3,), (1, 2), (2, 1, 3), (1, 1, 1, 1)])
+def test_neighbours_are_whole_plans_on_no_more_workers_than_there_are(replicas: tuple[int, ...], idle: int) -> None:
+    ends = [*range(3, 3 * len(replicas), 3), 13]
+    stages = tuple(SearchStage(a, b, m) for (a, b), m in zip(pairwise([0, *ends]), replicas, strict=True))
+    num_workers = sum(replicas) + idle
+    for each in neighbours(along_devices(stages, 2), num_workers):
+        assert [each.stages[0].start, each.stages[-1].stop] == [0, 13]
+        assert all(a.stop == b.start for a, b in pairwise(each.stages))
+        assert all(stage.start < stage.stop and stage.replicas >= 1 for stage in each.stages)
+        devices = [device for own in each.devices for device in own]
+        assert sorted(devices) == list(range(len(devices)))
+        assert tuple(map(len, each.devices)) == each.replicas
+        assert len(devices) <= num_workers
+
+
+def test_one_more_is_in_flight_where_that_hides_transfers_and_only_there() -> None:
+    def best(asked: Request) -> PlanEstimate:
+        return planner("pipedream", asked).best()
+
+    heavy = request([0.1] * 8, weights=100_000_000)
+    fast, slow = best(heavy), best(slow_links(heavy))
+    assert fast.plan.depth <= fast.plan.noam
+    assert slow.plan.depth == slow.plan.noam + 1
+    asked = replace(slow_links(heavy), depth=slow.plan.noam)
+    assert best(asked).plan.depth == slow.plan.noam
+    assert best(asked).minibatch_s > 1.01 * slow.minibatch_s
+
+
+def test_what_is_found_fits_in_memory_and_keeps_streams_together() -> None:
+    free = slow_links(request([0.1, 0.2, 0.1, 0.3] * 3))
+    needed = planner("pipedream", free).best().memory_bytes
+    tight = replace(free, cluster=replace(free.cluster, memory_bytes=int(needed) - 1))
+    assert planner("pipedream", tight).best().memory_bytes < needed
+    for streams in (1, 2, 3):
+        found = planner("pipedream", replace(free, streams=streams)).best()
+        assert all(streams % m == 0 for m in found.plan.replicas)
+
+
+def test_the_same_plan_every_time_and_the_searches_own_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = instance("random", 6).request
+    first, second = (Planner(asked, MODE).best() for _ in range(2))
+    assert first == second
+    monkeypatch.setattr(climb, "BUDGET", 0)
+    searched = Planner(asked, MODE).best()
+    assert "improved" not in searched.found_by
+    assert searched.minibatch_s > first.minibatch_s
+
+
+def test_the_budget_bounds_how_much_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the model and the cluster: what is weighed costs budget, and nothing is weighed without."""
+    weighed: list[Sketch] = []
+    whole = Floors.floor_s
+
+    def floor_s(self: Floors, sketch: Sketch) -> float:
+        weighed.append(sketch)
+        return whole(self, sketch)
+
+    monkeypatch.setattr(Floors, "floor_s", floor_s)
+    levels = (Level("server", 8, 1e10, 1e-6), Level("cluster", 4, 1e9, 1e-5))
+    Planner(Request(chain(300, 1), Cluster("two levels", "unit", None, levels), request([0.1]).model, 1), MODE).best()
+    assert 0 < sum(sum(sketch.replicas) for sketch in weighed) <= climb.BUDGET
+
+
+def test_what_is_chosen_is_predicted_like_every_plan_not_glimpsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However wrong glimpses are: plans that only look fast are dropped, and what is said of the chosen one holds."""
+    made = Planner(instance("random", 6).request, MODE)
+    proposed_s = min(each.minibatch_s for each in made.proposed())
+    monkeypatch.setattr(Planner, "glimpse", lambda *_: (1e-9, 100))
+    found = made.best()
+    assert found.minibatch_s <= proposed_s
+    assert found.is_simulated
+    assert made.estimate_of(found.plan).minibatch_s == found.minibatch_s
+
+
+def test_a_glimpse_is_short_and_about_right() -> None:
+    made = planner("pipedream", slow_links(request([0.1, 0.2, 0.3, 0.1] * 2)))
+    for depth in (noam((1,) * 4), noam((1,) * 4) + 1):
+        asked = made.estimate("", STRAIGHT, depth=depth)
+        seconds, taken = made.glimpse(asked, 2000)
+        assert seconds == pytest.approx(made.with_prediction(asked).minibatch_s, rel=0.02)
+        assert 0 < taken <= 2000
+        assert made.glimpse(asked, 10) == (float("inf"), 10)  # says nothing yet
