@@ -205,3 +205,15 @@ def test_a_fault_held_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.
         assert told.isprintable()
         assert end == "\n"
     assert str(Fault("r.yaml", "name", "got a\nb")) == "r.yaml: name: got a\\nb"
+
+
+def test_an_element_of_a_sweep_that_the_environment_lacks_crashed_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0: elements were resolved for their words before anybody asked whether they can be."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PB_LACKING", raising=False)
+    Path("r.yaml").write_text(VALID)
+    answer = CliRunner().invoke(cli, ["show", "r.yaml", "model.width=['${oc.env:PB_LACKING}']"])
+    assert answer.exit_code == 2, answer.output
+    assert "model.width: got a list, one value is needed here" in answer.stderr

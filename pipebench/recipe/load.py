@@ -201,7 +201,9 @@ def _sweep_options(leaves: Leaves) -> None:
 
 
 def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
-    values = {key: OmegaConf.select(loaded.config, key) for key in run.values}
+    lacking = {fault.key for fault in loaded.pending}  # what the environment lacks is told as it is written
+    config, given = loaded.config, run.values
+    values = {key: given[key] if key in lacking else OmegaConf.select(config, key) for key in given}
     plain = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in values.items()}
     return replace(
         loaded,

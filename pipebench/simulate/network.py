@@ -243,7 +243,8 @@ class Network:
             phases = ways[sync](ring) if len(ring) > 1 else []
             crossed = {self._path(ring[i], ring[j])[0] for i, j, _ in self._traffic(sync, ring, 0)}
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
-            level = min(levels, key=lambda each: each.goodput_bytes_per_s)
+            # Who is alone sums at once, and crosses none.
+            level = min(levels, key=lambda each: each.goodput_bytes_per_s, default=self.cluster.levels[0])
             found = self._groups[sync, kind, workers] = Group(sync, ring, phases, level)
         return found
 

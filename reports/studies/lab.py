@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 REPORTS = Path(__file__).parents[1]
-COMMAND = "pipebench lab lab --ladder --bandwidth 100Mbit,1Gbit,10Gbit"
+COMMAND = "pipebench lab lab --ladder"
 REPLICATED = "pipebench lab lab/pipedream --hosts 3 --bandwidth 300Mbit parallelism.plan=2-1"
 
 

@@ -183,12 +183,12 @@ def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> Non
             child = rows[f"quickstart-pipedream-depth={depth}"]
             assert store.execute(of_run.format("params"), (child, "parallelism.depth")).fetchone() == (str(depth),)
             parents.add(store.execute(of_run.format("tags"), (child, "mlflow.parentRunId")).fetchone()[0])
+            (resolved,) = folder.rglob(f"{child}/artifacts/recipe.yaml")
+            assert f"depth: {depth}\n" in resolved.read_text(), "the run's own recipe holds its element"
         (parent,) = parents
         (note,) = store.execute(of_run.format("tags"), (parent, "mlflow.note.content")).fetchone()
     assert "| depth=2 | straight |" in note
     assert "![top1.png](get-artifact?path=top1.png" in note
-    resolved = [path.read_text() for path in folder.rglob("recipe.yaml") if "depth: 2" in path.read_text()]
-    assert len(resolved) == 1, "the run's own recipe holds its element"
 
 
 def test_seeds_of_a_sweep_are_a_row_per_element() -> None:
