@@ -88,8 +88,9 @@ target takes is the virtual engine's word: bandwidths don't change it.
 
 
 def _machine() -> str:
+    system = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}"
     return (
-        f"{usable_cores():g} cores ({platform.machine()}), Linux {'.'.join(platform.release().split('.')[:2])}, torch {torch.__version__}, "
+        f"{usable_cores():g} cores ({platform.machine()}), {system}, torch {torch.__version__}, "
         f"pipebench {pipebench.__version__}, {datetime.now(UTC):%Y-%m-%d}"
     )
 

@@ -243,11 +243,12 @@ def figure(found: Sequence[Point], heading: str) -> "Figure":
 def _draw_points(axes: "Axes", found: Sequence[Point]) -> None:
     for mode in dict.fromkeys(point.case.mode for point in found):
         own = [point for point in found if point.case.mode == mode]
+        colour, marker = _STYLES.get(mode, ("#333333", "x"))
         axes.scatter(
             [point.predicted_samples_per_s for point in own],
             [point.measured_samples_per_s for point in own],
-            color=_STYLES[mode][0],
-            marker=_STYLES[mode][1],
+            color=colour,
+            marker=marker,
             s=36,
             label=mode,
         )
