@@ -39,7 +39,7 @@ def of_rows(measure: str, row: str) -> Value:
     return ROWS[measure][row] if row in ROWS[measure] else ROWS[measure]
 
 
-numbers = st.one_of(st.sampled_from([*RUNS]), st.integers(0, 9).map(str), st.floats(0, 9).map(repr))
+numbers = st.one_of(st.sampled_from([*RUNS]), st.integers(0, 9).map(str), st.floats(0.01, 9).map(repr))
 expressions = st.recursive(
     numbers,
     lambda inner: st.one_of(
