@@ -163,7 +163,7 @@ class Floors:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)
         return max(max(round_s, load_s) / m for round_s, load_s, m in zip(rounds, loads, sketch.replicas, strict=True))
 
-    def _loops_s(self, sketch: Sketch, rounds: Sequence[float], edges: dict[tuple[int, int], tuple[int, int]]) -> float:
+    def _loops_s(self, sketch: Sketch, rounds: Sequence[float], edges: dict[tuple[int, int], _Crossing]) -> float:
         replicas, slowest_s = sketch.replicas, 0.0
         warmups = self.warmups(replicas, sketch.depth)
         ways = [self._way_s(sketch, index, edges.get((index, index + 1))) for index in range(len(replicas) - 1)]

@@ -45,7 +45,7 @@ class Connection:
 
     __slots__ = ("cap", "copies", "counted", "ends", "kind", "last", "latency_s", "level", "uses")
 
-    def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses, values: float) -> None:
+    def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses, values: float = 1.0) -> None:
         self.kind = kind
         self.ends = ends
         self.level = level
@@ -152,7 +152,8 @@ class Network:
 
         Args:
             kind: of the messages.
-            sender, receiver: workers.
+            sender: worker.
+            receiver: worker.
             values: as how many of one size a message comes.
         """
         found = self._connections.get((kind, sender, receiver, values))
