@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipebench.engine.setup import Setup
 from pipebench.formats import num_bytes, percent, seconds
 from pipebench.model.plan import Plan
 from pipebench.profile.model import Profile
@@ -23,7 +22,7 @@ from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.periods import Periods
-from pipebench.train.prepare import Job
+from pipebench.train.prepare import Job, input_bytes
 from pipebench.train.result import RunResult
 
 _LARGEST = 4  # kinds that are named of what doesn't fit
@@ -109,13 +108,6 @@ class Watch:
         )
 
 
-def input_bytes(setup: Setup, sizes: list[int]) -> dict[int, dict[str, int]]:
-    """Return the bytes of every input of a model, by the number of samples."""
-    names = [*zip(setup.graph.inputs, setup.dataset.inputs, strict=True)]
-    examples = {size: setup.dataset.example(size) for size in sizes}
-    return {size: {name: example[field].nbytes for name, field in names} for size, example in examples.items()}
-
-
 def _cause(moment: Moment) -> str:
     return moment.during if " " in moment.during else f"in {moment.during}"
 
@@ -133,7 +125,7 @@ class _Variant:
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
     def meter(self, job: Job) -> MemoryMeter:
-        inputs = input_bytes(job.setup, [*job.profile.layers])
+        inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.layers)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
         return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
 
