@@ -11,7 +11,9 @@ class Uniform(nn.Sequential):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return [samples, width] logits of [samples, width] inputs."""
-        return super().forward(image)
+        for layer in self:
+            image = layer(image)
+        return image
 
 
 def uniform(num_layers: int = 16, width: int = 64) -> Uniform:

@@ -47,8 +47,10 @@ def test_the_profile_is_what_its_recipes_say() -> None:
 
 @pytest.mark.parametrize(("n", "m"), [(2, 1), (2, 3), (4, 4), (4, 6), (8, 2), (16, 16)])
 def test_bubble_with_a_flush(n: int, m: int) -> None:
-    for recipe, changes in (("gpipe", {}), ("gpipe", {"recompute": "true"}), ("pipedream-flush", {})):
-        assert bubble(recipe, n, m, **changes) == pytest.approx((n - 1) / (m + n - 1))
+    expected = pytest.approx((n - 1) / (m + n - 1))
+    assert bubble("gpipe", n, m) == expected
+    assert bubble("gpipe", n, m, recompute="true") == expected
+    assert bubble("pipedream-flush", n, m) == expected
 
 
 @pytest.mark.parametrize(("n", "m", "v"), [(2, 2, 2), (4, 4, 2), (4, 8, 4), (2, 6, 8)])
@@ -64,8 +66,10 @@ def test_bubble_of_zero_bubble(n: int, m: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_bubble_without_a_flush_and_without_a_pipeline(n: int) -> None:
-    for changes in ({}, {"weights": "none"}, {"mode": "pipedream-2bw"}):
-        assert bubble("pipedream", n, **changes) == pytest.approx((n - 1) / (3072 / 8 + n - 1))
+    expected = pytest.approx((n - 1) / (3072 / 8 + n - 1))
+    assert bubble("pipedream", n) == expected
+    assert bubble("pipedream", n, weights="none") == expected
+    assert bubble("pipedream", n, mode="pipedream-2bw") == expected
     assert bubble("pipedream", n, mode="model") == pytest.approx(1 - 1 / n)
 
 
