@@ -4,13 +4,16 @@ Time is the simulator's whatever the engine is; of a segment between two drains 
 simulated, and they have the peaks of the whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import torch
 
 from pipebench.engine.setup import Setup
 from pipebench.formats import num_bytes, percent, seconds
 from pipebench.model.plan import Plan
+from pipebench.model.sampling import Shape, Size
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS
@@ -25,6 +28,7 @@ from pipebench.simulate.steady import simulate_segment
 from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import RunResult
+from zoo.registry import Dataset
 
 _LARGEST = 4  # kinds that are named of what doesn't fit
 
@@ -109,11 +113,17 @@ class Watch:
         )
 
 
-def input_bytes(setup: Setup, sizes: list[int]) -> dict[int, dict[str, int]]:
-    """Return the bytes of every input of a model, by the number of samples."""
+def input_bytes(setup: Setup, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
+    """Return the bytes of every input of a model, by size of the unit."""
     names = [*zip(setup.graph.inputs, setup.dataset.inputs, strict=True)]
-    examples = {size: setup.dataset.example(size) for size in sizes}
+    examples = {size: _example(setup.dataset, size) for size in sizes}
     return {size: {name: example[field].nbytes for name, field in names} for size, example in examples.items()}
+
+
+def _example(dataset: Dataset, size: Size) -> dict[str, torch.Tensor]:
+    if isinstance(size, Shape):
+        return dataset.of_length(size.columns).example(size.num_samples)
+    return dataset.example(size)
 
 
 def _cause(moment: Moment) -> str:
@@ -133,7 +143,7 @@ class _Variant:
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
     def meter(self, job: Job) -> MemoryMeter:
-        inputs = input_bytes(job.setup, [*job.profile.layers])
+        inputs = input_bytes(job.setup, job.profile.by_size)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
         return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
 
