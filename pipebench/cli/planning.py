@@ -159,7 +159,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, *, others: bool = Tru
         request = replace(
             plan_request(recipe, cluster, known.profile, known.dataset),
             row=row if mode == parallelism.mode else None,
-            accumulate=parallelism.accumulate if row is None or row.flush else None,
+            accumulate=parallelism.accumulate_given if row is None or row.flush else None,
         )
         answer = _answer(recipe.name, request, mode, options, says_samples=True, others=others)
         if request.row is not None:

@@ -11,11 +11,16 @@ CLUSTERS = "clusters"
 _PACKAGE = Path(pipebench.__file__).resolve().parent
 
 
-def recipes_folder() -> Path:
-    """Return the folder of the shipped recipes: beside the package in a checkout, inside it in a wheel."""
-    checkout = _PACKAGE.parent / "recipes"
+def shipped_folder(name: str) -> Path:
+    """Return a folder of shipped files: beside the package in a checkout, inside it in a wheel."""
+    checkout = _PACKAGE.parent / name
     is_checkout = (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir()
-    return checkout if is_checkout else _PACKAGE / "recipes"
+    return checkout if is_checkout else _PACKAGE / name
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the shipped recipes."""
+    return shipped_folder("recipes")
 
 
 def find_recipes(reference: str) -> list[Path]:
@@ -107,9 +112,10 @@ def summary(path: Path) -> str:
 
 
 def display(path: Path) -> str:
-    """Return a path the way people know it: relative to the shipped recipes, or to where they are."""
+    """Return a path the way people know it: relative to the shipped recipes or reports, or to where they are."""
     absolute = Path(os.path.abspath(path))
-    for folder, prefix in ((recipes_folder(), "recipes/"), (Path.cwd(), "")):
+    shipped = ((shipped_folder(name), f"{name}/") for name in ("recipes", "reports"))
+    for folder, prefix in (*shipped, (Path.cwd(), "")):
         if absolute.is_relative_to(folder):
             return prefix + absolute.relative_to(folder).as_posix()
     return str(absolute)

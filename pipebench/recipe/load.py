@@ -298,7 +298,7 @@ def _default_microbatches(draft: Draft) -> int:
     if UNUSABLE in (mode, plan, flush, weights, accumulate, order, cluster, minibatch_size) or mode == AUTO:
         return 1
     row = MODES[mode]
-    if not row.cuts(flush, weights) or (accumulate or 1) > 1:
+    if not row.cuts(flush, weights) or accumulate not in (None, 1):
         return 1
     if order is not None and is_csv(order):
         return read_csv(order).num_microbatches

@@ -64,7 +64,6 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "engine.join_limit_s": (_within(0.1, _WEEK_S), _LIMIT),
     "cluster.servers": (lambda servers: servers >= 1, "a whole number of at least 1"),  # at most: the cluster's rule
     "parallelism.microbatches": _COUNT,
-    "parallelism.accumulate": _COUNT,
     "parallelism.chunks": _COUNT,
     "parallelism.annealing_epochs": (lambda epochs: epochs >= 0, "a number of at least 0, or null"),
     "parallelism.correction_decay": (lambda decay: 0 < decay < 1, "a number between 0 and 1, or null"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.cluster import RING
-from pipebench.errors import PlanError, RecipeError, choice
+from pipebench.errors import PlanError, RecipeError, choice, nearest
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
@@ -13,7 +13,7 @@ from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
 from pipebench.recipe.push_order import load_push_order
 from pipebench.recipe.ranges import TIMINGS
-from pipebench.recipe.schema import COLUMNS, OptimizerRecipe, ParallelismRecipe
+from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import CsvError, is_csv, read_csv
@@ -169,6 +169,14 @@ def _depth(depth: Any) -> Problems:
         yield "parallelism.depth", f"got {shown(depth)}, allowed is auto (NOAM) or a whole number of at least 1"
 
 
+@rule("parallelism.accumulate")
+def _accumulate(accumulate: Any) -> Problems:
+    is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool) and 1 <= accumulate <= 2**31
+    if accumulate not in (None, LARGEST) and not is_count:
+        allowed = f"allowed is a whole number of at least 1, {LARGEST} or null{nearest(accumulate, [LARGEST])}"
+        yield "parallelism.accumulate", f"got {shown(accumulate)}, {allowed}"
+
+
 @rule("parallelism.order")
 def _order(order: str | None) -> Problems:
     if order is None:
@@ -180,6 +188,25 @@ def _order(order: str | None) -> Problems:
         order_of(order)
     except CsvError as error:
         yield "parallelism.order", str(error)
+
+
+@rule("@cluster", "parallelism.mode", "parallelism.order", "parallelism.accumulate")
+def _largest(cluster: Any, mode: str, order: str | None, accumulate: Any) -> Problems:
+    """There is a largest number of minibatches per update where each takes memory, and the memory has an end."""
+    if accumulate != LARGEST:
+        return
+    if mode == AUTO:
+        why = f"got {LARGEST} with mode {AUTO}, which plans every mode"
+        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
+        return
+    given = order or MODES[mode].order
+    if not order_of(given).keeps_all:
+        orders = " or ".join(name for name, each in ORDERS.items() if each.keeps_all)
+        why = f"got {LARGEST} with order {given}, in which more minibatches take no more memory"
+        yield "parallelism.accumulate", f"{why}: allowed is a whole number, or order: {orders}"
+    elif cluster.memory_bytes is None:
+        why = f"got {LARGEST} on cluster {cluster.name}, whose file gives no memory size"
+        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
 
 
 @rule("@cluster", "parallelism.mode", "parallelism.order", "parallelism.plan", "parallelism.chunks")
@@ -302,7 +329,7 @@ def _microbatches(
     if microbatches > 1 and not row.cuts(flush, weights):
         why = f"mode {mode} doesn't cut minibatches" if flush else f"mode {mode} has no flush here"
         yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {' or '.join(takers)}"
-    if (accumulate or 1) > 1 and not flush and not policy.accumulates:
+    if accumulate not in (None, 1) and not flush and not policy.accumulates:
         others = [name for name, each in WEIGHT_POLICIES.items() if each.accumulates]
         allowed = f"1, flush: true, or weights: {' or '.join(others)}"
         yield "parallelism.accumulate", f"got {accumulate}, mode {mode} has no flush here: allowed is {allowed}"

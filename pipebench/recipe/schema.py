@@ -13,6 +13,7 @@ from pipebench.schedule.modes import MODES, Mode
 
 # Of the table of modes: what the recipe of any mode may change.
 COLUMNS = ("order", "flush", "weights", "sync", "chunks", "recompute", "backward")
+LARGEST = "largest"  # minibatches per update: as many as fit in memory
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ class ParallelismRecipe:
         depth: minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit.
         microbatches: microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer
             that divide a minibatch, and 1 with `accumulate`.
-        accumulate: whole minibatches of every replica per update; null: the mode's own, 1, or as many as are in flight.
+        accumulate: whole minibatches of every replica per update; `largest`: as many as a device's memory holds, where
+            all of them are kept until the first backward; null: the mode's own, 1, or as many as are in flight.
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
         recompute_layers: do so for these layers only, by name or pattern such as `encoder_*`; as `pipebench profile`
             lists them. A plan's file says it layer by layer.
@@ -186,7 +188,7 @@ class ParallelismRecipe:
     cost_model: str = "overlap"
     depth: Any = "auto"
     microbatches: int = 1
-    accumulate: int | None = None
+    accumulate: Any = None
     recompute: bool | None = None
     recompute_layers: list[str] | None = None
     order: str | None = None
@@ -200,9 +202,14 @@ class ParallelismRecipe:
     correction_decay: float | None = None
 
     @property
+    def accumulate_given(self) -> int | None:
+        """The number of `accumulate`, where there is one: the largest that fits is known of whole plans only."""
+        return None if self.accumulate is None or self.accumulate == LARGEST else int(self.accumulate)
+
+    @property
     def row(self) -> Mode:
         """The mode's row of the table, with the columns that the recipe changes; there is none of `auto`."""
-        columns = {name: getattr(self, name) for name in (*COLUMNS, "accumulate")}
+        columns = {name: getattr(self, name) for name in COLUMNS} | {"accumulate": self.accumulate_given}
         if self.recompute_layers is not None:
             columns["recompute"] = False  # not all of them
         return replace(MODES[self.mode], **{name: value for name, value in columns.items() if value is not None})

@@ -36,7 +36,7 @@ from pipebench.show.trace import write_trace
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import RunLog, Tracking, logged_params
+from pipebench.tracking import RunLog, Tracking, identity_tags, logged_params
 from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
@@ -181,7 +181,7 @@ class RunRecorder:
         self.log = tracking.start(
             request.name,
             params=logged_params(request.loaded.flat),
-            tags=run_tags(job, facts),
+            tags={**run_tags(job, facts), **identity_tags(request.loaded)},
             parent=request.parent,
             virtual=not self._kind.measures,
             folder=folder,

@@ -24,6 +24,7 @@ class Order:
         needs_flush: whether it has an end only where the pipeline is emptied at every update.
         takes_chunks: whether a worker may have several stages.
         splits: whether it tells the two parts of a backward apart, and lets the weight part wait.
+        keeps_all: whether every unit of an update has run forward before the first runs backward.
     """
 
     summary: str
@@ -31,10 +32,13 @@ class Order:
     needs_flush: bool = False
     takes_chunks: bool = False
     splits: bool = False
+    keeps_all: bool = False
 
 
 ORDERS: Final[dict[str, Order]] = {
-    ALL_FORWARDS: Order("all forwards, then all backwards, in reverse", all_forwards.passes, True, True),
+    ALL_FORWARDS: Order(
+        "all forwards, then all backwards, in reverse", all_forwards.passes, True, True, keeps_all=True
+    ),
     ONE_F_ONE_B: Order("warm up, then one backward and one forward in turn", one_f_one_b.passes),
     INTERLEAVED: Order("1F1B over several stages per worker", interleaved.passes, True, True),
     ZERO_BUBBLE: Order("1F1B whose weight gradients wait for idle time", zero_bubble.passes, True, splits=True),

@@ -116,9 +116,10 @@ def _nothing() -> dict[Size, int]:
 
 def _longest(profile: Profile, size: Size) -> Size:
     """Return the size of the longest unit of as many samples."""
-    if not isinstance(size, Shape):
+    if not profile.lengths:
         return size
-    return size._replace(columns=max(each.columns for each in profile.lengths))
+    num_samples = size.num_samples if isinstance(size, Shape) else size
+    return Shape(num_samples, max(each.columns for each in profile.lengths))
 
 
 def _layers(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:

@@ -1,9 +1,11 @@
 """MLflow is the record of every run; a tracking failure must never lose a training result."""
 
+from pipebench.tracking.connection import default_uri
 from pipebench.tracking.entries import logged_params
+from pipebench.tracking.identity import identity_tags, recipe_hash, source_version
 from pipebench.tracking.record import RunRecord, Status, read_record
 from pipebench.tracking.run_log import RunLog, Tracking
-from pipebench.tracking.store import default_uri, require_writable
+from pipebench.tracking.store import require_writable
 from pipebench.tracking.summary import seed_medians, summarise_curves, summarise_seeds
 from pipebench.tracking.ui import open_ui
 
@@ -13,11 +15,14 @@ __all__ = [
     "Status",
     "Tracking",
     "default_uri",
+    "identity_tags",
     "logged_params",
     "open_ui",
     "read_record",
+    "recipe_hash",
     "require_writable",
     "seed_medians",
+    "source_version",
     "summarise_curves",
     "summarise_seeds",
 ]

@@ -25,6 +25,7 @@ from pipebench.typed_json import JsonError, Number, read
 
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
 ENTRIES, _SENT = "record.jsonl", "mlflow.json"
+RESULT_FILE = "result.json"  # the artifact that a run's result is
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipebench.errors import printable
+from pipebench.tracking.connection import default_uri, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status
-from pipebench.tracking.record import Entry, RecordFolder, Start, Status
+from pipebench.tracking.record import RESULT_FILE, Entry, RecordFolder, Start, Status
 from pipebench.tracking.sender import Sender
-from pipebench.tracking.store import MAX_PARAM_CHARS, Store, clean_name, default_uri, shown_uri
+from pipebench.tracking.store import MAX_PARAM_CHARS, Store, clean_name
 from pipebench.tracking.view import run_address
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import write
@@ -220,7 +221,7 @@ class RunLog:
         """Log what the run came to."""
         self._result = result
         self._sender.add(Entry(result=result))
-        self.text("result.json", write(result))
+        self.text(RESULT_FILE, write(result))
 
     def move(self, folder: Path) -> None:
         """Let the run be recorded in another folder, with all that was logged before."""

@@ -1,25 +1,16 @@
-"""One MLflow store, as pipebench uses it: the only file that touches MLflow's API.
-
-MLflow is imported late (it takes a second), kept quiet, and used by one process at a time when the store is a SQLite
-file: MLflow's own migrations and transactions don't survive several writers.
-"""
+"""One MLflow store as pipebench writes it: the only file that changes anything there; `results` reads it back."""
 
 import logging
 import os
 import re
-import secrets
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
-from filelock import FileLock
-
-from pipebench import files
 from pipebench.errors import UserError
+from pipebench.tracking.connection import Connection, default_uri, shown_uri, sqlite_path
 from pipebench.tracking.record import RESULTS_FOLDER
 from pipebench.tracking.view import VIEW_TAG, view_state
 
@@ -27,20 +18,9 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _log = logging.getLogger(__name__)
-_SQLITE = "sqlite:///"
-# A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
-_TURN_LIMIT_S = 60.0
 # MLflow's own limits (mlflow/utils/validation.py); a batch beyond them is refused as a whole.
 _METRICS_PER_BATCH, _ENTRIES_PER_BATCH = 1000, 100
 MAX_PARAM_CHARS, MAX_TAG_CHARS, _MAX_NAME_CHARS = 6000, 8000, 250
-_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # we have a queue of our own
-    # MLflow's defaults keep a caller waiting for many minutes on a server that is down or hangs.
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-}
 
 
 class Row(NamedTuple):
@@ -74,13 +54,6 @@ class StoredRun:
     params: Mapping[str, str]
     tags: Mapping[str, str]
     metrics: frozenset[str]
-
-
-def default_uri() -> str:
-    """Return where runs are recorded: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
-    path = sqlite_path(uri)
-    return uri if path is None else f"{_SQLITE}{path}"
 
 
 def require_writable() -> None:
@@ -124,32 +97,13 @@ def _takes_files(folder: Path) -> bool:
         return False
 
 
-def shown_uri(uri: str) -> str:
-    """Return a store's URI without the user and password it may hold.
-
-    >>> shown_uri("postgresql://me:secret@host/runs")
-    'postgresql://host/runs'
-    """
-    return re.sub(r"//[^/@]*@", "//", uri)
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """Return the absolute path of a SQLite store's file, None for any other store."""
-    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
-
-
-def quiet_environment() -> dict[str, str]:
-    """Return this process's environment with MLflow's telemetry and chatter off, where the user didn't choose."""
-    return _ENVIRONMENT | os.environ
-
-
 def clean_name(name: str) -> str:
     """Return a metric, param or tag name that every MLflow store takes."""
     return re.sub(r"[^\w./ :-]+", "_", name, flags=re.ASCII)[:_MAX_NAME_CHARS]
 
 
-class Store:
-    """Connection to one experiment. Not safe for several threads; every method may raise whatever MLflow raises."""
+class Store(Connection):
+    """One experiment of a store, to be written to."""
 
     def __init__(self, uri: str, suite: str) -> None:
         """Prepare, without touching MLflow.
@@ -158,20 +112,9 @@ class Store:
             uri: an MLflow tracking URI, as `default_uri` returns.
             suite: name of the experiment.
         """
-        self.uri = uri
+        super().__init__(uri)
         self.suite = suite
         self.experiment_id: str | None = None
-        self._client: MlflowClient | None = None
-        self._path = sqlite_path(uri)
-        self._lock = None if self._path is None else FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S)
-        os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
-        # Not catch_warnings: it swaps a list that all threads share, and MLflow runs in a thread of its own.
-        warnings.filterwarnings("ignore", module=r"(mlflow|alembic)(\.|$)")
-
-    @property
-    def local(self) -> bool:
-        """Whether the store is a file on this machine."""
-        return self._path is not None
 
     def connect(self) -> None:
         """Import MLflow, make the database and the experiment where they don't exist. Later calls do nothing."""
@@ -179,22 +122,15 @@ class Store:
             return
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        from mlflow.tracking import MlflowClient
-
-        # Failures come back as exceptions and are told once, by us.
-        for library in ("mlflow", "alembic", "urllib3.connectionpool"):
-            logging.getLogger(library).setLevel(logging.CRITICAL)
-        with self._turn():
-            self._make_database()
-            self._client = MlflowClient(tracking_uri=self.uri)
-            experiment_id = self._experiment(self._client)
-            _add_view(self._client, experiment_id)
+        with self.turn() as client:
+            experiment_id = self._experiment(client)
+            _add_view(client, experiment_id)
             self.experiment_id = experiment_id
 
     def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
         """Create a run and return its id."""
         tags = {"mlflow.source.name": "pipebench", **_limited(tags)}
-        with self._turn() as client:
+        with self.turn() as client:
             run = client.create_run(str(self.experiment_id), start_time=start_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
 
@@ -202,7 +138,7 @@ class Store:
         """Set a run's status to RUNNING again and return what it has; None if MLflow doesn't know it."""
         from mlflow.exceptions import MlflowException
 
-        with self._turn() as client:
+        with self.turn() as client:
             try:
                 run = client.get_run(run_id)
             except MlflowException as error:
@@ -217,7 +153,7 @@ class Store:
 
     def last_step(self, run_id: str, metric: str) -> int:
         """Return the largest step at which a metric has a value, -1 where it has none."""
-        with self._turn() as client:
+        with self.turn() as client:
             return max((int(row.step) for row in client.get_metric_history(run_id, metric)), default=-1)
 
     def log(self, run_id: str, rows: Sequence[Row], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
@@ -227,7 +163,7 @@ class Store:
         metrics = [Metric(clean_name(row.metric), row.value, row.timestamp_ms, row.step) for row in rows]
         entries = [Param(clean_name(name), value[:MAX_PARAM_CHARS]) for name, value in params.items()]
         labels = [RunTag(name, value) for name, value in _limited(tags).items()]
-        with self._turn() as client:
+        with self.turn() as client:
             while metrics or entries or labels:
                 client.log_batch(
                     run_id,
@@ -245,34 +181,13 @@ class Store:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / target.name
             path.write_bytes(content)
-            with self._turn() as client:
+            with self.turn() as client:
                 client.log_artifact(run_id, str(path), folder)
 
     def end_run(self, run_id: str, status: str, end_ms: int) -> None:
         """Set a run's final status and end time."""
-        with self._turn() as client:
+        with self.turn() as client:
             client.set_terminated(run_id, status, end_ms)
-
-    def _make_database(self) -> None:
-        """Make a SQLite file aside, where there is none: one whose making is cut short can never be used again."""
-        if self._path is None or (self._path.exists() and self._path.stat().st_size > 0):
-            return
-        from mlflow.tracking import MlflowClient
-
-        for left_over in self._path.parent.glob(f".{self._path.name}.new-*"):
-            left_over.unlink()
-        # A name of its own: MLflow keeps connections to every file that this process has named to it.
-        aside = self._path.with_name(f".{self._path.name}.new-{secrets.token_hex(4)}")
-        MlflowClient(tracking_uri=f"{_SQLITE}{aside}").search_experiments(max_results=1)
-        files.rename(aside, self._path)
-
-    @contextmanager
-    def _turn(self) -> "Iterator[MlflowClient]":
-        if self._lock is None:
-            yield self._client  # type: ignore[misc] # connect() comes first
-        else:
-            with self._lock:
-                yield self._client  # type: ignore[misc]
 
     def _experiment(self, client: "MlflowClient") -> str:
         found = client.get_experiment_by_name(self.suite)

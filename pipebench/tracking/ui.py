@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import IO
 
 from pipebench.errors import PipebenchError, UserError, printable, printable_lines
-from pipebench.tracking.store import default_uri, quiet_environment, shown_uri, sqlite_path
+from pipebench.tracking.connection import default_uri, quiet_environment, shown_uri, sqlite_path
 from pipebench.tracking.view import VIEW_TAG, runs_address
 
 HOST, DEFAULT_PORT = "127.0.0.1", 5000

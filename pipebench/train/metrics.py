@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipebench import formats
 from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.schema import LARGEST
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.pushes import Pushes
-from pipebench.simulate.meter import Measured, sum_by
+from pipebench.simulate.meter import MEMORY, Measured, sum_by
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
@@ -32,6 +34,15 @@ def describe(job: Job) -> dict[str, Any]:
         "timing": timing,
         "seed": recipe.train.seed,
     }
+
+
+def recipe_notes(job: Job) -> dict[str, str]:
+    """Return what to know of a recipe's numbers before any is measured, by the fact that it stands beside."""
+    if job.recipe.parallelism.accumulate != LARGEST:
+        return {}
+    assert job.cluster.memory_bytes is not None
+    most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"
+    return {MEMORY: f"{most} in {formats.num_bytes(job.cluster.memory_bytes)}"}
 
 
 @dataclass(frozen=True)

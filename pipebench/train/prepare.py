@@ -4,7 +4,7 @@ Every step is a function of what the steps before it gave, so that each can be c
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,19 +22,19 @@ from pipebench.model.plan import Plan, make_plan, starts_of_cuts
 from pipebench.model.plan_layers import layer_problems, plan_of, refuse
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
-from pipebench.model.sampling import mix, name_hash, seed_default_generator
+from pipebench.model.sampling import Shape, Size, mix, name_hash, seed_default_generator
 from pipebench.model.trace_check import check_traced
 from pipebench.planner.compare import compare
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison
-from pipebench.planner.predict import make_pipeline
+from pipebench.planner.predict import Course, make_pipeline
 from pipebench.profile.choose import fitting, is_measured, profile_for
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.plan_file import PlanForm, form_problems, is_plan_file, load_plan
 from pipebench.recipe.push_order import load_push_order
-from pipebench.recipe.schema import LossScaleRecipe, ParallelismRecipe, Recipe, TrainRecipe
+from pipebench.recipe.schema import LARGEST, LossScaleRecipe, ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan, streams_problem
@@ -42,7 +42,9 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
+from pipebench.simulate.memory import stage_memories
 from pipebench.train.kept_plan import ANEW, kept_plan
+from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.request import plan_request, samplers, travelling_sizes
 from zoo.plain import seeded
@@ -139,12 +141,16 @@ def prepare(
         and mode.flush
         and len(plan.stages) > 1,
     )
+    costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost)
+    if recipe.parallelism.accumulate == LARGEST:
+        memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
+        pipeline = with_largest_update(Course(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(recipe.train, graph, plan, flushes=pipeline.flushes)
     setup = Setup(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
-        costs=stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost),
+        costs=costs,
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster,
         dataset=dataset,
@@ -160,6 +166,19 @@ def prepare(
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
     )
     return Job(recipe, cluster, profile, setup, comparison)
+
+
+def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
+    """Return the bytes of every input of a model, by size of the unit."""
+    names = [*zip(graph.inputs, dataset.inputs, strict=True)]
+    examples = {size: _example(dataset, size) for size in sizes}
+    return {size: {name: example[field].nbytes for name, field in names} for size, example in examples.items()}
+
+
+def _example(dataset: Dataset, size: Size) -> dict[str, torch.Tensor]:
+    if isinstance(size, Shape):
+        return dataset.of_length(size.columns).example(size.num_samples)
+    return dataset.example(size)
 
 
 def _scales(train: TrainRecipe) -> bool:

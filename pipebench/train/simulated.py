@@ -4,7 +4,7 @@ from pipebench.engine.setup import Setup
 from pipebench.simulate.meter import EPOCHS, Meter, fractions
 from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
-from pipebench.train.metrics import byte_metrics, describe, describe_stages
+from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, RunResult
 from pipebench.train.watch import Watch
@@ -27,7 +27,7 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
         metrics=_metrics(setup, per_epoch, totals),
         stages=tuple(describe_stages(job)),
-        notes={EPOCHS: _estimated(totals, per_epoch)} if totals.num_simulated else {},
+        notes=recipe_notes(job) | ({EPOCHS: _estimated(totals, per_epoch)} if totals.num_simulated else {}),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
 

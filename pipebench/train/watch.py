@@ -4,16 +4,12 @@ Time is the simulator's whatever the engine is; of a segment between two drains 
 simulated, and they have the peaks of the whole.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
-from pipebench.engine.setup import Setup
 from pipebench.formats import num_bytes, percent, seconds
 from pipebench.model.plan import Plan
-from pipebench.model.sampling import Shape, Size
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS
@@ -26,9 +22,8 @@ from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.periods import Periods
-from pipebench.train.prepare import Job
+from pipebench.train.prepare import Job, input_bytes
 from pipebench.train.result import RunResult
-from zoo.registry import Dataset
 
 _LARGEST = 4  # kinds that are named of what doesn't fit
 
@@ -113,19 +108,6 @@ class Watch:
         )
 
 
-def input_bytes(setup: Setup, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
-    """Return the bytes of every input of a model, by size of the unit."""
-    names = [*zip(setup.graph.inputs, setup.dataset.inputs, strict=True)]
-    examples = {size: _example(setup.dataset, size) for size in sizes}
-    return {size: {name: example[field].nbytes for name, field in names} for size, example in examples.items()}
-
-
-def _example(dataset: Dataset, size: Size) -> dict[str, torch.Tensor]:
-    if isinstance(size, Shape):
-        return dataset.of_length(size.columns).example(size.num_samples)
-    return dataset.example(size)
-
-
 def _cause(moment: Moment) -> str:
     return moment.during if " " in moment.during else f"in {moment.during}"
 
@@ -143,7 +125,7 @@ class _Variant:
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
     def meter(self, job: Job) -> MemoryMeter:
-        inputs = input_bytes(job.setup, job.profile.by_size)
+        inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
         return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
 

@@ -11,9 +11,9 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of, load
 from pipebench.simulate.memory import stage_memories
-from pipebench.train.prepare import prepare
+from pipebench.train.prepare import input_bytes, prepare
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.watch import Watch, input_bytes
+from pipebench.train.watch import Watch
 
 RECIPE = """
 name: small-gnmt
@@ -101,7 +101,7 @@ def test_everything_that_is_kept_is_as_long_as_the_longest(recipe: Path) -> None
     loaded = load(str(recipe))
     job = prepare(loaded.recipe, loaded.cluster, trains=False)
     longest = _longest(loaded)
-    setup, inputs = job.setup, input_bytes(job.setup, job.profile.by_size)
+    setup, inputs = job.setup, input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
     memories = stage_memories(job.profile, setup.plan, setup.pipeline, inputs)
     alone = stage_memories(longest, setup.plan, setup.pipeline, None)
     for memory, of_longest in zip(memories, alone, strict=True):

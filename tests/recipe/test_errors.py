@@ -86,7 +86,12 @@ OVERRIDES = [
     ("train.max_epochs=3000000000", "train.max_epochs: got 3000000000, allowed is .* at most 2147483648"),
     ("cluster.servers=1000000", "cluster.servers: got 1000000, allowed are 1 to 1024 servers"),
     ("parallelism.microbatches=0", "parallelism.microbatches: got 0, allowed is"),
-    ("parallelism.accumulate=0", "parallelism.accumulate: got 0, allowed is"),
+    (
+        "parallelism.accumulate=0",
+        "accumulate: got 0, allowed is a whole number of at least 1, largest or null",
+    ),
+    ("parallelism.accumulate=larges", "parallelism.accumulate: got 'larges', allowed is .*did you mean 'largest'"),
+    ("parallelism.accumulate=true", "parallelism.accumulate: got true, allowed is a whole number of at least 1"),
     ("parallelism.depth=0", "parallelism.depth: got 0, allowed is auto .* or a whole number"),
     ("parallelism.depth=deep", "parallelism.depth: got 'deep', allowed is auto"),
     ("engine.threads=0", "engine.threads: got 0, allowed is auto or a whole number"),
@@ -260,6 +265,14 @@ OVERRIDES = [
     ("parallelism={mode: gpipe, microbatches: 5}", "microbatches: got 5, which doesn't divide minibatch_size 32"),
     ("parallelism.accumulate=2", "parallelism.accumulate: got 2, mode pipedream has no flush here"),
     (
+        "parallelism={mode: pipedream-flush, accumulate: largest}",
+        "parallelism.accumulate: got largest with order 1f1b, in which more minibatches take no more memory: allow",
+    ),
+    (
+        "parallelism={mode: auto, plan: auto, accumulate: largest}",
+        "parallelism.accumulate: got largest with mode auto, which plans every mode: allowed is a whole number",
+    ),
+    (
         "parallelism.order=all-forwards",
         "parallelism.order: got order all-forwards with no flush, it ends in one: .*flush: true",
     ),
@@ -372,6 +385,10 @@ FILES: list[tuple[str | bytes, str]] = [
     (
         VALID.replace("cluster-a", "local") + "engine: {timing: analytic}",
         "engine.timing: got analytic with cluster local",
+    ),
+    (
+        VALID.replace("cluster-a", "local").replace("mode: pipedream", "mode: gpipe, accumulate: largest"),
+        "parallelism.accumulate: got largest on cluster local, whose file gives no memory size: allowed is a whole",
     ),
     (VALID + "extends: r.yaml\n", "r.yaml: extends: goes round in a circle: r.yaml -> r.yaml"),
     (VALID + "extends: bas.yaml\n", "r.yaml: extends: bas.yaml: no such file"),

@@ -38,11 +38,9 @@ def varying_setup(
     setup = make_setup(Mlp(), plan, dataset=Blobs(16, 4), sampler=sampler, **{"cluster": free, **how})
     shapes = [Shape(n, columns) for n in range(1, 5) for columns, _ in LENGTHS]
     stages = [_varied(stage, index, shapes) for index, stage in enumerate(setup.costs.stages)]
-    crossing = [
-        {edge: {0: 0, **{s: s.num_samples * s.columns for s in shapes}} for edge in edges}
-        for edges in (setup.costs.activation_bytes, setup.costs.gradient_bytes)
-    ]
-    return replace(setup, costs=Costs(tuple(stages), *crossing))
+    sizes: dict[Size, int] = {0: 0, **{s: s.num_samples * s.columns for s in shapes}}
+    forward, back = (dict.fromkeys(each, sizes) for each in (setup.costs.activation_bytes, setup.costs.gradient_bytes))
+    return replace(setup, costs=Costs(tuple(stages), forward, back))
 
 
 def _varied(stage: StageCosts, index: int, shapes: Sequence[Shape]) -> StageCosts:

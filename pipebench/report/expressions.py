@@ -1,0 +1,357 @@
+"""Expressions of a report: what a cell shows, over metrics of runs, and what a claim says, over cells.
+
+They are read with Python's `ast` and only what is listed here is taken: nothing of a file is ever executed. A name that
+stands for the cells of several rows gives several values; arithmetic and comparisons go element by element, over the
+rows that both sides have, and functions such as `min` make one value of them.
+"""
+
+import ast
+import math
+import operator
+import statistics
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from pipebench.errors import PipebenchError, nearest
+
+LONGEST = 1000  # characters
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_OF_NUMBERS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "max": max,
+    "median": statistics.median,
+    "sum": math.fsum,
+}
+_OF_TRUTHS: Mapping[str, Callable[[Sequence[float]], bool]] = {"all": all, "any": any}
+FUNCTIONS = ("min", "max", "abs", "median", "sum", "count", "all", "any")
+_ALLOWED = "numbers, names, + - * / ( ), comparisons, and, or, not"
+
+Look = Callable[[str, str], "Value"]
+
+
+class Cells(dict[str, float]):
+    """Values of several rows, by the row's name."""
+
+
+Value = float | Cells
+
+
+class NoValueError(PipebenchError):
+    """An expression that has no value for these cells; the message says why."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An expression that has passed validation.
+
+    Attributes:
+        text: as written.
+        tree: its root.
+        metrics: (run, metric) of all it reads of runs, names of measures spelled out.
+    """
+
+    text: str
+    tree: ast.expr = field(compare=False, repr=False)
+    metrics: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What an expression gives: a number or a truth, of one row or of several."""
+
+    is_truth: bool = False
+    is_several: bool = False
+
+
+def value_expression(text: str, measures: Mapping[str, Expression]) -> Expression:
+    """Read what a cell shows: one number, over `run.metric` and the measures above.
+
+    Args:
+        text: the expression.
+        measures: what stands above it, by name: it may be built on them.
+
+    Raises:
+        ValueError: it can't be read; the message is the end of a sentence.
+    """
+    tree = _Spelled(measures).visit(_parsed(text))
+
+    def kind_of_leaf(name: str, inside: str) -> _Kind:
+        if not inside:
+            hint = nearest(name[:60], measures)
+            raise ValueError(f"{name[:60]!r} is no measure above this one; metrics of runs are run.metric{hint}")
+        return _Kind()
+
+    if _kind(tree, kind_of_leaf) != _Kind():
+        raise ValueError("gives yes or no, allowed is what gives a number")
+    return Expression(text, tree, tuple(dict.fromkeys(_leaves(tree))))
+
+
+def claim_expression(text: str, measures: Collection[str], rows: Collection[str]) -> Expression:
+    """Read what a claim says: yes or no, over measures of all rows, or of those that `measure["row"]` names.
+
+    Args:
+        text: the expression.
+        measures: names of the report's measures.
+        rows: names of the report's rows; patterns such as `vgg16-*` are taken for them, too.
+
+    Raises:
+        ValueError: it can't be read; the message is the end of a sentence.
+    """
+    tree = _parsed(text)
+
+    def kind_of_leaf(name: str, inside: str) -> _Kind:
+        if name not in measures:
+            raise ValueError(
+                f"unknown measure {name[:60]!r}, allowed are {', '.join(measures)}{nearest(name, measures)}"
+            )
+        if inside and not any(fnmatchcase(row, inside) for row in rows):
+            raise ValueError(f"no row is named {inside[:60]!r}{nearest(inside[:60], rows)}")
+        return _Kind(is_several=inside not in rows)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            raise ValueError(f'got {ast.unparse(node)[:60]}, a claim is over measures: measure or measure["row"]')
+    kind = _kind(tree, kind_of_leaf)
+    if kind.is_several:
+        raise ValueError("is about several rows, needed is one answer: write min(...), all(...) or another function")
+    if not kind.is_truth:
+        raise ValueError("gives a number, allowed is what gives yes or no, such as a comparison")
+    return Expression(text, tree)
+
+
+def evaluate(expression: Expression, look: Look) -> Value:
+    """Return what an expression comes to.
+
+    Args:
+        expression: the expression.
+        look: returns the value of (run, metric) in a cell's expression, of (measure, row, pattern or "") in a
+            claim's.
+
+    Raises:
+        NoValueError: it comes to nothing, as a quotient by 0 does; whatever `look` raises comes through.
+    """
+    return _value(expression.tree, look)
+
+
+def told(expression: Expression, look: Look) -> str:
+    """Return what decided a claim in a few words: the sides of its comparisons with their values, the rows that differ.
+
+    Raises:
+        NoValueError: see `evaluate`.
+    """
+    return "; ".join(dict.fromkeys(_told(expression.tree, look)))
+
+
+def _parsed(text: str) -> ast.expr:
+    if len(text) > LONGEST:
+        raise ValueError(f"has {len(text)} characters, allowed are {LONGEST}")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else "it is nested too deeply or holds a strange character"
+        raise ValueError(f"got {text[:60]!r}, which is no expression: {reason}; allowed are {_ALLOWED}") from None
+
+
+class _Spelled(ast.NodeTransformer):
+    """Puts what a measure is in the place of its name."""
+
+    def __init__(self, measures: Mapping[str, Expression]) -> None:
+        self._measures = measures
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        found = self._measures.get(node.id)
+        return node if found is None else found.tree
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # its name is a run's, no measure's
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:  # its name is a function's
+        node.args = [self.visit(each) for each in node.args]
+        return node
+
+
+def _leaves(tree: ast.expr) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.value.id, node.attr
+
+
+def _leaf(node: ast.expr) -> tuple[str, str] | None:
+    """Return the two names of a leaf: of `run.metric`, `measure["row"]`, or one name and ""; None if it is none."""
+    if isinstance(node, ast.Name):
+        return node.id, ""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id, node.attr
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Constant):
+        return (node.value.id, node.slice.value) if isinstance(node.slice.value, str) else None
+    return None
+
+
+def _kind(node: ast.expr, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:
+    """Return what an expression gives, or raise a ValueError about what isn't taken in it."""
+    leaf = _leaf(node)
+    if leaf is not None:
+        return kind_of_leaf(*leaf)
+    if isinstance(node, ast.Call):
+        return _kind_of_call(node, kind_of_leaf)
+    parts = [_kind(each, kind_of_leaf) for each in _operands(node)]
+    several = any(each.is_several for each in parts)
+    wants_truth = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+    for part, operand in zip(parts, _operands(node), strict=True):
+        if part.is_truth != wants_truth:
+            allowed = "yes or no" if wants_truth else "a number"
+            raise ValueError(f"{_short(operand)} gives {_gives(part)}, allowed in {_short(node)} is {allowed}")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_zero(node.right):
+        raise ValueError(f"{_short(node)} divides by zero")
+    return _Kind(is_truth=wants_truth or isinstance(node, ast.Compare), is_several=several)
+
+
+def _operands(node: ast.expr) -> list[ast.expr]:
+    """Return the operands of a node that is taken; raise a ValueError about any other."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool) and math.isfinite(number):
+            return []
+        case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
+            return [left, right]
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not(), operand=operand):
+            return [operand]
+        case ast.BoolOp(values=values):
+            return values
+        case ast.Compare(left, ops, comparators) if all(type(op) in _COMPARISONS for op in ops):
+            return [left, *comparators]
+    raise ValueError(f"{_short(node)} isn't taken, allowed are {_ALLOWED} and {', '.join(FUNCTIONS)}")
+
+
+def _kind_of_call(node: ast.Call, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:
+    name = node.func.id if isinstance(node.func, ast.Name) else _short(node.func)
+    if name not in FUNCTIONS:
+        raise ValueError(f"unknown function {name!r}, allowed are {', '.join(FUNCTIONS)}{nearest(name, FUNCTIONS)}")
+    if node.keywords or not node.args or any(isinstance(each, ast.Starred) for each in node.args):
+        raise ValueError(f"{_short(node)}: {name} takes values between commas")
+    kinds = [_kind(each, kind_of_leaf) for each in node.args]
+    if len(kinds) > 1 and (name == "abs" or any(each.is_several for each in kinds)):
+        raise ValueError(f"{_short(node)}: {name} takes one value, or several of single rows")
+    wants_truth = name in _OF_TRUTHS
+    if name != "count" and any(each.is_truth != wants_truth for each in kinds):
+        raise ValueError(f"{_short(node)}: {name} takes {'answers' if wants_truth else 'numbers'}")
+    return _Kind(is_truth=wants_truth, is_several=name == "abs" and kinds[0].is_several)
+
+
+def _is_zero(node: ast.expr) -> bool:
+    if any(_leaf(each) for each in ast.walk(node) if isinstance(each, ast.expr)):
+        return False
+    try:
+        return _value(node, lambda *_: math.nan) == 0
+    except NoValueError:
+        return False
+
+
+def _value(node: ast.expr, look: Look) -> Value:
+    leaf = _leaf(node)
+    if leaf is not None:
+        return look(*leaf)
+    match node:
+        case ast.Constant(value=value):
+            return value  # type: ignore[return-value] # validated to be a number
+        case ast.Call(func=ast.Name(id=name), args=args):
+            return _called(name, [_value(each, look) for each in args])
+        case ast.BinOp(left, op, right):
+            return _each(_ARITHMETIC[type(op)], _value(left, look), _value(right, look))
+        case ast.UnaryOp(op, operand):
+            function = operator.not_ if isinstance(op, ast.Not) else operator.neg
+            return _value(operand, look) if isinstance(op, ast.UAdd) else _each(function, _value(operand, look))
+        case ast.BoolOp(op, values):
+            return _joined(op, [_value(each, look) for each in values])
+        case ast.Compare(left, ops, comparators):
+            sides = [_value(each, look) for each in (left, *comparators)]
+            pairs = zip(ops, sides, sides[1:], strict=False)
+            return _joined(ast.And(), [_each(_COMPARISONS[type(op)], one, other) for op, one, other in pairs])
+    raise AssertionError(ast.dump(node))  # validated
+
+
+def _joined(op: ast.boolop, values: Sequence[Value]) -> Value:
+    join = all if isinstance(op, ast.And) else any
+    return _each(lambda *each: join(each), *values)
+
+
+def _each(function: Callable[..., float], *values: Value) -> Value:
+    """Apply a function to numbers, or row by row to what has values of several rows."""
+    several = [value for value in values if isinstance(value, Cells)]
+    if not several:
+        return _applied(function, values)
+    rows = [row for row in several[0] if all(row in other for other in several)]
+    if not rows:
+        raise NoValueError("no row has all the cells it takes")
+    return Cells({row: _applied(function, [v[row] if isinstance(v, Cells) else v for v in values]) for row in rows})
+
+
+def _applied(function: Callable[..., float], values: Sequence[Value]) -> float:
+    try:
+        value = function(*values)
+    except ZeroDivisionError:
+        raise NoValueError("it divides by zero") from None
+    if not math.isfinite(value):
+        raise NoValueError("it isn't finite")
+    return value
+
+
+def _called(name: str, values: Sequence[Value]) -> Value:
+    first = values[0]
+    if name == "abs":
+        return _each(abs, first)
+    members = list(first.values()) if isinstance(first, Cells) else [v for v in values if not isinstance(v, Cells)]
+    if name == "count":
+        return sum(bool(each) if isinstance(each, bool) else 1 for each in members)
+    return {**_OF_NUMBERS, **_OF_TRUTHS}[name](members)
+
+
+def _told(node: ast.expr, look: Look) -> Iterator[str]:
+    if isinstance(node, ast.Compare):
+        for side in (node.left, *node.comparators):
+            if not isinstance(side, ast.Constant):
+                yield f"{ast.unparse(side)} is {_shown(_value(side, look))}{_where(side, look)}"
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _OF_TRUTHS:
+        value = _value(node.args[0], look)
+        if isinstance(value, Cells):
+            holding, against = ([row for row in value if bool(value[row]) is held] for held in (True, False))
+            named = f", not {', '.join(against)}" if node.func.id == "all" else f": {', '.join(holding)}"
+            yield f"{len(holding)} of {len(value)} rows{named if against and holding else ''}"
+    elif isinstance(node, ast.BoolOp | ast.UnaryOp):
+        for part in _operands(node):
+            yield from _told(part, look)
+
+
+def _where(node: ast.expr, look: Look) -> str:
+    """Return the row that a least or greatest value is of."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+        value = _value(node.args[0], look)
+        if isinstance(value, Cells):
+            return f" ({(min if node.func.id == 'min' else max)(value, key=lambda row: value[row])})"
+    return ""
+
+
+def _shown(value: Value) -> str:
+    return f"{value:.4g}" if not isinstance(value, Cells) else ", ".join(f"{each:.4g}" for each in value.values())
+
+
+def _gives(kind: _Kind) -> str:
+    return "yes or no" if kind.is_truth else "a number"
+
+
+def _short(node: ast.AST) -> str:
+    text = ast.unparse(node)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,100 @@
+"""From a YAML file to a report: read, check; everything wrong with it comes out together, before anything runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from pipebench.errors import RecipeError, UserError, nearest
+from pipebench.recipe.catalog import display
+from pipebench.recipe.yaml_file import read_mapping
+from pipebench.report.definition import Report
+from pipebench.report.read_calibration import read_calibration
+from pipebench.report.read_claims import read_claims, read_pictures
+from pipebench.report.read_columns import check_cells, read_columns, read_measures
+from pipebench.report.read_rows import read_rows
+from pipebench.report.reading import Reading
+from pipebench.report.recipes import Asked, asked_runs
+
+_TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "claims", "pictures", "calibration")
+
+
+def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
+    """Load and validate a report, with the recipe of every run.
+
+    Args:
+        path: its file.
+        only: names of the rows that are asked for, or patterns of names; none: all.
+        engine: takes the place of the engine of every run that columns may change; None: as the report says.
+
+    Returns:
+        The report with these rows, and their runs.
+
+    Raises:
+        RecipeError: with every fault found.
+        UserError: no row is named like this.
+    """
+    report, reading = read_report(path)
+    report = with_rows(report, only)
+    asked, faults = asked_runs(report, engine)
+    if reading.faults or faults:
+        raise RecipeError(dict.fromkeys([*reading.faults, *faults]))
+    return report, asked
+
+
+def with_rows(report: Report, only: Sequence[str]) -> Report:
+    """Return a report with the rows that are asked for, and the pictures that are of these.
+
+    Args:
+        report: the report.
+        only: names or patterns of names; none: all.
+
+    Raises:
+        UserError: no row is named like this.
+    """
+    names = [row.name for row in report.rows]
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"--only: got {pattern[:60]!r}, allowed are {', '.join(names)}, or patterns"
+                f"{nearest(pattern[:60], names)}"
+            )
+    rows = tuple(row for row in report.rows if not only or any(fnmatchcase(row.name, pattern) for pattern in only))
+    kept = {"", *(row.name for row in rows)}
+    return replace(report, rows=rows, pictures=tuple(picture for picture in report.pictures if picture.row in kept))
+
+
+def read_report(path: Path) -> tuple[Report, Reading]:
+    """Read a report's file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The report, without what is wrong with it; and what is wrong with it, recipes not looked at.
+
+    Raises:
+        RecipeError: the file can't be read as a mapping.
+    """
+    reading = Reading(display(path))
+    data = reading.mapping(read_mapping(path), "", _TOP)
+    columns = read_columns(data.get("columns"), reading)
+    rows = read_rows(data, reading)
+    measures = read_measures(data.get("measures"), rows, reading)
+    check_cells(rows, measures, reading)
+    source = reading.mapping(data.get("source"), "source", ("paper", "where"))
+    report = Report(
+        name=path.stem,
+        path=path,
+        title=reading.plain(data, "", "title", str),
+        columns=columns,
+        measures=measures,
+        rows=rows,
+        paper=reading.plain(source, "source", "paper", str, ""),
+        where=reading.plain(source, "source", "where", str, ""),
+        about=reading.plain(data, "", "about", str, ""),
+        claims=read_claims(data.get("claims"), measures, rows, reading),
+        pictures=read_pictures(data.get("pictures"), measures, rows, reading),
+        calibration=read_calibration(data.get("calibration"), columns, measures, rows, reading),
+    )
+    return report, reading

@@ -1,0 +1,93 @@
+"""Reads the claims and the pictures of a report."""
+
+from collections.abc import Sequence
+
+from pipebench.errors import choice
+from pipebench.report.definition import OVER, PICTURES, Claim, Measure, Picture, Row
+from pipebench.report.expressions import claim_expression
+from pipebench.report.reading import Reading
+
+
+def read_claims(given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading) -> tuple[Claim, ...]:
+    """Return the claims of a report.
+
+    Args:
+        given: as the file has them.
+        measures: what they can be about.
+        rows: likewise.
+        reading: takes the faults.
+    """
+    claims = []
+    numbers = [measure.name for measure in measures if measure.expression is not None]
+    for index, entry in enumerate(reading.items(given, "claims", "claims, each a mapping")):
+        key = f"claims.{index}"
+        data = reading.mapping(entry, key, ("text", "where", "holds", "untestable"))
+        holds = None
+        if ("holds" in data) == ("untestable" in data):
+            reading.fault(key, "needed is one of holds (an expression) and untestable (why)")
+        elif "holds" in data:
+            try:
+                holds = claim_expression(str(data["holds"]), numbers, [row.name for row in rows])
+            except ValueError as error:
+                reading.fault(f"{key}.holds", str(error))
+        untestable = reading.plain(data, key, "untestable", str) if "untestable" in data else None
+        text = reading.plain(data, key, "text", str)
+        claims.append(Claim(text, reading.plain(data, key, "where", str, ""), holds, untestable))
+    return tuple(claims)
+
+
+def read_pictures(
+    given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading
+) -> tuple[Picture, ...]:
+    """Return the pictures of a report; for the arguments see `read_claims`."""
+    pictures = []
+    numbers = [measure.name for measure in measures if measure.expression is not None]
+    for index, entry in enumerate(reading.items(given, "pictures", "pictures, each a mapping")):
+        key = f"pictures.{index}"
+        kind = reading.one_of(entry if isinstance(entry, dict) else {}, key, "kind", tuple(PICTURES), "")
+        if not kind:
+            if not isinstance(entry, dict) or entry.get("kind") is None:
+                reading.fault(f"{key}.kind", f"is missing, allowed are {', '.join(PICTURES)}")
+            continue
+        data = reading.mapping(entry, key, ("kind", *PICTURES[kind]))
+        picture = Picture(
+            kind=kind,
+            measures=(data["measure"],)
+            if isinstance(data.get("measure"), str)
+            else reading.words(data, key, "measures"),
+            x=reading.plain(data, key, "x", str, ""),
+            group=reading.plain(data, key, "group", str, ""),
+            runs=(data["run"],) if isinstance(data.get("run"), str) else reading.words(data, key, "runs"),
+            metric=reading.plain(data, key, "metric", str, ""),
+            over=reading.words(data, key, "over") or (OVER[:1] if kind == "curves" else ()),
+            row=reading.plain(data, key, "row", str, ""),
+        )
+        pictures.append(picture)
+        _check_picture(picture, numbers, rows, key, reading)
+    return tuple(pictures)
+
+
+def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], key: str, reading: Reading) -> None:
+    """Refuse a picture that lacks what its kind takes, or names what the report hasn't."""
+    wanted = PICTURES[picture.kind]
+    row = next((each for each in rows if each.name == picture.row), None)
+    at = dict.fromkeys(name for each in rows for name in each.at)
+    named: list[tuple[str, tuple[str, ...], list[str]]] = []
+    if "measures" in wanted or "measure" in wanted:
+        named.append(("measures" if "measures" in wanted else "measure", picture.measures, measures))
+    if "x" in wanted:
+        named += [("x", (picture.x,), [*at]), ("group", (picture.group,) if picture.group else ("",), ["", *at])]
+    if "row" in wanted:
+        named.append(("row", (picture.row,), [each.name for each in rows]))
+        runs = [*row.runs] if row else list(dict.fromkeys(run for each in rows for run in each.runs))
+        named.append(("runs" if "runs" in wanted else "run", picture.runs, runs))
+    if "over" in wanted:
+        named.append(("over", picture.over, [*OVER]))
+    for name, given, allowed in named:
+        if not given or (given == ("",) and "" not in allowed):
+            reading.fault(f"{key}.{name}", f"is missing, needed for {picture.kind}")
+        for each in given:
+            if each not in allowed:
+                reading.fault(f"{key}.{name}", choice(each[:60], filter(None, allowed)))
+    if "metric" in wanted and not picture.metric:
+        reading.fault(f"{key}.metric", f"is missing, needed for {picture.kind}")

@@ -1,0 +1,130 @@
+"""Reads keys of a YAML file and collects what is wrong with them, each with its full key."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from pipebench.errors import Fault, choice, nearest
+from pipebench.recipe.typecheck import problem_with, shown
+
+_T = TypeVar("_T")
+WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # what an expression can name
+NO_WORD = "is no name that an expression can have (letters, digits and _)"
+
+
+@dataclass
+class Reading:
+    """What was found wrong with a file so far.
+
+    Attributes:
+        file: as people know it.
+        faults: in the order they were found.
+    """
+
+    file: str
+    faults: list[Fault] = field(default_factory=list)
+
+    def fault(self, key: str, problem: str) -> None:
+        """Note something wrong with a key."""
+        self.faults.append(Fault(self.file, key, problem))
+
+    def mapping(self, given: object, key: str, allowed: Collection[str] = ()) -> dict[str, Any]:
+        """Return a mapping without the keys it can't have, empty if it is none or null.
+
+        Args:
+            given: as it was read.
+            key: full key, "" for the file.
+            allowed: its keys; none: any that are text.
+        """
+        if given is None:
+            return {}
+        if not isinstance(given, dict):
+            self.fault(key, f"got {shown(given)}, allowed is a mapping{self._with_keys(allowed)}")
+            return {}
+        found = {}
+        for name, value in given.items():
+            if not isinstance(name, str):
+                self.fault(self.inside(key, str(name)), f"got the key {shown(name)}, allowed is text; put it in quotes")
+            elif allowed and name not in allowed:
+                self.fault(
+                    self.inside(key, name[:60]),
+                    f"unknown key, allowed here are {', '.join(allowed)}{nearest(name[:60], allowed)}",
+                )
+            else:
+                found[name] = value
+        return found
+
+    def named(self, given: object, key: str) -> dict[str, Any]:
+        """Return a mapping whose keys are names that an expression can have."""
+        found = self.mapping(given, key)
+        for name in list(found):
+            if not WORD.fullmatch(name):
+                self.fault(f"{key}.{name[:60]}", NO_WORD)
+                del found[name]
+        return found
+
+    def items(self, given: object, key: str, what: str) -> list[Any]:
+        """Return a list, empty if it is none or null; `what` says what it holds."""
+        if given is None:
+            return []
+        if not isinstance(given, list):
+            self.fault(key, f"got {shown(given)}, allowed is a list of {what}")
+            return []
+        return given
+
+    def plain(self, data: Mapping[str, Any], key: str, name: str, kind: type[_T], default: _T | None = None) -> _T:
+        """Return a plain value of a type; its default, or nothing much, where it is missing or wrong.
+
+        Args:
+            data: the mapping that it is in.
+            key: full key of that mapping.
+            name: its own key.
+            kind: its type.
+            default: stands for a missing one; None: it has to be there.
+        """
+        given = data.get(name)
+        if given is None and default is not None:
+            return default
+        problem = "is missing and has no default" if given is None else problem_with(given, kind)
+        if problem is None and kind is str and not str(given).strip():
+            problem = "got nothing readable, needed is a sentence or a word"
+        if problem is not None:
+            self.fault(self.inside(key, name), problem)
+            return default if default is not None else kind()
+        return cast("_T", given)
+
+    def one_of(self, data: Mapping[str, Any], key: str, name: str, allowed: Collection[str], default: str) -> str:
+        """Return one of some words."""
+        given = data.get(name)
+        if given is None:
+            return default
+        if given not in allowed:
+            self.fault(self.inside(key, name), choice(given if isinstance(given, str) else shown(given), allowed))
+            return default
+        return str(given)
+
+    def words(self, data: Mapping[str, Any], key: str, name: str) -> tuple[str, ...]:
+        """Return a list of texts, empty where it is missing or wrong."""
+        given = data.get(name)
+        if given is None:
+            return ()
+        problem = problem_with(given, list[str])
+        if problem is not None:
+            self.fault(self.inside(key, name), problem)
+            return ()
+        return tuple(given)
+
+    @staticmethod
+    def inside(key: str, name: str | int) -> str:
+        """Return the full key of what is inside a mapping or list."""
+        return f"{key}.{name}" if key else str(name)
+
+    @staticmethod
+    def _with_keys(allowed: Collection[str]) -> str:
+        return f" with the keys {', '.join(allowed)}" if allowed else ""
+
+
+def as_title(name: str) -> str:
+    """Return what a name is called in a table that has no title for it."""
+    return name.replace("_", " ")

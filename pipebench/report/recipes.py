@@ -1,0 +1,151 @@
+"""The recipes behind a report's cells: every run of every row, as each column has it, loaded and validated."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.recipe.catalog import display, find, find_cluster, recipe_names
+from pipebench.recipe.load import LoadedRecipe, load_file
+from pipebench.report.definition import Column, Report, Row, RunReference
+
+SAME = ""  # stands for the column of runs that are the same in all of them
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One run that a report asks for; several may be the same recipe.
+
+    Attributes:
+        row: name of the row.
+        run: the run's name in it.
+        column: name of the column, SAME where columns change nothing.
+        words: the command line that repeats it, from the recipe on.
+        loaded: its recipe, with the seed.
+    """
+
+    row: str
+    run: str
+    column: str
+    words: tuple[str, ...]
+    loaded: LoadedRecipe
+
+
+def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], list[Fault]]:
+    """Return every run of a report's rows, row by row, and all that is wrong with their recipes.
+
+    Args:
+        report: what is asked for.
+        engine: takes the place of the engine of every run that columns may change; None: as the report says.
+    """
+    loader = _Loader(report)
+    asked: list[Asked] = []
+    for row in report.rows:
+        for name, run in row.runs.items():
+            for column in _columns_of(run, report):
+                asked += loader.runs(row, name, run, column, engine)
+    return asked, [*loader.column_faults(), *loader.faults]
+
+
+def _columns_of(run: RunReference, report: Report) -> Sequence[Column]:
+    return (Column(SAME, ""),) if run.same else report.columns
+
+
+class _Loader:
+    """Loads recipes, each with the same words once; collects what is wrong with them.
+
+    Attributes:
+        faults: each told once, under the row where it was found first.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._folder = report.path.absolute().parent
+        self._loaded: dict[tuple[str, ...], LoadedRecipe | RecipeError] = {}
+        self._told: dict[str, Fault] = {}
+        self._clusters: set[str] = set()  # that the recipes are on, before columns change them
+        self._taken: set[tuple[str, str]] = set()  # (column, word) of optional words that a recipe takes
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [*self._told.values()]
+
+    def runs(self, row: Row, name: str, run: RunReference, column: Column, engine: str | None) -> Iterator[Asked]:
+        """Yield a run of a row as a column has it, once per seed."""
+        kind = run.engine if engine is None or run.same else engine
+        key = f"rows.{row.name}.runs.{name}"
+        try:
+            path = find(run.words[0], recipe_names(), self._folder) if run.words else None
+            if path is None or path.is_dir():
+                raise RecipeError([Fault(display(path or self._folder), "", "is a folder; one recipe is needed")])
+            beside = os.path.exists(self._folder / run.words[0])
+            given = (display(path) if beside else run.words[0], *run.words[1:], f"engine.kind={kind}")
+            words = self._in_column(path, given, column)
+            for seed in run.seeds or (None,):
+                seeded = words if seed is None else (*words, f"train.seed={seed}")
+                yield Asked(row.name, name, column.name, seeded, self._load(path, seeded))
+        except RecipeError as error:
+            where = f" (column {column.name})" if column.name and len(self._report.columns) > 1 else ""
+            for fault in error.faults:
+                self._told.setdefault(str(fault), Fault(display(self._report.path), key, f"{fault}{where}"))
+
+    def _in_column(self, path: Path, words: tuple[str, ...], column: Column) -> tuple[str, ...]:
+        """Return a recipe's words as a column has them."""
+        given = self._load(path, words).recipe.cluster.name
+        cluster = Path(given).stem if given.endswith((".yaml", ".yml")) else given
+        self._clusters.add(cluster)
+        words += column.words
+        if cluster in column.clusters:
+            words += (f"cluster.name={self._anchored(column.clusters[cluster])}",)
+        for word in column.optional:
+            try:
+                self._load(path, (*words, word))
+            except RecipeError as error:
+                key = word.partition("=")[0]
+                if all(fault.key == key and fault.problem.startswith("unknown ") for fault in error.faults):
+                    continue
+            self._taken.add((column.name, word))
+            words += (word,)
+        return words
+
+    def _load(self, path: Path, words: tuple[str, ...]) -> LoadedRecipe:
+        found = self._loaded.get((str(path), *words))
+        if found is None:
+            try:
+                found = load_file(path, words[1:])
+            except RecipeError as error:
+                found = error
+            self._loaded[(str(path), *words)] = found
+        if isinstance(found, RecipeError):
+            raise found
+        return found
+
+    def _anchored(self, cluster: str) -> str:
+        """Return a cluster's name, or the path of its file where that lies beside the report."""
+        beside = self._folder / cluster
+        return display(beside) if beside.is_file() else cluster
+
+    def column_faults(self) -> Iterator[Fault]:
+        """Yield what is wrong with columns: clusters that aren't there or no run is on, words that no recipe takes."""
+        file = display(self._report.path)
+        for column in self._report.columns:
+            for cluster, other in column.clusters.items():
+                key = f"columns.{column.name}.clusters.{cluster}"
+                yield from self._cluster_faults(other, key)
+                if self._clusters and cluster not in self._clusters:
+                    allowed = ", ".join(sorted(self._clusters))
+                    yield Fault(
+                        file, key, f"no run is on this cluster, they are on {allowed}{nearest(cluster, self._clusters)}"
+                    )
+            for word in column.optional:
+                if (column.name, word) not in self._taken and self._loaded:
+                    yield Fault(file, f"columns.{column.name}.set", f"got '?{word}', which no run's recipe takes")
+        for constant in self._report.calibration.constants if self._report.calibration else ():
+            yield from self._cluster_faults(constant.cluster, f"calibration.constants.{constant.name}.cluster")
+
+    def _cluster_faults(self, cluster: str, key: str) -> Iterator[Fault]:
+        try:
+            find_cluster(cluster, self._folder)
+        except RecipeError as error:
+            yield Fault(display(self._report.path), key, "; ".join(map(str, error.faults)))

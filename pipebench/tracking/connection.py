@@ -1,0 +1,119 @@
+"""Where runs are recorded, and MLflow's client on it.
+
+MLflow is imported late (it takes a second), kept quiet, and used by one process at a time when the store is a SQLite
+file: MLflow's own migrations and transactions don't survive several writers.
+"""
+
+import logging
+import os
+import re
+import secrets
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from pipebench import files
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+_SQLITE = "sqlite:///"
+# A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
+_TURN_LIMIT_S = 60.0
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # we have a queue of our own
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    # MLflow's defaults keep a caller waiting for many minutes on a server that is down or hangs.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
+
+
+def default_uri() -> str:
+    """Return where runs are recorded: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
+    path = sqlite_path(uri)
+    return uri if path is None else f"{_SQLITE}{path}"
+
+
+def shown_uri(uri: str) -> str:
+    """Return a store's URI without the user and password it may hold.
+
+    >>> shown_uri("postgresql://me:secret@host/runs")
+    'postgresql://host/runs'
+    """
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """Return the absolute path of a SQLite store's file, None for any other store."""
+    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
+
+
+def quiet_environment() -> dict[str, str]:
+    """Return this process's environment with MLflow's telemetry and chatter off, where the user didn't choose."""
+    return _ENVIRONMENT | os.environ
+
+
+class Connection:
+    """MLflow's client on one store. Not safe for several threads; every method may raise whatever MLflow raises."""
+
+    def __init__(self, uri: str) -> None:
+        """Prepare, without touching MLflow.
+
+        Args:
+            uri: an MLflow tracking URI, as `default_uri` returns.
+        """
+        self.uri = uri
+        self._path = sqlite_path(uri)
+        self._lock = nullcontext() if self._path is None else FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S)
+        self._client: MlflowClient | None = None
+        os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+        # Not catch_warnings: it swaps a list that all threads share, and MLflow runs in a thread of its own.
+        warnings.filterwarnings("ignore", module=r"(mlflow|alembic)(\.|$)")
+
+    @property
+    def local(self) -> bool:
+        """Whether the store is a file on this machine."""
+        return self._path is not None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a store to be read, as far as this machine can know."""
+        return self._path is None or (self._path.exists() and self._path.stat().st_size > 0)
+
+    @contextmanager
+    def turn(self) -> "Iterator[MlflowClient]":
+        """Import MLflow, make the database where there is none, and have the store alone as long as it is a file."""
+        client_of = _mlflow()  # its import takes a second, for which nobody else has to wait
+        with self._lock:
+            if self._client is None:
+                if self._path is not None and not self.is_there:
+                    _make_database(self._path)
+                self._client = client_of(tracking_uri=self.uri)
+            yield self._client
+
+
+def _mlflow() -> "type[MlflowClient]":
+    from mlflow.tracking import MlflowClient
+
+    # Failures come back as exceptions and are told once, by us.
+    for library in ("mlflow", "alembic", "urllib3.connectionpool"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    return MlflowClient
+
+
+def _make_database(path: Path) -> None:
+    """Make a SQLite file aside: one whose making is cut short can never be used again."""
+    for left_over in path.parent.glob(f".{path.name}.new-*"):
+        left_over.unlink()
+    # A name of its own: MLflow keeps connections to every file that this process has named to it.
+    aside = path.with_name(f".{path.name}.new-{secrets.token_hex(4)}")
+    _mlflow()(tracking_uri=f"{_SQLITE}{aside}").search_experiments(max_results=1)
+    files.rename(aside, path)

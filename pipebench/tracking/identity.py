@@ -1,0 +1,51 @@
+"""What tells whether a recorded run would come out the same today: what was asked, and the code that answered."""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pipebench
+from pipebench import files
+from pipebench.recipe.load import LoadedRecipe
+
+RECIPE_TAG, VERSION_TAG = "recipe_hash", "pipebench_version"
+_NAME = "name"  # of the recipe: the one key that changes nothing
+_RECIPE_DIGITS, _SOURCE_DIGITS = 16, 12
+
+
+def recipe_hash(loaded: LoadedRecipe) -> str:
+    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included and its name aside.
+
+    Files count by content: the cluster with every number, plans, orders and profiles byte by byte. Expressions over the
+    environment count as they are written, so that data may lie elsewhere; data sets and one's own code count by name.
+    """
+    asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
+    contents = {key: digest for key, value in asked.items() if (digest := _content(value))}
+    text = json.dumps([asked, asdict(loaded.cluster), contents], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_RECIPE_DIGITS]
+
+
+def identity_tags(loaded: LoadedRecipe) -> Mapping[str, str]:
+    """Return the tags by which a run of this recipe, with today's code, is found again."""
+    return {RECIPE_TAG: recipe_hash(loaded), VERSION_TAG: source_version()}
+
+
+@functools.cache
+def source_version() -> str:
+    """Return pipebench's version and 12 hexadecimal digits of its source and the zoo's: `0.1.0+1f0c9a7e22d4`."""
+    package = Path(pipebench.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for folder in (package, package.parent / "zoo"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder.parent).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return f"{pipebench.__version__}+{digest.hexdigest()[:_SOURCE_DIGITS]}"
+
+
+def _content(value: str) -> str | None:
+    """Return the hash of the file that a key names; None for a key that names none. `4` and `dp` are never files."""
+    return files.sha256_of(Path(value)) if Path(value).suffix and os.path.isfile(value) else None

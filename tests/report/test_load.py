@@ -1,0 +1,90 @@
+"""What a report's file stands for: rows that lists make, runs as columns have them, shipped reports."""
+
+from pathlib import Path
+
+import pytest
+
+from pipebench.report.catalog import find_report, report_names
+from pipebench.report.definition import Published, RunReference
+from pipebench.report.load import load_report
+from tests.report.conftest import Write, changed
+
+SHIPPED = report_names()
+
+
+def test_rows_of_lists_stand_side_by_side(write: Write) -> None:
+    report, _ = load_report(write())
+    assert [row.name for row in report.rows] == ["first", "m8", "m16"]
+    m16 = report.rows[2]
+    assert m16.at == {"size": 16, "published": 2}
+    assert m16.published == {"speedup": Published(2)}
+    assert m16.runs["dp"] == RunReference(("dp.yaml", "train.minibatch_size=16"))
+
+
+def test_what_rows_share_knows_where_they_stand_and_gives_way_to_their_own(write: Write) -> None:
+    rows = [
+        {"name": "$mode", "for": {"mode": ["dp", "straight"]}},
+        {"name": "none", "at": {"mode": "dp"}, "runs": {"straight": None, "dp": "straight.yaml"}},
+    ]
+    runs = {"dp": "dp.yaml", "straight": {"recipe": "$mode.yaml", "engine": "virtual", "seeds": [3, 4]}}
+    data = changed(rows=rows, runs=runs, calibration=None, pictures=None, claims=None)
+    report, asked = load_report(write(data))
+    assert report.rows[0].runs["straight"] == RunReference(("dp.yaml",), "virtual", (3, 4))
+    assert report.rows[2].runs == {"dp": RunReference(("straight.yaml",))}
+    seeds = [
+        each.loaded.recipe.train.seed
+        for each in asked
+        if (each.row, each.run, each.column) == ("dp", "straight", "ideal")
+    ]
+    assert seeds == [3, 4]
+
+
+def test_columns_change_clusters_and_words_of_all_but_what_is_the_same(write: Write) -> None:
+    dp = {"recipe": "dp.yaml", "engine": "virtual", "columns": "same"}
+    words = ["cluster.servers=4", "?model.width=0.25"]
+    _, asked = load_report(write(changed(rows__0__runs__dp=dp, columns__slow__set=words)), ["first"])
+    found = {(each.run, each.column): each for each in asked}
+    assert found.keys() == {("dp", ""), ("straight", "ideal"), ("straight", "slow")}
+    assert found["dp", ""].words == ("dp.yaml", "engine.kind=virtual")
+    ideal, slow = (found["straight", column].loaded for column in ("ideal", "slow"))
+    assert [each.cluster.name for each in (ideal, slow)] == ["cluster-a", "cluster-c"]
+    assert [each.cluster.num_workers for each in (ideal, slow)] == [4, 4]
+    assert [each.recipe.model["width"] for each in (ideal, slow)] == [0.125, 0.25]
+
+
+def test_an_option_that_not_all_take_is_left_out_where_it_is_not_taken(write: Write) -> None:
+    """mnist5k has no option `path`; text_lines, which a run may have, does: refused only where nobody takes it."""
+    words = ["?model.batch_norm=false", "?model.hidden=64"]
+    with pytest.raises(ValueError, match=r"got '\?model.hidden=64', which no run's recipe takes"):
+        load_report(write(changed(columns__slow__set=words)))
+
+
+def test_another_engine_for_all_that_columns_may_change(write: Write) -> None:
+    dp = {"recipe": "dp.yaml", "columns": "same"}
+    _, asked = load_report(write(changed(rows__0__runs__dp=dp)), ["first"], "virtual")
+    assert {(each.run, each.loaded.recipe.engine.kind) for each in asked} == {
+        ("dp", "simulated"),
+        ("straight", "virtual"),
+    }
+
+
+@pytest.mark.parametrize(("only", "rows"), [(["m*"], ["m8", "m16"]), (["m8", "first"], ["first", "m8"])])
+def test_rows_by_name_and_pattern(write: Write, only: list[str], rows: list[str]) -> None:
+    report, asked = load_report(write(), only)
+    assert [row.name for row in report.rows] == rows
+    assert {each.row for each in asked} == {*rows}
+
+
+def test_a_report_means_the_same_from_anywhere(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _, asked = load_report(Path("../small.yaml"), ["first"])
+    assert {each.loaded.path.resolve() for each in asked} == {tmp_path / "dp.yaml", tmp_path / "straight.yaml"}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_report_is_valid(name: str) -> None:
+    report, asked = load_report(find_report(name))
+    assert asked
+    assert report.paper or not any(row.published for row in report.rows)
