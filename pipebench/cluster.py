@@ -25,6 +25,11 @@ class Level:
         host_copy_bytes_per_s: the rate at which activations and gradients are copied from a device to its host before
             they are sent over this level, and from the host to a device when they have arrived, while the device waits;
             None where devices send and receive by themselves.
+        flow_bytes_per_s: the payload that any one connection over this level gets at most, whatever its ports could
+            carry; None without such a limit.
+        ring_bytes_per_s: the payload that one sum among replicas, in a ring or by servers, passes on through a port of
+            this level at most; None likewise.
+        p2p_bytes_per_s: the payload that one message from worker to worker gets at most; None likewise.
     """
 
     name: str
@@ -33,15 +38,37 @@ class Level:
     latency_s: float
     efficiency: float = 1.0
     host_copy_bytes_per_s: float | None = None
+    flow_bytes_per_s: float | None = None
+    ring_bytes_per_s: float | None = None
+    p2p_bytes_per_s: float | None = None
 
-    def copy_s(self, num_bytes: int) -> float:
+    def copy_s(self, num_bytes: float) -> float:
         """Return the seconds that one end of a message waits for its copy from, or to, its host."""
-        return num_bytes / self.host_copy_bytes_per_s if self.host_copy_bytes_per_s else 0.0
+        return num_bytes / (self.host_copy_bytes_per_s or math.inf)
 
     @property
     def goodput_bytes_per_s(self) -> float:
         """What payload gets of the bandwidth."""
         return self.bandwidth_bytes_per_s * self.efficiency
+
+    @property
+    def message_cap_bytes_per_s(self) -> float:
+        """What one message gets at most where its ports have room; infinite without such a limit."""
+        return min(self.flow_bytes_per_s or math.inf, self.p2p_bytes_per_s or math.inf)
+
+    @property
+    def message_bytes_per_s(self) -> float:
+        """What a message that is alone gets."""
+        return min(self.goodput_bytes_per_s, self.message_cap_bytes_per_s)
+
+    def sum_cap_bytes_per_s(self, connections: float = 1.0) -> float:
+        """Return what each connection of a sum gets at most where so many go through a port; infinite without limit."""
+        return min(self.flow_bytes_per_s or math.inf, (self.ring_bytes_per_s or math.inf) / connections)
+
+    @property
+    def sum_bytes_per_s(self) -> float:
+        """What a ring that is alone passes on."""
+        return min(self.goodput_bytes_per_s, self.sum_cap_bytes_per_s())
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,10 @@ def _rows(what: str) -> dict[str, str]:
 
         return {name: model.summary for name, model in COST_MODELS.items()}
     if what == "clusters":
-        return {name: summary(find_cluster(name)) for name in cluster_names()}
+        from pipebench.recipe.clusters import sources
+
+        found = {name: find_cluster(name) for name in cluster_names()}
+        return {name: f"{summary(path)}; {sources(path)}" for name, path in found.items()}
     if what == "recipes":
         return {name: summary(recipes_folder() / f"{name}.yaml") for name in recipe_names()}
     if what in ("optimizers", "schedules"):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,6 +17,18 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return recipes and overrides: a word with `=` is an override unless it is an existing path."""
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     return [word for word in words if word not in overrides], overrides
+
+
+def find_cluster_named(words: Sequence[str]) -> Path | None:
+    """Return the file of the one cluster that is named, by its short name or its file; None if none is."""
+    from pipebench.recipe.catalog import cluster_names, find_cluster
+    from pipebench.recipe.cluster_files import LEVELS
+    from pipebench.recipe.yaml_file import read_mapping
+
+    if len(words) != 1 or not (words[0] in cluster_names() or os.path.isfile(words[0])):
+        return None
+    path = find_cluster(words[0]) if words[0] in cluster_names() else Path(words[0])
+    return path if LEVELS in read_mapping(path) else None
 
 
 def load_one(words: Sequence[str], *, builds: bool = True) -> "LoadedRecipe":

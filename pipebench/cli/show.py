@@ -1,22 +1,30 @@
-"""`pipebench show`: a recipe with everything filled in."""
+"""`pipebench show`: a recipe, or a cluster, with everything filled in."""
 
 import click
 
-from pipebench.cli.references import load_one
+from pipebench.cli.references import find_cluster_named, load_one
 
 
-@click.command(short_help="Print a recipe with everything filled in.")
+@click.command(short_help="Print a recipe, or a cluster, with everything filled in.")
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
 def show(words: tuple[str, ...]) -> None:
     """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
 
     Names, types and rules are checked; what a model makes of its options' values, the commands that build it say.
+    A cluster, by its name or its file, comes with what it extends, every number with its source.
 
     \b
     Examples:
       pipebench show quickstart
       pipebench show quickstart train.minibatch_size=64 parallelism.plan=2-1-1
+      pipebench show cluster-a-2019
     """
+    cluster = find_cluster_named(words)
+    if cluster is not None:
+        from pipebench.recipe.clusters import as_text
+
+        click.echo(as_text(cluster), nl=False)
+        return
     from omegaconf import OmegaConf
 
     click.echo(OmegaConf.to_yaml(load_one(words, builds=False).config), nl=False)

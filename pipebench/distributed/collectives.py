@@ -286,6 +286,6 @@ class ProcessCollectives:
             total += sent
             if ring[sender] == self._worker.index:
                 self._num_bytes[kind, level.name] += sent
-        slowest = min(levels, key=lambda level: level.goodput_bytes_per_s).name
+        slowest = min(levels, key=lambda level: level.sum_bytes_per_s).name
         members = tuple(sorted(ring))
         self._meter.transfer(Transfer(kind, label, members, members, slowest, total, start_s, self._clock()))

@@ -14,9 +14,9 @@ Three, by name:
   the m replicas) takes forward, backward, update, and a minibatch's way to the stage and back, since NOAM has no
   minibatch to spare that could be computed meanwhile; gradients are summed in a ring while the backward goes on, the
   last bucket after it; or the port that activations, gradients and the ring share is the bottleneck, or loading is.
-  Latencies and every level's efficiency count. Differs from the simulator: gradients from the middle of a stage are in
-  time, and transfers do not queue behind each other. The searches use these terms; a plan that they found is judged as
-  a whole by `loops.py`.
+  Latencies, copies to the host and every level's efficiency and limits count. Differs from the simulator: gradients
+  from the middle of a stage are in time, and transfers do not queue behind each other. The searches use these terms; a
+  plan that they found is judged as a whole by `loops.py`.
 
 Every time is the largest of a few terms (base + sync (m-1)/m) / m + tail (m-1)/m. So the least m for a given time has a
 closed form, and planning for 16,384 workers costs what planning for 16 does.
@@ -107,7 +107,7 @@ class StageTerms:
         for term in self.terms:
             m = term.least(limit_s, m)
         others = [term for term in self.terms if not term.is_shared]
-        if len(others) > 1:  # a raised m may lie between another term's roots: look again
+        for _ in others[1:]:  # a raised m may lie between another term's roots: look again
             for term in others:
                 m = term.least(limit_s, m)
         return np.where((self.fixed_s <= limit_s) & (m < _UNREACHABLE), m, np.inf)
@@ -222,8 +222,13 @@ class CostModel(ABC):
         return costs
 
     def links(self, cluster: Cluster) -> Cluster:
-        """Return the cluster as this model sees it: without latencies, at its full bandwidth."""
-        return replace(cluster, levels=tuple(replace(level, latency_s=0.0, efficiency=1.0) for level in cluster.levels))
+        """Return the cluster as this model sees it: without latencies and copies, at its full bandwidth."""
+        return replace(cluster, levels=tuple(map(_plain, cluster.levels)))
+
+
+def _plain(level: Level) -> Level:
+    """Return a level as the published formulas see it: a rate, and nothing besides."""
+    return replace(level, latency_s=0.0, efficiency=1.0, host_copy_bytes_per_s=None)
 
 
 def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
@@ -239,8 +244,10 @@ def _cuts_s(
 ) -> tuple[float, float]:
     """Return the seconds of two cuts, each with its level; nothing at the model's ends."""
     inside = range(1, len(work.states) - 1)
+    rates = (_plain(level).message_bytes_per_s for _, level in cuts)
     before_s, after_s = (
-        factor * float(carried[cut]) / level.bandwidth_bytes_per_s if cut in inside else 0.0 for cut, level in cuts
+        factor * float(carried[cut]) / rate if cut in inside else 0.0
+        for (cut, _), rate in zip(cuts, rates, strict=True)
     )
     return before_s, after_s
 
@@ -251,14 +258,15 @@ class _Sosp19(CostModel):
     antichains = True
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        states, rate = grid.work.states, level.bandwidth_bytes_per_s
+        states, level = grid.work.states, _plain(level)
+        rate = level.sum_bytes_per_s
         compute_s = inner.seconds if inner else grid.sums(states.forward_s + states.backward_s)
         sync = grid.sums(states.parameter_bytes * (2 / rate))
-        before = 0.0 if first else grid.cuts(states.sent_bytes * (2 / rate))[0]
+        before = 0.0 if first else grid.cuts(states.sent_bytes * (2 / level.message_bytes_per_s))[0]
         return StageTerms((Term(compute_s), Term(np.zeros((1, 1)), tail=sync)), before)
 
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
-        states, rate = work.states, level.bandwidth_bytes_per_s
+        states, rate = work.states, _plain(level).sum_bytes_per_s
         compute = states.forward_s + states.backward_s
         sync = 2 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
         return (compute[stop] - compute[start]) / m, sync, max(self.cuts_s(work, level, level, start, stop, m))
@@ -278,16 +286,17 @@ class _Artifact(CostModel):
     antichains = True
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        states, rate = grid.work.states, level.bandwidth_bytes_per_s
+        states, level = grid.work.states, _plain(level)
+        rate = level.sum_bytes_per_s
         compute_s = inner.seconds if inner else grid.sums(states.forward_s + states.backward_s)
         sync = grid.sums(states.parameter_bytes * (4 / rate))
         if first:
             return StageTerms((Term(compute_s, sync / inner.count if inner else sync),))
-        carried = np.maximum(*grid.cuts(states.antichain_bytes * (2 / rate)))
+        carried = np.maximum(*grid.cuts(states.antichain_bytes * (2 / level.message_bytes_per_s)))
         return StageTerms((Term(carried), Term(compute_s, sync)))
 
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
-        states, rate = work.states, level.bandwidth_bytes_per_s
+        states, rate = work.states, _plain(level).sum_bytes_per_s
         compute = states.forward_s + states.backward_s
         sync = 4 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
         return (compute[stop] - compute[start]) / m, sync / m, max(self.cuts_s(work, level, level, start, stop, m))
@@ -310,29 +319,41 @@ class _Overlap(CostModel):
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         if inner is not None:  # its own rounds hide the sum as far as they last
-            return StageTerms((Term(inner.seconds), self._ports(grid, level, 0.0)))
+            return StageTerms((Term(inner.seconds), *self._ports(grid, level, 0.0)))
         states, own = grid.work.states, self.round(grid, level)
-        there_and_back = grid.cuts(states.sent_bytes + states.returned_bytes)[0] / level.goodput_bytes_per_s
-        there_and_back += np.where(there_and_back > 0, 2 * level.latency_s, 0.0)
-        *load, ports = self.paces(grid, level)
-        return StageTerms((*load, replace(own, base=own.base + there_and_back), ports))
+        before, after = grid.cuts(states.sent_bytes + states.returned_bytes)
+        there_and_back = before / level.message_bytes_per_s + np.where(before > 0, 2 * level.latency_s, 0.0)
+        copies_s = level.copy_s(1) * (2 * before + after)  # both ends of what comes from before, our end of the rest
+        own = replace(own, base=own.base + there_and_back + copies_s)
+        return StageTerms((*self._load(grid), own, *self._ports(grid, level, self._without_sum_s(grid))))
 
     def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
-        states = grid.work.states
-        load_s = np.where(grid.sums(states.num_loading) > 0, grid.work.load_s, 0.0)
-        ports = self._ports(grid, level, grid.sums(states.forward_s) + self._update_s(grid))
-        return (Term(load_s), ports) if load_s.any() else (ports,)
+        return (*self._load(grid), *self._ports(grid, level, self._without_sum_s(grid)))
 
-    def _ports(self, grid: StageGrid, level: Level, meanwhile_s: Floats | float) -> Term:
-        """Return what the port takes that transfers and the ring share; `meanwhile_s` the ring has nothing to do."""
+    def _load(self, grid: StageGrid) -> tuple[Term, ...]:
+        load_s = np.where(grid.sums(grid.work.states.num_loading) > 0, grid.work.load_s, 0.0)
+        return (Term(load_s),) if load_s.any() else ()
+
+    def _without_sum_s(self, grid: StageGrid) -> Floats:
+        """Return the seconds of a round in which the ring has nothing to do."""
+        return grid.sums(grid.work.states.forward_s) + self._update_s(grid)
+
+    def _ports(self, grid: StageGrid, level: Level, meanwhile_s: Floats | float) -> tuple[Term, ...]:
+        """Return what the port takes that transfers and the ring share, and what the ring takes at its own rate.
+
+        Both are one term where the ring may have all of the port.
+        """
         weights = grid.sums(grid.work.states.parameter_bytes)
         carried = np.maximum(*self._port_bytes(grid)) / level.goodput_bytes_per_s
         latency_s = np.where(weights > 0, 2 * level.latency_s, 0.0)
-        base_s = np.asarray(np.maximum(meanwhile_s, carried), dtype=float)
-        return Term(base_s, weights * (2 / level.goodput_bytes_per_s), latency_s)
+        meanwhile = np.asarray(meanwhile_s, dtype=float)
+        if level.sum_bytes_per_s == level.goodput_bytes_per_s:
+            return (Term(np.maximum(meanwhile, carried), weights * (2 / level.goodput_bytes_per_s), latency_s),)
+        shared = Term(carried, weights * (2 / level.goodput_bytes_per_s), latency_s)
+        return shared, Term(meanwhile, weights * (2 / level.sum_bytes_per_s), latency_s)
 
     def round(self, grid: StageGrid, level: Level) -> Term:
-        states, rate = grid.work.states, level.goodput_bytes_per_s
+        states, rate = grid.work.states, level.sum_bytes_per_s
         weights = grid.sums(states.parameter_bytes)
         late = np.minimum(weights, np.maximum(states.next_bytes[grid.starts, None], LAST_BUCKET_BYTES))
         compute_s = grid.sums(states.forward_s + states.backward_s) + self._update_s(grid)
@@ -345,13 +366,13 @@ class _Overlap(CostModel):
         return grid.work.update_floor_s * (weights > 0) + grid.work.update_s_per_byte * weights
 
     def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
-        states, rate = work.states, level.goodput_bytes_per_s
+        states = work.states
         weights = states.parameter_bytes[stop] - states.parameter_bytes[start]
         compute = states.forward_s + states.backward_s + work.update_s_per_byte * states.parameter_bytes
         compute_s = compute[stop] - compute[start] + work.update_floor_s * (weights > 0)
-        sync_s = 2 * (m - 1) / m * weights / rate + 2 * (m - 1) * level.latency_s * (weights > 0)
+        sync_s = 2 * (m - 1) / m * weights / level.sum_bytes_per_s + 2 * (m - 1) * level.latency_s * (weights > 0)
         sent, received = self._port_bytes(StageGrid(work, np.array([start]), stop))
-        return compute_s / m, sync_s / m, max(sent[0, 0], received[0, 0]) / rate / m
+        return compute_s / m, sync_s / m, max(sent[0, 0], received[0, 0]) / level.goodput_bytes_per_s / m
 
     def links(self, cluster: Cluster) -> Cluster:
         return cluster

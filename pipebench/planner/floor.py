@@ -7,7 +7,8 @@ that a stage's gradients really come in among them:
 - a replica's round is a forward, a backward, what is left of the gradient sum after it, and an update;
 - with d minibatches in flight, a stage finishes d of them in the time that one takes to a later stage and back, those
   apart that wait there for their turn (as in `loops`);
-- a port takes as long as its bytes do;
+- a port takes as long as its bytes do, and a connection as long as its messages one after the other;
+- a worker that copies messages from and to its host does nothing else meanwhile;
 - a worker loads its minibatches one after the other.
 
 Simulated times are never below it in the study of `reports/planner_regret.md`, and equal to it in most plans.
@@ -66,6 +67,9 @@ class Floors:
         """
         self._profile, self._cluster, self._size, self._memory = profile, cluster, size, tuple(memory)
         self._update_cost = update_cost
+        self._limited = any(
+            level.host_copy_bytes_per_s or level.message_cap_bytes_per_s < math.inf for level in cluster.levels
+        )
         self._places = [members.bit_count() for members in states.members]  # layers before each state
         self.rows = profile.layers[size]
         self._stage = cache(self._stage_costs)
@@ -78,7 +82,12 @@ class Floors:
         """Return the seconds per minibatch that a plan takes at least."""
         edges = self._edges(sketch)
         rounds = [self._round_s(sketch, index) for index in range(len(sketch.stages))]
-        return max(self._rounds_s(sketch, rounds), self._loops_s(sketch, rounds, edges), self._ports_s(sketch, edges))
+        return max(
+            self._rounds_s(sketch, rounds),
+            self._loops_s(sketch, rounds, edges),
+            self._ports_s(sketch, edges),
+            self._limits_s(sketch, edges) if self._limited else 0.0,
+        )
 
     def _stage_costs(self, start: int, stop: int) -> StageCosts:
         first, last = self._places[start], self._places[stop]
@@ -136,7 +145,7 @@ class Floors:
         ring = sorted(devices)
         levels = {self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)}
         part = num_bytes / len(ring)
-        return 2 * (len(ring) - 1) * max(part / level.goodput_bytes_per_s + level.latency_s for level in levels)
+        return 2 * (len(ring) - 1) * max(part / level.sum_bytes_per_s + level.latency_s for level in levels)
 
     def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)
@@ -166,7 +175,11 @@ class Floors:
         if crossing is None or crossing[1] == 0:
             return None
         levels = {self._level(*pair) for pair in _pairs(sketch, index, index + 1)}
-        return min(sum(crossing) / level.goodput_bytes_per_s + 2 * level.latency_s for level in levels)
+        num_bytes = sum(crossing)
+        return min(
+            num_bytes / level.message_bytes_per_s + 2 * level.latency_s + 2 * level.copy_s(num_bytes)
+            for level in levels
+        )
 
     def _ports_s(self, sketch: Sketch, edges: dict[tuple[int, int], tuple[int, int]]) -> float:
         """Return the seconds per minibatch of the busiest port, for its bytes alone."""
@@ -184,6 +197,24 @@ class Floors:
                 self._carry(load, other, one, returned / len(pairs))
         levels = self._cluster.levels
         return max((each / levels[level].goodput_bytes_per_s for (level, _, _), each in load.items()), default=0.0)
+
+    def _limits_s(self, sketch: Sketch, edges: dict[tuple[int, int], tuple[int, int]]) -> float:
+        """Return the seconds per minibatch of the busiest connection, and of the worker busiest with copies, too."""
+        slowest_s = 0.0
+        copying_s: Counter[int] = Counter()
+        for (source, target), (sent, returned) in edges.items():
+            pairs = _pairs(sketch, source, target)
+            cycle = math.lcm(sketch.stages[source].replicas, sketch.stages[target].replicas)
+            for pair in pairs:
+                level = self._level(*pair)
+                slowest_s = max(slowest_s, max(sent, returned) / cycle / level.message_bytes_per_s)
+                for device in pair:
+                    copying_s[device] += level.copy_s(sent + returned) / len(pairs)  # type: ignore[assignment]
+        for (start, stop, replicas), devices in zip(sketch.stages, sketch.devices, strict=True):
+            costs = self._stage(start, stop)
+            computing_s = costs.forward_s[self._size] + costs.backward_s[self._size] + costs.update_s
+            slowest_s = max(slowest_s, computing_s / replicas + max(copying_s[device] for device in devices))
+        return slowest_s
 
     def _carry(self, load: Counter[tuple[int, int, bool]], sender: int, receiver: int, num_bytes: float) -> None:
         cluster = self._cluster

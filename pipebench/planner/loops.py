@@ -5,6 +5,8 @@ With d minibatches in flight a replica starts the forward of minibatch k only af
 backward on every stage down to some later one, and the transfers there and back. So the stage finishes at most d
 minibatches in that time; of those d, the ones that wait at the later stage for their turn don't count, because another
 minibatch is served there meanwhile. The bound of a stage with itself is its own round: forward, backward, update.
+However many are in flight, a connection carries one message at a time, and a worker that copies from and to its host
+does nothing else.
 
 Differs: PipeDream (SOSP'19) section 3.2 sets d to NOAM and takes that to be enough. It is where transfers take no time
 and every stage has one replica. Otherwise NOAM leaves no minibatch to compute while another is on its way, or while the
@@ -14,6 +16,7 @@ about that.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +26,22 @@ from pipebench.planner.flat import SearchStage
 from pipebench.planner.placement_costs import LONGEST_CYCLE, spanned, stage_level
 from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain
+
+
+class _Way(NamedTuple):
+    """Messages between a stage and the next.
+
+    Attributes:
+        seconds: of a minibatch's there and back, copies at both ends included.
+        pace_s: per minibatch, of the connections that they go over in turn.
+        copy_s: of a minibatch's copies at one of its ends.
+        returns: whether something comes back.
+    """
+
+    seconds: float
+    pace_s: float
+    copy_s: float
+    returns: bool
 
 
 def loops_s(
@@ -47,7 +66,7 @@ def loops_s(
     depths = Pipeline(replicas, chain(len(stages)), ONE_F_ONE_B, False, depth).warmups
     states = work.states
     both = states.forward_s + states.backward_s
-    ways = [_there_and_back_s(work, cluster, stages, devices, index) for index in range(len(stages) - 1)]
+    ways = [_way(work, cluster, stages, devices, index) for index in range(len(stages) - 1)]
     slowest = []
     for first, upper in enumerate(stages):
         grid = StageGrid(work, np.array([upper.start]), upper.stop)
@@ -55,12 +74,14 @@ def loops_s(
         own = model.round(grid, level)
         loop_s = float(own.seconds(float(upper.replicas)).flat[0]) * upper.replicas
         sums = upper.replicas > 1 and float(grid.sums(states.parameter_bytes).flat[0]) > 0
-        worst = loop_s / upper.replicas
+        around = ways[max(0, first - 1) : first + 1]
+        busy_s = float(own.base.flat[0]) + sum(way.copy_s for way in around)
+        worst = max(max(loop_s, busy_s) / upper.replicas, *(way.pace_s for way in around), 0.0)
         for last in range(first + 1, len(stages)):
-            way_s, lower = ways[last - 1], stages[last]
-            if way_s is None:
+            way, lower = ways[last - 1], stages[last]
+            if not way.returns:
                 break
-            loop_s += way_s + float(both[lower.stop] - both[lower.start])
+            loop_s += way.seconds + float(both[lower.stop] - both[lower.start])
             waiting = (depths[last] - 1) * lower.replicas
             if sums:  # a round goes on when its last minibatch is back
                 waiting = -(-waiting // upper.replicas) * upper.replicas
@@ -69,10 +90,10 @@ def loops_s(
     return slowest
 
 
-def _there_and_back_s(
+def _way(
     work: Work, cluster: Cluster, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
-) -> float | None:
-    """Return the seconds of a minibatch's transfers between a stage and the next, None if none comes back."""
+) -> _Way:
+    """Return what the messages between a stage and the next come to, over the outermost level that some cross."""
     states = work.states
     before = states.layers(stages[index].start, stages[index].stop)
     after = states.layers(stages[index + 1].start, stages[index + 1].stop)
@@ -81,10 +102,10 @@ def _there_and_back_s(
         read.update(states.rows[-1].reads)  # the loss belongs to the last stage
     crossing = [states.rows[value] for value in before if value in read]
     sent, returned = sum(row.output_bytes for row in crossing), sum(row.gradient_bytes for row in crossing)
-    if returned == 0:  # the stage waits for nothing to come back
-        return None
     own, others = devices[index], devices[index + 1]
-    cycle = min(math.lcm(len(own), len(others)), LONGEST_CYCLE)
-    pairs = {(own[k % len(own)], others[k % len(others)]) for k in range(cycle)}
+    cycle = math.lcm(len(own), len(others))
+    pairs = {(own[k % len(own)], others[k % len(others)]) for k in range(min(cycle, LONGEST_CYCLE))}
     level = cluster.levels[max(spanned(cluster, pair) for pair in pairs)]
-    return (sent + returned) / level.goodput_bytes_per_s + 2 * level.latency_s
+    rate, copy_s = level.message_bytes_per_s, level.copy_s(sent + returned)
+    there_and_back_s = (sent + returned) / rate + 2 * level.latency_s + 2 * copy_s
+    return _Way(there_and_back_s, max(sent, returned) / rate / cycle, copy_s, returned > 0)

@@ -76,7 +76,7 @@ def find_cluster(name: str, beside: Path | None = None) -> Path:
         RecipeError: nothing is there.
     """
     if name.endswith((".yaml", ".yml")):
-        return find(name, [], beside)
+        return find(name, [path.name for path in beside.glob("*.yaml")] if beside else [], beside)
     names = cluster_names()
     if name not in names:
         allowed = (

@@ -1,56 +1,51 @@
-"""Read a cluster's YAML file; each of its numbers says whether it is published or assumed, and where or why."""
+"""Read a cluster's YAML file; each of its numbers says where it comes from: published, assumed or calibrated."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipebench.cluster import ALL_REDUCES, RING, Cluster, Level
 from pipebench.errors import Fault, RecipeError, nearest
-from pipebench.recipe.catalog import display, find_cluster
+from pipebench.recipe.catalog import display, find_cluster, summary
+from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.yaml_file import read_mapping
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
 SERVERS = "servers"  # the key of the fault when only the number of servers is wrong
-_SOURCES = ("published", "assumed")
+SOURCES = {"published": "where", "assumed": "why", "calibrated": "on what"}  # of a number, and what says so
+_FORM = " or ".join(f"{{value: ..., {source}: {word}}}" for source, word in SOURCES.items())
 _T = TypeVar("_T")
 
 
 @dataclass
 class _Reader:
-    """Reads keys of one cluster file and collects what is wrong."""
+    """Reads keys and collects what is wrong."""
 
-    file: str
     faults: list[Fault] = field(default_factory=list)
 
-    def keys(self, data: Mapping[Any, Any], key: str, allowed: tuple[str, ...]) -> None:
-        for name in data:
-            if name not in allowed:
-                hint = nearest(str(name)[:60], allowed)
-                self.fault(f"{key}{str(name)[:60]!r}", f"unknown key, allowed are {', '.join(allowed)}{hint}")
-
-    def quantity(self, data: Mapping[Any, Any], key: str, read: Callable[[Any], _T]) -> _T | None:
-        """Return the value under a key such as `levels.0.latency`, which must name its source."""
-        given = data.get(key.rpartition(".")[2])
-        sources = [name for name in _SOURCES if name in given] if isinstance(given, dict) else []
-        if not isinstance(given, dict) or "value" not in given or len(given) != 2 or len(sources) != 1:
-            form = "{value: ..., published: where} or {value: ..., assumed: why}"
-            self.fault(
-                key, f"is missing, needed is {form}" if given is None else f"got {shown(given)}, needed is {form}"
-            )
+    def quantity(self, given: Given, read: Callable[[Any], _T]) -> _T | None:
+        """Return the value of a key, which must name its source."""
+        value, file, key = given
+        sources = [name for name in SOURCES if name in value] if isinstance(value, dict) else []
+        if not isinstance(value, dict) or "value" not in value or len(value) != 2 or len(sources) != 1:
+            problem = "is missing" if value is None else f"got {shown(value)}"
+            self.faults.append(Fault(file, key, f"{problem}, needed is {_FORM}"))
             return None
-        if not isinstance(given[sources[0]], str) or not given[sources[0]].strip():
-            self.fault(f"{key}.{sources[0]}", "got nothing readable, needed is a sentence")
+        if not isinstance(value[sources[0]], str) or not value[sources[0]].strip():
+            self.faults.append(Fault(file, f"{key}.{sources[0]}", "got nothing readable, needed is a sentence"))
         try:
-            return read(given["value"])
+            return read(value["value"])
         except UnitError as error:
-            self.fault(f"{key}.value", str(error))
+            self.faults.append(Fault(file, f"{key}.value", str(error)))
             return None
 
-    def fault(self, key: str, problem: str) -> None:
-        self.faults.append(Fault(self.file, key, problem))
+    def optional(self, given: Given, read: Callable[[Any], _T], default: _T) -> _T | None:
+        """Return likewise, or the default where no file has the key."""
+        return default if given.value is None else self.quantity(given, read)
 
 
 def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster:
@@ -65,17 +60,17 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
         RecipeError: the file isn't there or isn't a cluster, or there can't be so many servers.
     """
     path = find_cluster(name, beside)
-    data = read_mapping(path)
-    reader = _Reader(display(path))
-    reader.keys(data, "", ("device", "memory", "levels", "max_servers", "all_reduce"))
-    device = reader.quantity(data, "device", _text)
-    memory = reader.quantity(data, "memory", lambda value: None if value is None else parse_bytes(value))
-    all_reduce = reader.quantity(data, "all_reduce", _all_reduce) if "all_reduce" in data else RING
-    levels = _levels(data.get("levels"), reader)
-    most = data.get("max_servers")
-    if most is not None and (problem_with(most, int) or most < 1):
-        reader.fault("max_servers", f"got {shown(most)}, allowed is a whole number of at least 1")
-    if reader.faults or device is None or all_reduce is None:
+    files = cluster_files(path)
+    reader, keys = _Reader(), files.keys
+    device = reader.quantity(keys.at("device"), _text)
+    memory = reader.quantity(keys.at("memory"), lambda value: None if value is None else parse_bytes(value))
+    all_reduce = reader.optional(keys.at("all_reduce"), _all_reduce, RING)
+    levels = tuple(level for level in (_level(each, reader) for each in files.levels) if level is not None)
+    most, file, key = keys.at("max_servers")
+    if most is not None and (problem_with(most, int) or not isinstance(most, int) or most < 1):
+        problem = f"got {shown(most)}, allowed is a whole number of at least 1"
+        reader.faults.append(Fault(file, key, problem))
+    if reader.faults or device is None or all_reduce is None or not (most is None or isinstance(most, int)):
         raise RecipeError(reader.faults)
     _check_servers(servers, most, levels, display(path))
     outermost = levels[-1]
@@ -83,27 +78,52 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     return Cluster(path.stem, device, memory, (*levels[:-1], grown), all_reduce)
 
 
-def _levels(given: object, reader: _Reader) -> tuple[Level, ...]:
-    if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
-        reader.fault("levels", f"got {shown(given)}, allowed is a list of levels, innermost first")
-        return ()
-    levels = [_level(item, f"levels.{index}", reader) for index, item in enumerate(given)]
-    return tuple(level for level in levels if level is not None)
+def as_text(path: Path) -> str:
+    """Return a cluster as a file of its own: what it extends filled in, every number with its source.
+
+    Raises:
+        RecipeError: the files aren't those of a cluster.
+    """
+    load_cluster(str(path), 1)
+    files = cluster_files(path)
+    lines = [f"# {summary(path)}", *_lines(files.keys, KEYS), "levels:"]
+    for level in files.levels:
+        first, *others = _lines(level, LEVEL_KEYS)
+        lines += [f"  - {first}", *(f"    {line}" for line in others)]
+    return "\n".join(lines) + "\n"
 
 
-def _level(data: Mapping[Any, Any], key: str, reader: _Reader) -> Level | None:
-    reader.keys(data, f"{key}.", ("name", "count", "bandwidth", "latency", "efficiency", "host_copy"))
-    name = data.get("name")
-    if not isinstance(name, str) or not name:
-        reader.fault(f"{key}.name", f"got {shown(name)}, allowed is a word such as server")
-    count = reader.quantity(data, f"{key}.count", _count)
-    bandwidth = reader.quantity(data, f"{key}.bandwidth", parse_bandwidth)
-    latency = reader.quantity(data, f"{key}.latency", parse_duration)
-    efficiency = reader.quantity(data, f"{key}.efficiency", _fraction) if "efficiency" in data else 1.0
-    host_copy = reader.quantity(data, f"{key}.host_copy", parse_bandwidth) if "host_copy" in data else None
+def _lines(keys: Keys, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        value = keys.at(name).value
+        if isinstance(value, dict):
+            given = json.dumps(value["value"]) if value["value"] is None else value["value"]
+            source = next(each for each in SOURCES if each in value)
+            yield f"{name}: {{value: {given}, {source}: {json.dumps(value[source], ensure_ascii=False)}}}"
+        elif value is not None:
+            yield f"{name}: {value}"
+
+
+def sources(path: Path) -> str:
+    """Return how many of a cluster's numbers come from what: `7 published, 5 assumed`."""
+    files = cluster_files(path)
+    given = [each.value for keys in (files.keys, *files.levels) for each in keys.given.values()]
+    found = Counter(source for value in given if isinstance(value, dict) for source in SOURCES if source in value)
+    return ", ".join(f"{found[source]} {source}" for source in SOURCES if found[source])
+
+
+def _level(keys: Keys, reader: _Reader) -> Level | None:
+    count = reader.quantity(keys.at("count"), _count)
+    bandwidth = reader.quantity(keys.at("bandwidth"), parse_bandwidth)
+    latency = reader.quantity(keys.at("latency"), parse_duration)
+    efficiency = reader.optional(keys.at("efficiency"), _fraction, 1.0)
+    host_copy, flow, ring, p2p = (
+        reader.optional(keys.at(name), parse_bandwidth, None) for name in ("host_copy", "flow", "ring", "p2p")
+    )
     if count is None or bandwidth is None or latency is None or efficiency is None:
         return None
-    return Level(str(name), count, bandwidth, latency, efficiency, host_copy)
+    name = str(keys.at("name").value)
+    return Level(name, count, bandwidth, latency, efficiency, host_copy, flow, ring, p2p)
 
 
 def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], file: str) -> None:

@@ -20,6 +20,7 @@ from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeE
 from pipebench.recipe import rules_named, rules_training, rules_zoo  # noqa: F401 # for the rules that they register
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
+from pipebench.recipe.extending import chain
 from pipebench.recipe.leaves import (
     ARGUMENTS,
     TARGETED,
@@ -39,7 +40,6 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import problem_with, shown
-from pipebench.recipe.yaml_file import read_mapping
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES
 
@@ -160,7 +160,7 @@ def load_each(
         RecipeError: with every fault found.
     """
     leaves = Leaves()
-    for file, data in _chain(path):
+    for file, data in chain(path, "recipe", _find_base):
         leaves.add(data, display(file), file.parent)
     leaves.add_overrides(overrides)
     _sweep_options(leaves)
@@ -221,35 +221,8 @@ def _blamed(fault: Fault, having: Sequence[Varied], num_runs: int, lists: Mappin
     return replace(fault, problem=f"{fault.problem} (with {having[0].name})")
 
 
-def _chain(path: Path) -> list[tuple[Path, dict[Any, Any]]]:
-    """Return the files of an `extends` chain and what they hold, the base first."""
-    chain: list[tuple[Path, dict[Any, Any]]] = []
-    seen: list[Path] = []
-    following: Path | None = path
-    while following is not None:
-        if following.resolve() in seen:
-            circle = " -> ".join(display(file) for file, _ in [*chain[::-1], (following, {})])
-            raise RecipeError([Fault(display(path), "extends", f"goes round in a circle: {circle}")])
-        seen.append(following.resolve())
-        data = read_mapping(following)
-        base = data.pop("extends", None)
-        chain.insert(0, (following, data))
-        following = None if base is None else _base(base, chain[0][0])
-    return chain
-
-
-def _base(given: object, file: Path) -> Path:
-    if not isinstance(given, str):
-        problem = f"got {shown(given)}, allowed is a file beside this one or the short name of a recipe"
-        raise RecipeError([Fault(display(file), "extends", problem)])
-    beside = [path.name for path in file.parent.glob("*.yaml")]
-    try:
-        found = find(given, [*beside, *recipe_names()], beside=file.parent)
-    except RecipeError as error:
-        raise RecipeError([Fault(display(file), "extends", f"{each}") for each in error.faults]) from error
-    if found.is_dir():
-        raise RecipeError([Fault(display(file), "extends", f"got {given!r}, which is a folder; a file is needed")])
-    return found
+def _find_base(given: str, beside: Path) -> Path:
+    return find(given, [*(path.name for path in beside.glob("*.yaml")), *recipe_names()], beside=beside)
 
 
 def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipebench.cluster import Cluster
+from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.model.plan import stage_of_layers
@@ -431,10 +431,22 @@ def _cluster_text(cluster: Cluster) -> str:
         f"{level.count} at {num_bytes(level.bandwidth_bytes_per_s)}/s"
         + (f" x {level.efficiency:g}" if level.efficiency != 1 else "")
         + (f" and {seconds(level.latency_s)}" if level.latency_s else "")
+        + _limits_text(level)
         for level in cluster.levels
     )
     memory = "no memory limit" if cluster.memory_bytes is None else f"{num_bytes(cluster.memory_bytes)} each"
     return f"{cluster.num_workers:,} workers: {levels}; {memory}"
+
+
+def _limits_text(level: Level) -> str:
+    limits = {
+        "a connection": level.flow_bytes_per_s,
+        "a message": level.p2p_bytes_per_s,
+        "a sum": level.ring_bytes_per_s,
+        "copied to hosts": level.host_copy_bytes_per_s,
+    }
+    given = ", ".join(f"{what} {num_bytes(rate)}/s" for what, rate in limits.items() if rate is not None)
+    return f" ({given})" if given else ""
 
 
 def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A message between two workers crosses one level, the innermost that joins them: the sending component's outgoing port
 and the receiving component's incoming port of that level, each with the level's goodput (bandwidth times efficiency) as
-its capacity. Its last byte arrives one latency after it was sent. Rates are max-min fair (`sharing`).
+its capacity. Its last byte arrives one latency after it was sent. Rates are max-min fair (`sharing`), and a level may
+limit what one message, or one sum, gets of its ports.
 
 What travels on one connection stays in order: a message waits until the last byte of the one before it is sent. A
 connection is one kind of message from one worker to another; connections share ports. Likewise the buckets of one
@@ -23,7 +24,7 @@ from functools import partial
 from pipebench.cluster import Cluster, Level
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 from pipebench.simulate.agenda import Action, Agenda
-from pipebench.simulate.sharing import OVER, Flow, Resource, Sharing, Uses
+from pipebench.simulate.sharing import NEVER, OVER, Flow, Resource, Sharing, Uses
 from pipebench.simulate.sums import all_reduce_traffic, traffic
 from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
 
@@ -39,9 +40,10 @@ class Connection:
         level: the level of links that it crosses.
         counted: under what its bytes are counted.
         copies: whether messages travel from host to host, and are copied there and from there.
+        cap: the most bytes/s that a message on it gets.
     """
 
-    __slots__ = ("copies", "counted", "ends", "kind", "last", "latency_s", "level", "uses")
+    __slots__ = ("cap", "copies", "counted", "ends", "kind", "last", "latency_s", "level", "uses")
 
     def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses) -> None:
         self.kind = kind
@@ -50,6 +52,7 @@ class Connection:
         self.counted = (kind, level.name)
         self.copies = level.host_copy_bytes_per_s is not None and kind in (ACTIVATION, GRADIENT)
         self.latency_s = level.latency_s
+        self.cap = level.message_cap_bytes_per_s
         self.uses = uses
         self.last: Flow = OVER
 
@@ -60,7 +63,7 @@ class Message(Flow):
     __slots__ = ("connection", "label", "num_bytes")
 
     def __init__(self, connection: Connection, num_bytes: int, label: str) -> None:
-        super().__init__(num_bytes, connection.uses, connection.latency_s)
+        super().__init__(num_bytes, connection.uses, connection.latency_s, connection.cap)
         self.connection = connection
         self.num_bytes = num_bytes
         self.label = label
@@ -74,11 +77,13 @@ class _Part:
         share: of the buffer, what goes through each connection.
         uses: the ports, with the number of connections through each.
         latency_s: of the phase's steps together.
+        cap: the most bytes/s that each connection gets.
     """
 
     share: float
     uses: Uses
     latency_s: float
+    cap: float
 
 
 @dataclass
@@ -214,7 +219,7 @@ class Network:
         parts = group.phases[begun.phase]
         begun.under_way = len(parts)
         for part in parts:
-            flow = Flow(part.share * begun.num_bytes, part.uses, part.latency_s)
+            flow = Flow(part.share * begun.num_bytes, part.uses, part.latency_s, part.cap)
             self.sharing.start(flow, now_s)
             self.sharing.tell(flow, partial(self._part_done, begun), now_s)
 
@@ -244,7 +249,7 @@ class Network:
             crossed = {self._path(ring[i], ring[j])[0] for i, j, _ in self._traffic(sync, ring, 0)}
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
             # Who is alone sums at once, and crosses none.
-            level = min(levels, key=lambda each: each.goodput_bytes_per_s, default=self.cluster.levels[0])
+            level = min(levels, key=lambda each: each.sum_bytes_per_s, default=self.cluster.levels[0])
             found = self._groups[sync, kind, workers] = Group(sync, ring, phases, level)
         return found
 
@@ -279,17 +284,19 @@ class Network:
         """
         size = max(map(len, rings))
         weights: dict[_Port, float] = {}
-        latency_s = 0.0
+        latency_s, cap = 0.0, NEVER
         for ring in rings:
             steps = rounds * (len(ring) - 1)
             for i, worker in enumerate(ring):
                 index, *ports = self._path(worker, ring[(i + 1) % len(ring)])
-                latency_s = max(latency_s, steps * self.cluster.levels[index].latency_s)
+                level = self.cluster.levels[index]
+                latency_s = max(latency_s, steps * level.latency_s)
                 # A smaller ring passes on less, at the same pace.
                 part = (len(ring) - 1) / len(ring) / ((size - 1) / size)
+                cap = min(cap, level.sum_cap_bytes_per_s(connections) / part)
                 weights.update(dict.fromkeys(ports, connections * part))
         share = rounds * (size - 1) / size / connections
-        return [_Part(share, tuple((self._port(port), weight) for port, weight in weights.items()), latency_s)]
+        return [_Part(share, tuple((self._port(port), weight) for port, weight in weights.items()), latency_s, cap)]
 
     def _server_phases(self, ring: Sequence[int]) -> list[list[_Part]]:
         """Every worker is the server of a share: all push everybody its share, and when all are there pull the sums.
@@ -305,6 +312,7 @@ class Network:
                 1 / len(ring),
                 tuple((self._port(port), float(count)) for port, count in counts.items()),
                 self.cluster.levels[index].latency_s,
+                self.cluster.levels[index].sum_cap_bytes_per_s(max(counts.values())),
             )
             for index, counts in ports.items()
         ]

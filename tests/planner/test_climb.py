@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,60 @@ def test_no_plan_is_simulated_faster_than_its_floor(kind: str, seed: int) -> Non
         assert floor_s >= each.bound_s * (1 - 1e-9)
         equal += simulated.minibatch_s == pytest.approx(floor_s, rel=1e-6)
     assert equal >= len(every) / 4
+
+
+def limited(asked: Request, **shares: Any) -> Request:
+    """Return a request on links that limit connections, sums, messages and copies to parts of their rates."""
+
+    def at(level: Level) -> Level:
+        rates: dict[str, Any] = {limit: share * level.goodput_bytes_per_s for limit, share in shares.items()}
+        return replace(level, **rates)
+
+    levels = tuple(map(at, asked.cluster.levels))
+    return replace(asked, cluster=replace(asked.cluster, levels=levels))
+
+
+LIMITS: list[dict[str, float]] = [
+    {"flow_bytes_per_s": 0.39},
+    {"ring_bytes_per_s": 0.25, "p2p_bytes_per_s": 0.6},
+    {"p2p_bytes_per_s": 0.2},
+    {"host_copy_bytes_per_s": 0.5},
+    {"flow_bytes_per_s": 0.5, "ring_bytes_per_s": 0.3, "p2p_bytes_per_s": 0.2, "host_copy_bytes_per_s": 1.0},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 7), ("RNN-like", 7)])
+def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits: dict[str, float]) -> None:
+    free = instance(kind, seed).request
+    made = Planner(limited(free, **limits), MODE)
+    floors, before = (
+        Floors(made.work.states, made.sizes, each.cluster, 1, made.memory_policies, 1.0)
+        for each in (made.request, free)
+    )
+    all_of_them = list(every_plan(made))
+    every = all_of_them[:: max(1, len(all_of_them) // 40)]
+    raised = equal = 0
+    for each in every:
+        sketch = Sketch(each.stages, each.devices, each.depth)
+        floor_s = floors.floor_s(sketch)
+        simulated = made.with_prediction(made.estimate("", each.stages, each.devices, depth=each.depth))
+        assert before.floor_s(sketch) <= floor_s <= simulated.minibatch_s * (1 + 1e-3)
+        raised += floor_s > 1.01 * before.floor_s(sketch)
+        equal += simulated.minibatch_s == pytest.approx(floor_s, rel=1e-2)
+    assert raised >= 1
+    assert equal >= 1
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize(("kind", "seed"), [("CNN-like", 6), ("random", 4)])
+def test_the_best_of_all_plans_is_found_where_levels_limit_what_passes(
+    kind: str, seed: int, limits: dict[str, float]
+) -> None:
+    made = Planner(limited(instance(kind, seed).request, **limits), MODE)
+    found = made.best()
+    best, _ = best_plan(made, found.minibatch_s)
+    assert best is None or found.minibatch_s <= 1.01 * best.minibatch_s
 
 
 @pytest.mark.parametrize("idle", [0, 2])

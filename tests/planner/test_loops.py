@@ -13,8 +13,10 @@ from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.profile.model import LayerProfile, Profile
 
 
-def predicted(layers: Sequence[tuple[float, int]], replicas: Sequence[int], weights: int = 0) -> PlanEstimate:
-    """Return a plan with one layer per stage, given as seconds (a third forward) and output bytes; 1 byte/s links."""
+def predicted(
+    layers: Sequence[tuple[float, int]], replicas: Sequence[int], weights: int = 0, **limits: float
+) -> PlanEstimate:
+    """Return a plan with one layer per stage, given as seconds (a third forward) and output bytes; links of 1 GB/s."""
     rows = [
         LayerProfile(
             *(f"layer{i}", "Linear", seconds / 3, 2 * seconds / 3, size, size),
@@ -25,7 +27,7 @@ def predicted(layers: Sequence[tuple[float, int]], replicas: Sequence[int], weig
     ]
     loss = LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, reads=(len(rows) - 1,))
     profile = Profile("chain", "unit", "file", "", {1: (*rows, loss)}, 0.0, 0.0, {}, {})
-    cluster = Cluster("flat", "unit", None, (Level("server", sum(replicas), 1e9, 0.0),))
+    cluster = Cluster("flat", "unit", None, (Level("server", sum(replicas), 1e9, 0.0, **limits),))
     planner = Planner(Request(profile, cluster, COST_MODELS["overlap"], 1), "pipedream")
     bounds = pairwise(range(len(layers) + 1))
     plan = planner.estimate("", [SearchStage(a, b, m) for (a, b), m in zip(bounds, replicas, strict=True)])
@@ -52,3 +54,29 @@ def test_replicas_of_a_round_pass_a_narrower_stage_one_after_the_other() -> None
     """2-1-1 of equal stages, whose gradients are summed: two minibatches in 12 + 6 seconds."""
     plan = predicted([(12.0, 1), (6.0, 1), (6.0, 0)], (2, 1, 1), weights=4)
     assert plan.bottleneck_s == pytest.approx(9.0) == pytest.approx(plan.minibatch_s)
+
+
+def test_a_connection_that_gets_less_than_its_port_sets_the_pace() -> None:
+    """4e9 bytes each way at 0.25 GB/s take 16 s, however fast the stages; there and back 33 s for two in flight."""
+    plan = predicted([(1.0, 4 * 10**9), (1.0, 0)], (1, 1), p2p_bytes_per_s=0.25e9)
+    assert plan.bottleneck_s == pytest.approx((1 + 1 + 32) / 2) == pytest.approx(plan.minibatch_s)
+    wide = predicted([(4.0, 4 * 10**9), (1.0, 0)], (4, 1), p2p_bytes_per_s=0.25e9)
+    assert wide.bottleneck_s == pytest.approx((4 + 1 + 32) / 8)  # and 16 / 4 per connection
+    assert wide.bottleneck_s <= wide.minibatch_s < 16
+
+
+def test_copies_to_and_from_hosts_keep_the_stages() -> None:
+    """6 s of computing, and 2 and 2 s of copies at either end: ten seconds of work for each of the two stages."""
+    plan = predicted([(6.0, 10**9), (6.0, 0)], (1, 1), host_copy_bytes_per_s=0.5e9)
+    both_ways = 2 + 4 * 2
+    assert plan.bottleneck_s == pytest.approx((6 + 6 + both_ways) / 2) == pytest.approx(plan.minibatch_s)
+    plan = predicted([(16.0, 10**9), (6.0, 0)], (1, 1), host_copy_bytes_per_s=0.5e9)
+    assert plan.bottleneck_s == pytest.approx(16 + 4) == pytest.approx(plan.minibatch_s)
+
+
+def test_a_ring_that_gets_less_than_its_port_outlasts_the_backward() -> None:
+    """3 s of backward and 1 s of forward beside a ring of 4e9 bytes, 3/2 of them at 0.5 GB/s: 12 s."""
+    alone = predicted([(4.0, 0)], (4,), weights=4 * 10**9, ring_bytes_per_s=0.5e9)
+    assert alone.minibatch_s == pytest.approx((4 + 12) / 4)
+    assert alone.bottleneck_s <= alone.minibatch_s
+    assert alone.bottleneck_s >= (1 + 12) / 4

@@ -1,11 +1,13 @@
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pipebench.cluster import Level
 from pipebench.errors import RecipeError
 from pipebench.recipe.catalog import cluster_names, find_cluster
-from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.clusters import as_text, load_cluster, sources
 from pipebench.recipe.load import load
 from tests.recipe.conftest import VALID, Write
 
@@ -21,7 +23,9 @@ levels:
 
 
 def test_every_cluster_is_here() -> None:
-    assert cluster_names() == ["cluster-a", "cluster-b", "cluster-c", "local"]
+    papers = [f"cluster-{letter}{year}" for letter in "abc" for year in ("", "-2018", "-2019")]
+    papers.remove("cluster-c-2018")  # the preprint has two
+    assert cluster_names() == [*papers, "dgx-1", "figure1-1080ti", "local"]
 
 
 def test_cluster_a_is_table_2() -> None:
@@ -53,11 +57,20 @@ def test_servers_multiply_the_outermost_level_only() -> None:
 
 
 @pytest.mark.parametrize("name", cluster_names())
-def test_every_number_says_published_or_assumed(name: str) -> None:
-    text = find_cluster(name).read_text()
-    numbers = re.findall(r"\{value: .*\}", text)
-    assert len(numbers) == len(re.findall("value:", text)) >= 5
-    assert all(len(re.findall(r"\b(published|assumed): \"\S", number)) == 1 for number in numbers)
+def test_every_number_says_where_it_comes_from_on_a_line_of_its_own(name: str) -> None:
+    for text in (find_cluster(name).read_text(), as_text(find_cluster(name))):
+        numbers = re.findall(r"(?m)^[ -]*\w+: \{value: .*\}$", text)
+        assert len(numbers) == len(re.findall("value:", text)) >= 2
+        assert all(len(re.findall(r"\b(published|assumed|calibrated): \"\S", number)) == 1 for number in numbers)
+    assert len(numbers) >= 5
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_what_is_shown_of_a_cluster_is_a_file_of_the_same_cluster(write: Write, name: str) -> None:
+    text = as_text(find_cluster(name))
+    again = write(text, f"{name}.yaml")
+    assert load_cluster(str(again), 1) == load_cluster(name, 1)
+    assert as_text(again) == text
 
 
 @pytest.mark.parametrize("servers", [0, -1, 10**9])
@@ -75,6 +88,71 @@ def test_a_cluster_may_sum_in_two_levels_and_send_from_host_to_host(write: Write
     cluster = load_cluster(str(write(told, "tiny.yaml")), 1)
     assert (cluster.all_reduce, cluster.levels[0].host_copy_bytes_per_s) == ("two-level", 6e9)
     assert (load_cluster("cluster-a", 1).all_reduce, cluster.levels[0].copy_s(12 * 10**9)) == ("ring", 2.0)
+
+
+def test_a_cluster_as_its_runs_met_it_is_the_published_one_but_for_some_rates() -> None:
+    ideal, met = load_cluster("cluster-a", 4), load_cluster("cluster-a-2019", 4)
+    assert (met.name, met.device, met.memory_bytes) == ("cluster-a-2019", ideal.device, ideal.memory_bytes)
+    limits = ("flow_bytes_per_s", "ring_bytes_per_s", "p2p_bytes_per_s", "host_copy_bytes_per_s")
+    free: dict[str, Any] = dict.fromkeys(limits)
+    assert tuple(replace(level, **free) for level in met.levels) == ideal.levels
+    inside, across = met.levels
+    assert inside.sum_bytes_per_s < inside.message_bytes_per_s * 2 < inside.goodput_bytes_per_s
+    assert across.sum_bytes_per_s == across.message_bytes_per_s == across.flow_bytes_per_s
+
+
+LIMITED = """\
+extends: tiny.yaml
+levels:
+  - name: cluster
+    flow: {value: 500 MB/s, assumed: test}
+    ring: {value: 300 MB/s, calibrated: on a cell}
+    p2p: {value: 200 MB/s, published: test}
+"""
+
+
+def test_a_file_says_only_what_differs_from_the_one_that_it_extends(write: Write) -> None:
+    write(TINY.replace("levels:", "max_servers: 5\nlevels:"), "tiny.yaml")
+    path = write(LIMITED, "limited.yaml")
+    cluster = load_cluster(str(path), 3)
+    [level] = cluster.levels
+    assert (cluster.name, level.count, level.bandwidth_bytes_per_s, level.latency_s) == ("limited", 6, 1e9, 1e-6)
+    assert (level.flow_bytes_per_s, level.ring_bytes_per_s, level.p2p_bytes_per_s) == (5e8, 3e8, 2e8)
+    assert (level.message_bytes_per_s, level.sum_bytes_per_s, level.sum_cap_bytes_per_s(3)) == (2e8, 3e8, 1e8)
+    assert sources(path) == "1 published, 6 assumed, 1 calibrated"
+    with pytest.raises(RecipeError, match="allowed are 1 to 5 servers"):
+        load_cluster(str(path), 6)
+    own = write("extends: cluster-a\nlevels: [{name: cluster, latency: {value: 1 us, assumed: test}}]\n", "own.yaml")
+    assert [each.latency_s for each in load_cluster(str(own), 1).levels] == [10e-6, 1e-6]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: tine.yaml\n", "own.yaml: extends: tine.yaml: no such file.*did you mean 'tiny.yaml'"),
+        ("extends: cluster-d\n", "own.yaml: extends: cluster 'cluster-d': no such cluster, allowed are cluster-a"),
+        ("extends: own.yaml\n", "own.yaml: extends: goes round in a circle: own.yaml -> own.yaml"),
+        ("extends: [a]\n", r"own.yaml: extends: got \['a'\], allowed is a file beside this one or .* of a cluster"),
+        ("extends: tiny.yaml\nlevles: []\n", "own.yaml: 'levles': unknown key.*did you mean 'levels'"),
+        ("extends: tiny.yaml\nlevels: [{name: clutser}]\n", "own.yaml: levels.0.name: got 'clutser', allowed are the"),
+        ("extends: tiny.yaml\nlevels: [{name: cluster}, {name: cluster}]\n", "levels.1.name: got 'cluster', which is"),
+        ("extends: tiny.yaml\nlevels: [{flow: 3}]\n", "own.yaml: levels.0.name: got null, allowed is a word"),
+        ("extends: tiny.yaml\nlevels: 3\n", "own.yaml: levels: got 3, allowed is a list of levels"),
+        (
+            "extends: tiny.yaml\nlevels: [{name: cluster, flow: 3}]\n",
+            r"own.yaml: levels.0.flow: got 3, needed is {value: ..., published: where} or .* {.* calibrated: on what}",
+        ),
+        (
+            "extends: broken.yaml\nlevels: [{name: cluster, p2p: {value: fast, assumed: test}}]\n",
+            "broken.yaml: levels.0.latency.value: got '1 parsec'.*\nown.yaml: levels.0.p2p.value: got 'fast'",
+        ),
+    ],
+)
+def test_a_wrong_extension_is_refused_where_it_stands(write: Write, text: str, message: str) -> None:
+    write(TINY, "tiny.yaml")
+    write(TINY.replace("1 us", "1 parsec"), "broken.yaml")
+    with pytest.raises(RecipeError, match=message):
+        load_cluster(str(write(text, "own.yaml")), 1)
 
 
 def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:

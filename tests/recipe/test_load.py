@@ -30,6 +30,7 @@ COUNTS = {
     "awd_lm": 5,
     "s2vt": 5,
     "lab": 4,
+    "uniform": 4,
     **dict.fromkeys((f"small/{name}" for name in SMALL), 6),
     "small/vgg16": 12,
     "small/gnmt8": 14,

@@ -101,3 +101,64 @@ def test_who_observes_is_told_when_transfers_really_began_and_ended() -> None:
         Transfer("activation", "", (0,), (1,), "server", 4, 0.0, 4.5),
         Transfer("activation", "", (0,), (1,), "server", 2, 4.0, 6.5),
     ]
+
+
+def limited(num_workers: int, **limits: float) -> Network:
+    """Ports of 10 bytes/s whose level limits what one connection, message or sum gets."""
+    return Network(Cluster("limited", "unit", None, (Level("server", num_workers, 10.0, 0.5, **limits),)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message_s", "ring_s", "servers_s"),
+    [
+        ({}, 6.0, 8.0, 8.0),  # 60 bytes at 10 per second; of 60 among 3 everybody sends 80, to servers side by side
+        ({"flow_bytes_per_s": 4.0}, 15.0, 20.0, 10.0),  # each of a port's two connections to servers has 4 of its 10
+        ({"ring_bytes_per_s": 5.0}, 6.0, 16.0, 16.0),  # both ways of summing take as much of a port
+        ({"p2p_bytes_per_s": 2.0}, 30.0, 8.0, 8.0),
+        ({"flow_bytes_per_s": 4.0, "ring_bytes_per_s": 2.0, "p2p_bytes_per_s": 6.0}, 15.0, 40.0, 40.0),
+    ],
+)
+def test_what_is_alone_goes_at_the_smallest_of_its_limits_and_its_port(
+    limits: dict[str, float], message_s: float, ring_s: float, servers_s: float
+) -> None:
+    network = limited(3, **limits)
+    message = send(network, 0, 1, 60)
+    network.agenda.play()
+    assert message.arrival_s == message_s + 0.5
+    for sync, steps, seconds in ((ALL_REDUCE, 4, ring_s), (PARAMETER_SERVER, 2, servers_s)):
+        network, ends = limited(3, **limits), list[float]()
+        network.sum_up(sync, sync, "r", range(3), 60, 0.0, ends.append)
+        network.agenda.play()
+        assert ends == [pytest.approx(seconds + steps * 0.5)]
+
+
+def test_two_messages_share_a_port_and_get_no_more_than_their_limit() -> None:
+    """Two of 40 bytes at 4 of 10 each; three have a third of the port each, which is less than 4."""
+    for count, seconds in ((2, 10.0), (3, 12.0)):
+        network = limited(4, flow_bytes_per_s=4.0)
+        messages = [send(network, sender, 3, 40) for sender in range(count)]
+        network.agenda.play()
+        assert [message.arrival_s for message in messages] == [pytest.approx(seconds + 0.5)] * count
+
+
+def test_a_message_has_what_a_limited_ring_leaves_of_its_port() -> None:
+    network, ends = limited(3, ring_bytes_per_s=2.0), list[float]()
+    reduce(network, range(3), 12, 0.0, ends)
+    message = send(network, 0, 1, 16)
+    network.agenda.play()
+    assert message.arrival_s == 2.0 + 0.5, "8 of 10, not half"
+    assert ends == [16 / 2 + 4 * 0.5], "the ring isn't held up"
+
+
+def test_a_ring_over_two_levels_goes_at_the_least_limit_or_port_of_either() -> None:
+    def ring_s(inside: Level, across: Level) -> float:
+        network, ends = Network(Cluster("nested", "unit", None, (inside, across))), list[float]()
+        reduce(network, range(4), 16, 0.0, ends)
+        network.agenda.play()
+        return ends[0]
+
+    free, narrow = Level("server", 2, 10.0, 0.0), Level("cluster", 2, 2.0, 0.0)
+    assert ring_s(free, narrow) == 6 * 4 / 2.0
+    assert ring_s(Level("server", 2, 10.0, 0.0, ring_bytes_per_s=1.0), narrow) == 6 * 4 / 1.0
+    assert ring_s(free, Level("cluster", 2, 2.0, 0.0, flow_bytes_per_s=0.5)) == 6 * 4 / 0.5
+    assert ring_s(free, Level("cluster", 2, 2.0, 0.0, p2p_bytes_per_s=0.5)) == 6 * 4 / 2.0

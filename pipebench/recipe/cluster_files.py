@@ -1,0 +1,114 @@
+"""What cluster files say together: one may extend another, key by key and level by level; each key knows its file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.recipe.catalog import display, find_cluster
+from pipebench.recipe.extending import chain
+from pipebench.recipe.typecheck import shown
+
+LEVELS = "levels"
+KEYS = ("device", "memory", LEVELS, "max_servers", "all_reduce")
+LEVEL_KEYS = ("name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "p2p")
+
+
+class Given(NamedTuple):
+    """What one key has, and where that is written.
+
+    Attributes:
+        value: as it is written; None where no file has the key.
+        file: for people.
+        key: in that file, such as `levels.0.latency`.
+    """
+
+    value: object
+    file: str
+    key: str
+
+
+@dataclass
+class Keys:
+    """The keys of a cluster, or of one of its levels.
+
+    Attributes:
+        file: the last that has any of them.
+        prefix: of their names there.
+        given: what each has.
+    """
+
+    file: str
+    prefix: str = ""
+    given: dict[str, Given] = field(default_factory=dict)
+
+    def at(self, key: str) -> Given:
+        """Return what a key has."""
+        return self.given.get(key) or Given(None, self.file, self.prefix + key)
+
+    def add(self, data: Mapping[Any, Any], file: str, prefix: str) -> None:
+        """Take what a file says of them; it wins over those before."""
+        self.file, self.prefix = file, prefix
+        self.given |= {str(key): Given(value, file, f"{prefix}{key}") for key, value in data.items()}
+
+
+@dataclass(frozen=True)
+class ClusterFiles:
+    """A cluster's keys and its levels' by name, all of them known, none of them read yet."""
+
+    keys: Keys
+    levels: tuple[Keys, ...]
+
+
+def cluster_files(path: Path) -> ClusterFiles:
+    """Return what a cluster's file says, together with those that it extends.
+
+    Raises:
+        RecipeError: they can't be read, have unknown keys, or their levels don't go together.
+    """
+    faults: list[Fault] = []
+    keys, levels = Keys(display(path)), dict[str, Keys]()
+    files = chain(path, "cluster", find_cluster)
+    for place, (each, data) in enumerate(files):
+        file = display(each)
+        faults += _unknown(data, "", KEYS, file)
+        own = data.pop(LEVELS, None if place == 0 else [])
+        keys.add(data, file, "")
+        if not isinstance(own, list) or (not own and place == 0) or not all(isinstance(level, dict) for level in own):
+            problem = f"got {shown(own)}, allowed is a list of levels, innermost first"
+            raise RecipeError([*faults, Fault(file, LEVELS, problem)])
+        named = set[str]()
+        for index, level in enumerate(own):
+            prefix, name = f"{LEVELS}.{index}.", level.get("name")
+            faults += _unknown(level, prefix, LEVEL_KEYS, file)
+            problem = _problem(name, named, None if place == 0 else levels)
+            if problem:
+                faults.append(Fault(file, f"{prefix}name", problem))
+                continue
+            named.add(str(name))
+            levels.setdefault(str(name), Keys(file)).add(level, file, prefix)
+    if faults:
+        raise RecipeError(faults)
+    return ClusterFiles(keys, tuple(levels.values()))
+
+
+def _problem(name: object, named: set[str], extended: Mapping[str, Keys] | None) -> str:
+    """Return what is wrong with a level's name, given those before it in its file and those that it may extend."""
+    if not isinstance(name, str) or not name:
+        return f"got {shown(name)}, allowed is a word such as server"
+    if name in named:
+        return f"got {shown(name)}, which is the name of a level before it; every level has one of its own"
+    if extended is not None and name not in extended:
+        return f"got {shown(name)}, allowed are the levels that are extended: {', '.join(extended)}" + nearest(
+            name[:60], extended
+        )
+    return ""
+
+
+def _unknown(data: Mapping[Any, Any], prefix: str, allowed: tuple[str, ...], file: str) -> list[Fault]:
+    unknown = [str(name)[:60] for name in data if name not in allowed]
+    return [
+        Fault(file, f"{prefix}{name!r}", f"unknown key, allowed are {', '.join(allowed)}{nearest(name, allowed)}")
+        for name in unknown
+    ]
