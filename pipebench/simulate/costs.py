@@ -1,7 +1,7 @@
 """What every instruction costs: the profile, summed over stages, in the form the simulator reads."""
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Size
@@ -92,6 +92,8 @@ class Costs:
         stages: one per stage.
         activation_bytes: bytes that cross forward.
         gradient_bytes: likewise, back.
+        values: per edge, as how many values of one size its messages come, forward and back: so much faster do they go
+            where every value has a connection of its own. An edge that isn't there has one.
         host: what communication takes of the workers' processors.
     """
 
@@ -99,6 +101,7 @@ class Costs:
     activation_bytes: Crossing
     gradient_bytes: Crossing
     host: HostCosts = NO_HOST_COSTS
+    values: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     @property
     def most_samples(self) -> int:
@@ -141,7 +144,19 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
     for edge, producers in plan.crossings.items():
         activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}
         gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in by_size.items()}
-    return Costs(tuple(stages), activation, gradient)
+    values = {
+        edge: (
+            as_values([rows[i].output_bytes for i in producers]),
+            as_values([rows[i].gradient_bytes for i in producers]),
+        )
+        for edge, producers in plan.crossings.items()
+    }
+    return Costs(tuple(stages), activation, gradient, values=values)
+
+
+def as_values(sizes: Sequence[int]) -> float:
+    """Return how many values of the largest's size are as many bytes as these; one if they are none."""
+    return sum(sizes) / max(sizes) if any(sizes) else 1.0
 
 
 def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[int]) -> tuple[Bucket, ...]:

@@ -51,6 +51,7 @@ class _Edge:
         letter: of their labels.
         num_bytes: by size of the unit.
         first, replicas: workers of the stage that reads them: unit u goes to worker first + u mod replicas.
+        values: as how many values of one size they come.
         connections: by sender and receiver.
         arrived: by unit, messages that nobody waits for yet, with the time at which they were sent.
         waiting: by unit, since when its receiver waits, and in which instruction.
@@ -61,6 +62,7 @@ class _Edge:
     num_bytes: Mapping[Size, int]
     first: int
     replicas: int
+    values: float = 1.0
     connections: dict[tuple[int, int], Connection] = field(default_factory=dict)
     arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
     waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
@@ -108,9 +110,11 @@ class Simulation:
         self._gradients: dict[_Stages, _Edge] = {}
         first, replicas = pipeline.first_workers, pipeline.replicas
         for (source, target), sizes in costs.activation_bytes.items():
-            self._activations[source, target] = _Edge(ACTIVATION, "F", sizes, first[target], replicas[target])
+            values, _ = costs.values.get((source, target), (1.0, 1.0))
+            self._activations[source, target] = _Edge(ACTIVATION, "F", sizes, first[target], replicas[target], values)
         for (source, target), sizes in costs.gradient_bytes.items():
-            self._gradients[target, source] = _Edge(GRADIENT, "B", sizes, first[source], replicas[source])
+            _, values = costs.values.get((source, target), (1.0, 1.0))
+            self._gradients[target, source] = _Edge(GRADIENT, "B", sizes, first[source], replicas[source], values)
         self._loaders = [(start_s, start_s, start_s)] * len(programs)  # loaded; taken, the last two
         self._running = set(range(len(programs)))
         self.end_s = start_s
@@ -200,7 +204,7 @@ class Simulation:
         num_bytes, peer = edge.num_bytes[self._size_of(unit)], edge.first + unit % edge.replicas
         connection = edge.connections.get((worker, peer))
         if connection is None:
-            connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer)
+            connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer, edge.values)
         label = edge.letter + self._pipeline.label(unit) if self._network.observed else ""
         message = self._network.send(connection, num_bytes, now_s, label)
         waiting = edge.waiting.pop(unit, None)
