@@ -101,7 +101,7 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
     """
     job = prepare_job(loaded, trains=False)
     setup = job.setup
-    travels = max(setup.costs.stages[0].forward_s)
+    travels = setup.costs.most_samples
     forward = [stage.forward_s[travels] for stage in setup.costs.stages]
     backward = [stage.backward_s[travels] for stage in setup.costs.stages]
     weight = [stage.weight_s[travels] for stage in setup.costs.stages]
