@@ -75,7 +75,7 @@ class SimulatedRuns(EngineRuns):
         assert tracking is not None
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
-            job = prepare_job(loaded, tells=True)
+            job = prepare_job(loaded, tells=True, silent=request.suite.brief)
             watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
             recorder = RunRecorder(request, job, tracking, log_text)
             return Ran(recorder.record(lambda *_: simulate_epoch(job, watch), watch), recorder.log.run_id)
@@ -90,7 +90,7 @@ class VirtualRuns(EngineRuns):
         suite = request.suite
         keep_freed_blocks()
         with collected_log(suite.verbose) as log_text, torch_settings(request.loaded.recipe.engine):
-            job = prepare_job(request.loaded, tells=True)
+            job = prepare_job(request.loaded, tells=True, silent=suite.brief)
             folder, stop = _LateFolder(request), StopRequest()
             policy = folder.policy(job)
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)

@@ -227,13 +227,17 @@ class RunRecorder:
                 result = self._with_prediction(result)
             result = record_pushes(log, result)
             log.result(result)
-            drawn = record_timeline(log, timeline, watch.memory if watch is not None and not measures else None)
-            if watch is not None:
-                drawn += record_watch(log, watch)
+            drawn: list[str] = []
+            if self._kind.trains or not self._request.suite.brief:
+                drawn += record_timeline(log, timeline, watch.memory if watch is not None and not measures else None)
+                if watch is not None:
+                    drawn += record_watch(log, watch)
             log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
         finally:
             log.text("run.log", self._log_text.getvalue())
             log.finish()
+        if self._request.suite.brief:
+            return result
         shown = timeline.warmed_up() if measures else timeline
         # A worker process ends well although nobody reads what it says any more; rich answers a broken pipe by
         # SystemExit.
@@ -251,7 +255,7 @@ class RunRecorder:
         with RunProgress(
             self._request.name,
             self._job.recipe.train.max_epochs * per_epoch,
-            quiet=not is_terminal(),
+            quiet=self._request.suite.brief or not is_terminal(),
             samples_per_epoch=per_epoch,
             clock=self._kind.clock,
         ) as progress:

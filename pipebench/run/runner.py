@@ -91,16 +91,17 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     return worst.exit_code
 
 
-def draw(loaded: LoadedRecipe, *, versions: bool = False) -> str:
+def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
     """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free.
 
     Args:
         loaded: the recipe.
         versions: tell the weight version of every forward and backward.
+        cut: no wider than the terminal, if that is where it goes.
     """
     job = prepare_job(loaded, trains=False)
     setup = job.setup
-    travels = max(setup.costs.stages[0].forward_s)
+    travels = setup.costs.most_samples
     forward = [stage.forward_s[travels] for stage in setup.costs.stages]
     backward = [stage.backward_s[travels] for stage in setup.costs.stages]
     weight = [stage.weight_s[travels] for stage in setup.costs.stages]
@@ -114,7 +115,7 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False) -> str:
     # Two flushes; or, where there is none, the pipeline full for as long again, and a few updates.
     count = 2 * pipeline.period if pipeline.flushes else max(3 * pipeline.period, 2 * pipeline.block * pipeline.depth)
     title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
-    width = standard_output().width if is_terminal() else None
+    width = standard_output().width if cut and is_terminal() else None
     return f"{title}\n{draw_schedule(pipeline, count, *cells[:2], weight=cells[2], width=width, versions=versions)}"
 
 
