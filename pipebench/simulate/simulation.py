@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from pipebench.errors import ScheduleError
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.pushes import Turns
@@ -48,7 +49,7 @@ class _Edge:
     Attributes:
         kind: of the bytes.
         letter: of their labels.
-        num_bytes: by number of samples.
+        num_bytes: by size of the unit.
         first, replicas: workers of the stage that reads them: unit u goes to worker first + u mod replicas.
         values: as how many values of one size they come.
         connections: by sender and receiver.
@@ -58,7 +59,7 @@ class _Edge:
 
     kind: str
     letter: str
-    num_bytes: Mapping[int, int]
+    num_bytes: Mapping[Size, int]
     first: int
     replicas: int
     values: float = 1.0
@@ -78,7 +79,7 @@ class Simulation:
         programs: one lazy list of instructions per worker.
         costs: what instructions cost.
         network: the links.
-        size_of: number of samples of a unit.
+        size_of: what the costs of a unit depend on, its number of samples.
         start_s: time at which every worker starts.
         turns: whose push the server applies next, where replicas don't wait for each other.
 
@@ -92,7 +93,7 @@ class Simulation:
         programs: Sequence[Iterator[Instruction]],
         costs: Costs,
         network: Network,
-        size_of: Callable[[int], int],
+        size_of: Callable[[int], Size],
         start_s: float = 0.0,
         turns: Turns | None = None,
     ) -> None:
@@ -291,8 +292,8 @@ class Simulation:
         return "the schedule deadlocks:\n  " + "\n  ".join(stuck)
 
 
-def _durations(costs: StageCosts, op: Op) -> Mapping[int, float]:
-    """Return the seconds of a forward, of a backward or of a part of one, by number of samples."""
+def _durations(costs: StageCosts, op: Op) -> Mapping[Size, float]:
+    """Return the seconds of a forward, of a backward or of a part of one, by size of the unit."""
     if op is Op.BACKWARD_INPUT:
         return {size: seconds - costs.weight_s[size] for size, seconds in costs.backward_s.items()}
     return {Op.FORWARD: costs.forward_s, Op.BACKWARD: costs.backward_s, Op.BACKWARD_WEIGHT: costs.weight_s}[op]
