@@ -5,8 +5,7 @@ that a report that was interrupted goes on where it stopped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -113,26 +112,13 @@ class Collection:
             parent: the report's own run.
             on_run: told of every run before it begins.
         """
-        ran = []
         for key, each in self.missing.items():
             on_run(each)
             answer = run_one(each, tracking, parent)
             if answer.result is not None and answer.result.outcome == INTERRUPTED:
                 return False
             self.answers[key] = answer
-            ran.append(key)
-        self._find_records(ran)
         return True
-
-    def _find_records(self, keys: Sequence[str]) -> None:
-        """Note where MLflow has what has just run; what it didn't take has no record there."""
-        recorded, version = RecordedRuns(), source_version()
-        with suppress(UserError):
-            for key in keys:
-                found = recorded.newest(key, version)
-                if found is not None:
-                    answer = self.answers[key]
-                    self.answers[key] = replace(answer, run_id=found.run_id, experiment_id=found.experiment_id)
 
     def check(self) -> None:
         """Check what the runs that are missing use, before the first of them begins.
@@ -181,13 +167,14 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
     try:
         decision = runs.decide(loaded, suite, alone=True)
         name = ", ".join(filter(None, (f"{asked.row} {asked.run}", asked.column)))
-        result = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
+        result, run_id = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
     except UserError as error:
         return Answer(problem=_without_file(error, loaded))
     except WorkersFailedError as error:
         return Answer(problem=str(error))
-    now = datetime.now(UTC).timestamp()
-    return Answer(result, version=source_version(), ended=_moment(now))
+    now = _moment(datetime.now(UTC).timestamp())
+    experiment_id = tracking.store.experiment_id if run_id else None
+    return Answer(result, None, None, run_id or "", experiment_id or "", source_version(), now)
 
 
 def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
