@@ -172,7 +172,7 @@ class ParallelismRecipe:
         flush: whether every update empties the pipeline.
         weights: `one`, `stash`, `stash-vertical-sync`, `double-buffer`, `predict`, `correct`, `newest-pulled` or
             `none`.
-        sync: how replicas agree: `all-reduce`, `all-reduce-after` (once a backward is over), `parameter-server` or
+        sync: how replicas agree: `all-reduce`, `parameter-server`, either with `-after` (once a backward is over), or
             `asynchronous`.
         push_order: the artifact `push-order.json` of another run, to repeat its order; sync `asynchronous` only.
         chunks: stages per worker (`interleaved` and `all-forwards`).
