@@ -25,7 +25,7 @@ COUNTS = {
     "resnet50": 12,
     "alexnet": 12,
     "inception_v3": 3,
-    "gnmt8": 9,
+    "gnmt8": 10,
     "gnmt16": 12,
     "awd_lm": 5,
     "s2vt": 5,
