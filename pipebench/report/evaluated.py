@@ -141,6 +141,8 @@ class Evaluated:
         verdicts: by claim and column.
         results: by (row, run, column): one per seed; what couldn't run has none.
         server: where MLflow shows the runs, for links; "" where nobody knows.
+        drawings: by (row, run), the pipelines that the report's pictures show as text, as `pipebench draw` prints them.
+        command: the command line that makes it all again.
     """
 
     report: Report
@@ -149,6 +151,8 @@ class Evaluated:
     verdicts: tuple[Verdict, ...] = ()
     results: Mapping[tuple[str, str, str], tuple[RunResult, ...]] = field(default_factory=dict)
     server: str = ""
+    drawings: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    command: str = ""
 
     def cell(self, row: str, measure: str, column: str) -> Cell | None:
         """Return a cell; None where the row hasn't the runs for it."""

@@ -1,0 +1,137 @@
+"""A page as one HTML file that needs nothing else: its style and its pictures are inside, and every text is escaped."""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+from pipebench.report.page import Block, Entry, Heading, Image, Link, Page, Table, Text, Verbatim
+from pipebench.tracking.view import run_address
+
+# No HTML of the texts' own goes through, and no picture that is somewhere else.
+_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table").disable(["image", "html_block", "html_inline"])
+_STYLE = """
+:root { color-scheme: light; --ink: #1b1f24; --pale: #667; --line: #dde; --link: #0b5cad; }
+body { margin: 0 auto; max-width: 76rem; padding: 1rem; color: var(--ink); background: #fff;
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: .4rem 0 1rem; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+a { color: var(--link); }
+code, pre { font: .87em/1.45 ui-monospace, Menlo, Consolas, monospace; }
+pre { overflow-x: auto; padding: .7rem; background: #f6f7f9; border-radius: 4px; }
+nav { font-size: .92rem; }
+nav a { margin-right: 1rem; white-space: nowrap; }
+.wide { overflow-x: auto; margin: .6rem 0; }
+table { border-collapse: collapse; font-size: .92rem; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th { border-bottom: 2px solid var(--pale); text-align: right; }
+.word { text-align: left; }
+td:first-child { min-width: 9rem; position: sticky; left: 0; background: #fff; }
+tbody tr:hover { background: #f6f7f9; }
+td code { overflow-wrap: anywhere; }
+.runs { display: block; font-size: .75em; color: var(--pale); }
+.runs > * { margin-left: .5em; white-space: nowrap; }
+.word .runs > * { margin: 0 .5em 0 0; }
+figure { margin: 1rem 0; }
+figure img { max-width: 100%; height: auto; }
+figcaption, footer { color: var(--pale); font-size: .87rem; }
+summary { cursor: pointer; color: var(--link); }
+footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem; }
+"""
+
+
+def html(page: Page, folder: Path, server: str, footer: str) -> str:
+    """Return a page as HTML.
+
+    Args:
+        page: the page.
+        folder: where the SVG files of its pictures are.
+        server: where MLflow shows the runs; "" where nobody knows: then nothing leads there.
+        footer: a line at the end.
+    """
+    headings = [block.text for block in page.blocks if isinstance(block, Heading)]
+    places = "".join(f'<a href="#{_anchor(text)}">{_inline(text)}</a>\n' for text in headings)
+    body = "\n".join(_block(block, folder, server) for block in page.blocks)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(page.title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<p><code>{escape(page.command)}</code></p>
+<h1>{_inline(page.title)}</h1>
+<nav>
+{places}</nav>
+{body}
+<footer>{escape(footer)}</footer>
+</body>
+</html>
+"""
+
+
+def _block(block: Block, folder: Path, server: str) -> str:
+    match block:
+        case Heading(text):
+            return f'<h2 id="{_anchor(text)}">{_inline(text)}</h2>'
+        case Text(text):
+            return _paragraphs(text)
+        case Image(name, told):
+            svg = base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()
+            image = f'<img alt="{escape(told)}" src="data:image/svg+xml;base64,{svg}">'
+            return f"<figure>{image}<figcaption>{_inline(told)}</figcaption></figure>"
+        case Verbatim(text):
+            return f"<pre>{escape(text)}</pre>"
+        case Table():
+            table = _table(block, server)
+            return f"<details><summary>{len(block.rows)} lines</summary>{table}</details>" if block.long else table
+
+
+def _table(table: Table, server: str) -> str:
+    head = "".join(f"<th{_side(table, index)}>{_inline(text)}</th>" for index, text in enumerate(table.headings))
+    rows = (
+        "".join(f"<td{_side(table, index)}>{_entry(entry, server)}</td>" for index, entry in enumerate(row))
+        for row in table.rows
+    )
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+
+
+def _side(table: Table, index: int) -> str:
+    return ' class="word"' if index < table.left else ""
+
+
+def _entry(entry: Entry, server: str) -> str:
+    text, links = _inline(entry.text), _known(entry.links, server)
+    return f'{text}<span class="runs">{"".join(links)}</span>' if links else text
+
+
+def _known(links: Sequence[Link], server: str) -> list[str]:
+    """Return links to the runs' records, those that nobody recorded here as plain words."""
+    written = []
+    for link in links:
+        title, text = escape(link.told), escape(link.text)
+        if link.run_id and server:
+            address = escape(run_address(server, link.experiment_id, link.run_id))
+            written.append(f'<a href="{address}" title="{title}">{text}</a>')
+        else:
+            written.append(f'<span title="{title}">{text}</span>')
+    return written
+
+
+def _paragraphs(text: str) -> str:
+    written: str = _MARKDOWN.render(text)
+    return written
+
+
+def _inline(text: str) -> str:
+    written: str = _MARKDOWN.renderInline(text)
+    return written
+
+
+def _anchor(text: str) -> str:
+    return "-".join("".join(each if each.isalnum() else " " for each in text.lower()).split())

@@ -1,0 +1,40 @@
+"""A page as Markdown, to keep beside the YAML that it answers: only what is the same whenever it is made again."""
+
+from collections.abc import Iterable
+
+from pipebench.report.page import Block, Heading, Image, Page, Table, Text, Verbatim
+
+
+def markdown(page: Page) -> str:
+    """Return a page as Markdown; the command that makes it comes first."""
+    parts = [f"`{page.command}`", f"# {page.title}", blocks_markdown(page.blocks)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def blocks_markdown(blocks: Iterable[Block]) -> str:
+    """Return parts of a page as Markdown, without a newline at the end."""
+    return "\n\n".join(_block(block) for block in blocks)
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Heading(text):
+            return f"## {text}"
+        case Text(text):
+            return text
+        case Image(name, told):
+            return f"![{told}]({name}.png)"
+        case Verbatim(text):
+            return f"```\n{text}\n```"
+        case Table():
+            return _table(block)
+
+
+def _table(table: Table) -> str:
+    sides = ("---" if index < table.left else "--:" for index in range(len(table.headings)))
+    lines = [table.headings, sides, *([entry.text for entry in row] for row in table.rows)]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,108 @@
+"""Bars: every row's published value above what each column reproduces of it, a panel per measure."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pipebench.report.definition import Measure, Picture, Row
+from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, plain, write_values
+from pipebench.report.wording import published_text, reproduced_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
+_NAMES_IN, _PANEL_IN = 2.2, 4.2
+_FULL = 0.86  # of a bar's place
+_ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # of the longest bar, for the values behind the bars
+
+
+def bars_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+    """Return the picture; None if no row has anything to draw."""
+    from matplotlib.figure import Figure
+
+    report = evaluated.report
+    measures = [report.measure(name) for name in picture.measures]
+    rows = [row for row in report.rows if any(_has(evaluated, row, measure) for measure in measures)]
+    if not rows:
+        return None
+    publishes = any(_published(row, measure) is not None for row in rows for measure in measures)
+    num_bars = len(report.columns) + publishes
+    height_in = _FRAME_IN + len(rows) * (num_bars * _BAR_IN + _GAP_IN)
+    figure = Figure(figsize=(_NAMES_IN + _PANEL_IN * len(measures), height_in), layout="constrained")
+    panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    for axes, measure in zip(panels, measures, strict=True):
+        _draw(axes, evaluated, rows, measure, publishes=publishes)
+    panels[0].set_yticks(range(len(rows)), [plain(row.title) for row in rows])
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=num_bars, frameon=False, fontsize=SMALL)
+    return figure
+
+
+def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Measure, *, publishes: bool) -> None:
+    columns = evaluated.report.columns
+    num_bars = len(columns) + publishes
+    thick = _BAR_IN / (_BAR_IN * num_bars + _GAP_IN)
+    first = -thick * (num_bars - 1) / 2
+    ends = [0.0]
+    if publishes:
+        ends += _draw_published(axes, rows, measure, first, _FULL * thick)
+    for index, column in enumerate(columns):
+        cells = [evaluated.cell(row.name, measure.name, column.name) for row in rows]
+        places = [row + first + thick * (index + publishes) for row in range(len(rows))]
+        values = [_number(cell) or 0.0 for cell in cells]
+        axes.barh(places, values, _FULL * thick, color=colour(index), linewidth=0, label=plain(column.title))
+        for place, cell, value in zip(places, cells, values, strict=True):
+            if cell is not None:
+                ends.append(_draw_range(axes, cell, place, value))
+                _write(axes, ends[-1], place, reproduced_text(cell, measure), "black")
+    ranges = any(cell.measure == measure.name and cell.low != cell.high for cell in evaluated.cells)
+    axes.set_xlim(0, (1 + (_ROOM_FOR_RANGES if ranges else _ROOM)) * max(ends) or 1.0)
+    axes.set_xlabel(plain(label_of(measure), 70), fontsize=NORMAL)
+    write_values(axes.xaxis, measure)
+    finish(axes, grid="x")
+    axes.tick_params(axis="y", length=0)
+
+
+def _draw_published(axes: "Axes", rows: Sequence[Row], measure: Measure, first: float, thick: float) -> Iterator[float]:
+    """Draw what was published, bounds dotted, and yield where the bars end."""
+    values = [_published(row, measure) for row in rows]
+    bars = axes.barh(
+        [row + first for row in range(len(rows))], [value or 0.0 for value in values], thick, color="white",
+        edgecolor=GREY, linewidth=0.8, label="published",
+    )  # fmt: skip
+    for index, (bar, row, value) in enumerate(zip(bars, rows, values, strict=True)):
+        if value is not None:
+            published = row.published[measure.name]
+            bar.set_linestyle("-" if published.bound in ("exact", "about") else ":")
+            _write(axes, value, index + first, published_text(published, measure), GREY)
+            yield value
+
+
+def _draw_range(axes: "Axes", cell: Cell, place: float, value: float) -> float:
+    """Draw the range over seeds, if there is one, and return where bar and range end."""
+    if cell.low is None or cell.high is None or cell.low == cell.high:
+        return value
+    axes.plot([cell.low, cell.high], [place, place], color="black", linewidth=0.9)
+    return max(value, cell.high)
+
+
+def _write(axes: "Axes", end: float, place: float, text: str, ink: str) -> None:
+    at = {"xytext": (3, 0), "textcoords": "offset points"}
+    axes.annotate(text, (end, place), va="center", fontsize=6.5, color=ink, **at)  # type: ignore[arg-type] # as it is
+
+
+def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
+    cells = (evaluated.cell(row.name, measure.name, column.name) for column in evaluated.report.columns)
+    return _published(row, measure) is not None or any(cell is not None for cell in cells)
+
+
+def _published(row: Row, measure: Measure) -> float | None:
+    published = row.published.get(measure.name)
+    return None if published is None or isinstance(published.value, str) else published.value
+
+
+def _number(cell: Cell | None) -> float | None:
+    return None if cell is None or isinstance(cell.value, str) else cell.value

@@ -1,0 +1,105 @@
+"""Lines: a measure along a key of the rows, such as the number of GPUs; a panel per group, a line per column."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipebench.report.definition import Measure, Picture, Row
+from pipebench.report.evaluated import Evaluated
+from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, marker, plain, write_values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.9, 2.4, 0.6
+_MOST_BESIDE = 4
+_WIDE = 8.0  # from here on, in greatest over least, the horizontal axis is logarithmic
+_PUBLISHED = {
+    "exact": ("o", "published"),
+    "about": ("o", "published"),
+    "at_least": ("^", "published: at least"),
+    "at_most": ("v", "published: at most"),
+}  # marker and label
+_Place = str | float
+
+
+def lines_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+    """Return the picture; None if no row has a place along the axis."""
+    from matplotlib.figure import Figure
+
+    report = evaluated.report
+    rows = [row for row in report.rows if picture.x in row.at]
+    if not rows:
+        return None
+    groups = list(dict.fromkeys(row.at.get(picture.group, "") for row in rows))
+    beside = min(len(groups), _MOST_BESIDE)
+    below = -(-len(groups) // beside)
+    size = (max(5.0, _WIDTH_IN * beside), _FRAME_IN + max(3.2 if below == 1 else 0.0, _HEIGHT_IN * below))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(below, beside, sharex=True, sharey=True, squeeze=False).ravel().tolist()
+    measure = report.measure(picture.measures[0])
+    places = _places(rows, picture.x)
+    for axes, group in zip(panels, groups, strict=False):
+        own = [row for row in rows if row.at.get(picture.group, "") == group]
+        _draw(axes, evaluated, own, measure, [places[row.at[picture.x]] for row in own])
+        axes.set_title(plain(f"{group}"), fontsize=NORMAL, loc="left")
+    for axes in panels[len(groups) :]:
+        axes.remove()
+    _finish(panels[: len(groups)], places, beside)
+    figure.supxlabel(plain(picture.x.replace("_", " ")), fontsize=NORMAL)
+    figure.supylabel(plain(label_of(measure), 60), fontsize=NORMAL)
+    write_values(panels[0].yaxis, measure)
+    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        found.values(), found.keys(), loc="outside upper left", ncols=len(found), frameon=False, fontsize=SMALL
+    )
+    return figure
+
+
+def _places(rows: Sequence[Row], key: str) -> dict[_Place, float]:
+    """Return where every value of the key stands: numbers where they are, texts one after the other."""
+    values = list(dict.fromkeys(row.at[key] for row in rows))
+    if all(not isinstance(value, str) for value in values):
+        return {value: float(value) for value in values}
+    return {value: float(index) for index, value in enumerate(values)}
+
+
+def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Measure, places: Sequence[float]) -> None:
+    for place, row in zip(places, rows, strict=True):
+        published = row.published.get(measure.name)
+        if published is not None and not isinstance(published.value, str):
+            sign, label = _PUBLISHED[published.bound]
+            axes.plot(
+                place, published.value, linestyle="none", marker=sign, markersize=7, markerfacecolor="none",
+                color=GREY, label=label, zorder=3,
+            )  # fmt: skip
+    for index, column in enumerate(evaluated.report.columns):
+        cells = [evaluated.cell(row.name, measure.name, column.name) for row in rows]
+        drawn = sorted(
+            (place, cell.value, cell.low, cell.high)
+            for place, cell in zip(places, cells, strict=True)
+            if cell is not None and not isinstance(cell.value, str | None)
+        )
+        if not drawn:
+            continue
+        at, values = [each[0] for each in drawn], [each[1] for each in drawn]
+        axes.plot(
+            at, values, color=colour(index), marker=marker(index), markersize=3.5, linewidth=1.4,
+            label=plain(column.title),
+        )  # fmt: skip
+        lows = [value if low is None else low for _, value, low, _ in drawn]
+        highs = [value if high is None else high for _, value, _, high in drawn]
+        axes.fill_between(at, lows, highs, color=colour(index), alpha=0.2, linewidth=0)
+
+
+def _finish(panels: Sequence["Axes"], places: dict[_Place, float], beside: int) -> None:
+    ticks = list(places.values())
+    wide = all(not isinstance(value, str) for value in places) and min(ticks) > 0 and max(ticks) / min(ticks) >= _WIDE
+    for index, axes in enumerate(panels):
+        if wide:
+            axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        axes.set_xticks(ticks, [f"{value:g}" if not isinstance(value, str) else plain(value, 16) for value in places])
+        axes.set_ylim(bottom=0)
+        finish(axes)
+        axes.tick_params(labelbottom=index + beside >= len(panels))

@@ -1,0 +1,135 @@
+"""Scatter: reproduced against published on logarithmic axes, a point per row, measure and column.
+
+On the line both are the same; the band is 20 % wide each way. Names stand where there is room for them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from pipebench.report.definition import Picture
+from pipebench.report.evaluated import Evaluated
+from pipebench.report.plot_style import GREY, SMALL, colour, finish, marker, plain, write_values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+_SIDE_IN = 6.4
+_BAND = 1.2
+_NAME_POINTS = 6.5
+# Where a name may stand about its point, best first: offset in points, horizontal and vertical alignment.
+_PLACES = (
+    (6, 0, "left", "center"), (-6, 0, "right", "center"), (0, 6, "center", "bottom"), (0, -6, "center", "top"),
+    (5, 5, "left", "bottom"), (-5, 5, "right", "bottom"), (5, -5, "left", "top"), (-5, -5, "right", "top"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A cell with a published value that is no bound, by the positions of its column and measure."""
+
+    title: str
+    column: int
+    measure: int
+    published: float
+    reproduced: float
+
+
+def scatter_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+    """Return the picture; None if no cell has two values above 0 to set against each other."""
+    from matplotlib.figure import Figure
+
+    report, points = evaluated.report, list(_points(evaluated, picture))
+    if not points:
+        return None
+    figure = Figure(figsize=(_SIDE_IN, _SIDE_IN), layout="constrained")
+    axes = figure.add_subplot()
+    values = [value for point in points for value in (point.published, point.reproduced)]
+    low, high = min(values) / 1.35, max(values) * 1.35
+    axes.fill_between([low, high], [low / _BAND, high / _BAND], [low * _BAND, high * _BAND], color="#EEEEEE", lw=0)
+    axes.plot([low, high], [low, high], color=GREY, linewidth=0.8)
+    measures = [report.measure(name) for name in picture.measures]
+    for index, column in enumerate(report.columns):
+        for number, measure in enumerate(measures):
+            own = [point for point in points if (point.column, point.measure) == (index, number)]
+            label = ", ".join(
+                [*([column.title] if len(report.columns) > 1 else []), *([measure.title] if len(measures) > 1 else [])]
+            )
+            axes.plot(
+                [point.published for point in own], [point.reproduced for point in own], linestyle="none", markersize=6,
+                marker=marker(number), color=colour(index), alpha=0.85, label=plain(label, 60) if own else "",
+            )  # fmt: skip
+    for axis, what in ((axes.xaxis, "published"), (axes.yaxis, "reproduced")):
+        axis.set_label_text(plain(f"{measures[0].title}, {what}" if len(measures) == 1 else what, 70))
+    _scale(axes, low, high)
+    for axis in (axes.xaxis, axes.yaxis):
+        write_values(axis, measures[0])
+    axes.set_aspect("equal")
+    finish(axes)
+    if len(report.columns) + len(measures) > 2:
+        axes.legend(frameon=False, fontsize=SMALL, loc="upper left")
+    _name(figure, axes, points, len(report.columns) - 1)
+    return figure
+
+
+def _points(evaluated: Evaluated, picture: Picture) -> Iterator[_Point]:
+    report = evaluated.report
+    for row in report.rows:
+        for number, name in enumerate(picture.measures):
+            for index, column in enumerate(report.columns):
+                cell = evaluated.cell(row.name, name, column.name)
+                if cell is not None and cell.ratio is not None and cell.ratio > 0:
+                    assert cell.published is not None
+                    published, reproduced = cast("float", cell.published.value), cast("float", cell.value)
+                    if published > 0:
+                        yield _Point(row.title, index, number, published, reproduced)
+
+
+def _scale(axes: "Axes", low: float, high: float) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high / low < 200 else (1,)))
+        axis.set_minor_locator(NullLocator())
+
+
+def _name(figure: "Figure", axes: "Axes", points: list[_Point], column: int) -> None:
+    """Write the names of the last column's points, the farthest from the line first, where they hide nothing."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # places and sizes are known from now on
+    to_pixels = axes.transData.transform
+    taken = []
+    for point in points:
+        x, y = to_pixels((point.published, point.reproduced))
+        taken.append(Bbox.from_extents(x - 4, y - 4, x + 4, y + 4))
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(legend.get_window_extent())
+    own = [point for point in points if point.column == column]
+    for point in sorted(own, key=lambda each: (-_distance(each), each.title)):
+        for x, y, horizontal, vertical in _PLACES:
+            text = axes.annotate(
+                plain(point.title), (point.published, point.reproduced), xytext=(x, y), textcoords="offset points",
+                ha=horizontal, va=vertical, fontsize=_NAME_POINTS, color="#333333", annotation_clip=True,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if _fits(box, axes.get_window_extent(), taken):
+                taken.append(box)
+                break
+            text.remove()
+
+
+def _fits(box: "Bbox", frame: "Bbox", taken: list["Bbox"]) -> bool:
+    inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+    return inside and not any(box.overlaps(other) for other in taken)
+
+
+def _distance(point: _Point) -> float:
+    return max(point.published / point.reproduced, point.reproduced / point.published)

@@ -1,0 +1,75 @@
+"""What all plots of reports share: colours, how values are written along an axis, and titles.
+
+What was published is grey and hollow; every column has a colour of Okabe and Ito's, which colour-blind readers can
+tell apart.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipebench.errors import printable
+from pipebench.report.definition import Measure
+from pipebench.show.profile_report import shortened
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.ticker import Formatter
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vP*"
+GREY = "#666666"
+SMALL, NORMAL = 8.0, 9.0  # points
+_TITLE_WIDTH = 40  # characters of a row's title
+_AXIS_UNITS = {"s": "s", "bytes": "B", "samples/s": ""}
+
+
+def colour(index: int) -> str:
+    """Return the colour of a column, or of whatever else is told apart."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def marker(index: int) -> str:
+    """Return the marker, likewise."""
+    return MARKERS[index % len(MARKERS)]
+
+
+def plain(text: str, width: int = _TITLE_WIDTH) -> str:
+    """Return text that is not taken for a formula, and no longer than this."""
+    return shortened(printable(text), width).replace("$", r"\$")
+
+
+def label_of(measure: Measure) -> str:
+    """Return what stands along an axis of a measure."""
+    return f"{measure.title} [samples/s]" if measure.unit == "samples/s" else measure.title
+
+
+def write_values(axis: "Axis", measure: Measure) -> None:
+    """Write the values along an axis in the measure's unit, on a logarithmic axis between powers of ten as well."""
+    axis.set_major_formatter(_formatter(measure))
+
+
+def _formatter(measure: Measure) -> "Formatter":
+    from matplotlib.ticker import EngFormatter, FuncFormatter
+
+    if measure.unit in _AXIS_UNITS:
+        return EngFormatter(unit=_AXIS_UNITS[measure.unit])
+    write: Callable[[float], str] = {"x": "{:g}x".format, "share": _per_cent}.get(measure.unit, "{:,g}".format)
+    return FuncFormatter(partial(_at, write))
+
+
+def _at(write: Callable[[float], str], value: float, _position: int | None) -> str:
+    return write(value)
+
+
+def _per_cent(value: float) -> str:
+    return f"{100 * value:g}%"
+
+
+def finish(axes: "Axes", *, grid: str = "both") -> None:
+    """Leave out what isn't needed, and put a pale grid behind what is drawn."""
+    axes.grid(axis=grid, alpha=0.3)  # type: ignore[arg-type] # matplotlib's stubs want a literal
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=SMALL)

@@ -1,0 +1,86 @@
+"""A report's plots as files: PNG to keep beside the text, SVG for pages; the same numbers give the same bytes."""
+
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipebench.files import replace as replace_file
+from pipebench.report.definition import Picture
+from pipebench.report.evaluated import Evaluated
+from pipebench.report.page import Image
+from pipebench.report.plot_bars import bars_figure
+from pipebench.report.plot_curves import curves_figure
+from pipebench.report.plot_lines import lines_figure
+from pipebench.report.plot_scatter import scatter_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FIGURES: Mapping[str, Callable[[Evaluated, Picture], "Figure | None"]] = {
+    "bars": bars_figure,
+    "scatter": scatter_figure,
+    "lines": lines_figure,
+    "curves": curves_figure,
+}
+_TOLD = {
+    "bars": "published beside reproduced",
+    "scatter": "reproduced against published",
+    "lines": "along {x}",
+    "curves": "{metric} as it was trained",
+}
+_DOTS_PER_INCH = 100
+_PALETTE = 128
+
+
+def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
+    """Write the plots of a report; return those that have anything to show."""
+    drawn: dict[Picture, Image] = {}
+    names: set[str] = set()
+    for picture in evaluated.report.pictures:
+        draw = _FIGURES.get(picture.kind)
+        figure = draw(evaluated, picture) if draw is not None else None
+        if figure is None:
+            continue
+        image = Image(_name(picture, names), _told(evaluated, picture))
+        names.add(image.name)
+        _save(figure, folder / image.name)
+        drawn[picture] = image
+    return drawn
+
+
+def _name(picture: Picture, taken: set[str]) -> str:
+    """Return a name that says what is drawn and that no other picture of the report has."""
+    parts = (picture.kind, *picture.measures, picture.metric, picture.row)
+    name = "-".join(part for part in parts if part)
+    return next(each for each in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if each not in taken)
+
+
+def _told(evaluated: Evaluated, picture: Picture) -> str:
+    titles = [evaluated.report.measure(name).title for name in picture.measures]
+    where = [evaluated.report.row(picture.row).title] if picture.row else []
+    told = _TOLD[picture.kind].format(x=picture.x, metric=picture.metric)
+    return f"{', '.join([*titles, *where])}: {told}"
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """Write a figure as PNG and SVG, whole or not at all, without dates and versions."""
+    import matplotlib as mpl
+
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
+        written = BytesIO()
+        # Names inside an SVG are drawn by chance without a salt.
+        with mpl.rc_context({"svg.hashsalt": "pipebench"}):
+            figure.savefig(written, format=kind, dpi=_DOTS_PER_INCH, metadata=metadata)
+        content = _smaller(written) if kind == "png" else written.getvalue()
+        replace_file(path.with_name(f"{path.name}.{kind}"), content)
+
+
+def _smaller(png: BytesIO) -> bytes:
+    """Return a picture with a palette: plots have few colours, and a third of the bytes will do."""
+    from PIL import Image as Pixels
+
+    written = BytesIO()
+    with Pixels.open(png) as picture:
+        picture.convert("RGB").quantize(_PALETTE, dither=Pixels.Dither.NONE).save(written, "PNG", optimize=True)
+    return written.getvalue()

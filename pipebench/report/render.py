@@ -1,0 +1,59 @@
+"""A report as files: Markdown and PNG to keep, one HTML page and SVG to look at."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import pipebench
+from pipebench.files import replace as replace_file
+from pipebench.report.contents import page_of
+from pipebench.report.evaluated import Evaluated
+from pipebench.report.html import html
+from pipebench.report.markdown import blocks_markdown, markdown
+from pipebench.report.plots import draw_plots
+from pipebench.report.tables import tables
+
+MARKDOWN, HTML = "report.md", "report.html"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What became of a report.
+
+    Attributes:
+        files: all that was written.
+        pictures: of these the PNGs, in the report's order.
+        summary: Markdown of the tables alone, as a description of the report.
+    """
+
+    files: tuple[Path, ...]
+    pictures: tuple[Path, ...]
+    summary: str
+
+
+def render(evaluated: Evaluated, folder: Path) -> Rendered:
+    """Write a report into a folder, which is made if it isn't there.
+
+    Args:
+        evaluated: the report and its results.
+        folder: what it has of an earlier rendering is replaced.
+
+    Raises:
+        OSError: the folder takes no file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = draw_plots(evaluated, folder)
+    page = page_of(evaluated, drawn)
+    texts = {MARKDOWN: markdown(page), HTML: html(page, folder, evaluated.server, _footer())}
+    for name, text in texts.items():
+        replace_file(folder / name, text.encode())
+    pictures = tuple(folder / f"{image.name}.png" for image in drawn.values())
+    vectors = tuple(path.with_suffix(".svg") for path in pictures)
+    files = (*(folder / name for name in texts), *pictures, *vectors)
+    return Rendered(files, pictures, blocks_markdown(tables(evaluated)))
+
+
+def _footer() -> str:
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"Rendered {made} by pipebench {pipebench.__version__}, torch {version('torch')}."

@@ -1,0 +1,213 @@
+"""Tables: what was published beside what was reproduced, values and plans, and what is to be known of single cells."""
+
+from collections.abc import Sequence
+
+from pipebench.formats import UNKNOWN
+from pipebench.report.definition import Measure, Row
+from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.origins import links
+from pipebench.report.page import Block, Entry, Heading, Table, Text
+from pipebench.report.wording import (
+    CONSTRUCTED,
+    FITTED,
+    MARKS,
+    SUPPOSED,
+    compared_text,
+    marks,
+    plan_class,
+    published_text,
+    reproduced_text,
+)
+
+_BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
+
+
+def tables(evaluated: Evaluated) -> list[Block]:
+    """Return what was published beside what was reproduced: a table per measure that anybody has published."""
+    report, grid = evaluated.report, _Grid(evaluated)
+    numbers = [measure for measure in report.measures if measure.plan_of is None]
+    compared = [measure for measure in numbers if any(measure.name in row.published for row in report.rows)]
+    own = [measure for measure in numbers if measure not in compared]
+    blocks = [block for measure in compared for block in _compared(grid, measure)]
+    blocks += _own(grid, own)
+    blocks += [block for measure in report.measures if measure.plan_of for block in _plans(grid, measure)]
+    return [*blocks, *_legend(evaluated), *_notes(report.rows)]
+
+
+class _Grid:
+    """The cells of a report by their places, and the columns that have any."""
+
+    def __init__(self, evaluated: Evaluated) -> None:
+        self.evaluated, self.rows = evaluated, evaluated.report.rows
+        self.columns = evaluated.report.columns
+        self._cells = {(cell.row, cell.measure, cell.column): cell for cell in evaluated.cells}
+
+    def cell(self, row: Row, measure: Measure, column: str) -> Cell | None:
+        """Return a cell, None if the row lacks what it takes."""
+        return self._cells.get((row.name, measure.name, column))
+
+    def cells(self, row: Row, measure: Measure) -> list[Cell | None]:
+        """Return the cells of all columns."""
+        return [self.cell(row, measure, column.name) for column in self.columns]
+
+    def rows_of(self, measures: Sequence[Measure]) -> list[Row]:
+        """Return the rows that have anything of some measures."""
+        return [
+            row
+            for row in self.rows
+            if any(measure.name in row.published or any(self.cells(row, measure)) for measure in measures)
+        ]
+
+
+def _compared(grid: _Grid, measure: Measure) -> list[Block]:
+    """Return a measure's published values beside the reproduced ones and their ratios."""
+    rows = grid.rows_of([measure])
+    wheres = any(row.where for row in rows)
+    headings = [each for column in grid.columns for each in (column.title, "÷ published")]
+    table = Table(
+        ("", *(("where",) if wheres else ()), "published", *headings),
+        tuple(
+            (
+                Entry(row.title),
+                *((Entry(row.where),) if wheres else ()),
+                Entry(published_text(row.published.get(measure.name), measure)),
+                *(
+                    entry
+                    for cell in grid.cells(row, measure)
+                    for entry in (_value(cell, measure), Entry(compared_text(cell)))
+                ),
+            )
+            for row in rows
+        ),
+        left=1 + wheres,
+    )
+    return [Heading(_heading(measure)), table, *_remarks(grid, [measure])]
+
+
+def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
+    """Return what nobody has published, all measures side by side."""
+    rows = grid.rows_of(measures)
+    if not rows:
+        return []
+    places = [(measure, column) for measure in measures for column in grid.columns]
+    if len(grid.columns) == 1:
+        headings = [measure.title for measure in measures]
+    elif len(measures) == 1:
+        headings = [column.title for column in grid.columns]
+    else:
+        headings = [f"{measure.title}, {column.title}" for measure, column in places]
+    table = Table(
+        ("", *headings),
+        tuple(
+            (Entry(row.title), *(_value(grid.cell(row, measure, column.name), measure) for measure, column in places))
+            for row in rows
+        ),
+    )
+    title = _heading(measures[0]) if len(measures) == 1 else "Side by side"
+    return [Heading(title), table, *_remarks(grid, measures)]
+
+
+def _plans(grid: _Grid, measure: Measure) -> list[Block]:
+    """Return the plans that were chosen beside the published ones, by class, and why they differ."""
+    rows = grid.rows_of([measure])
+    headings = ["", "published", "class"]
+    for column in grid.columns:
+        headings += [column.title, "class", "agrees in"]
+    table = Table(
+        tuple(headings),
+        tuple(
+            (
+                Entry(row.title),
+                *(Entry(text) for text in _published_plan(row, measure)),
+                *(entry for cell in grid.cells(row, measure) for entry in _plan(cell, measure)),
+            )
+            for row in rows
+        ),
+        left=len(headings),
+    )
+    return [Heading(_heading(measure)), table, *_agreement(grid, measure, rows), *_remarks(grid, [measure])]
+
+
+def _published_plan(row: Row, measure: Measure) -> tuple[str, str]:
+    text = published_text(row.published.get(measure.name), measure)
+    return text, UNKNOWN if text == UNKNOWN else plan_class(text)
+
+
+def _plan(cell: Cell | None, measure: Measure) -> tuple[Entry, Entry, Entry]:
+    if cell is None or not isinstance(cell.value, str):
+        return _value(cell, measure), Entry(UNKNOWN), Entry(UNKNOWN)
+    return _value(cell, measure), Entry(plan_class(cell.value)), Entry(_agrees_in(cell) or UNKNOWN)
+
+
+def _agrees_in(cell: Cell | None) -> str | None:
+    """Return in what a plan agrees with the published one, None where there are not two."""
+    published = cell.published.value if cell is not None and cell.published is not None else None
+    if cell is None or not isinstance(cell.value, str) or not isinstance(published, str):
+        return None
+    if cell.value.lower() == published.lower():
+        return "plan"
+    return "class" if plan_class(cell.value) == plan_class(published) else "nothing"
+
+
+def _agreement(grid: _Grid, measure: Measure, rows: Sequence[Row]) -> list[Block]:
+    """Return how many plans agree with the published ones, in a sentence per column."""
+    told = []
+    for column in grid.columns:
+        found = [_agrees_in(grid.cell(row, measure, column.name)) for row in rows]
+        there = [each for each in found if each is not None]
+        if there:
+            classes, plans = sum(each != "nothing" for each in there), there.count("plan")
+            told.append(f"{column.title}: class as published in {classes} of {len(there)} rows, plan in {plans}")
+    return [Text(f"{'. '.join(told)}.")] if told else []
+
+
+def _heading(measure: Measure) -> str:
+    return f"{measure.title[:1].upper()}{measure.title[1:]}{_BETTER.get(measure.better or '', '')}"
+
+
+def _value(cell: Cell | None, measure: Measure) -> Entry:
+    text, mark = reproduced_text(cell, measure), marks(cell)
+    return Entry(f"{text} {mark}" if mark else text, links(cell.origins if cell is not None else ()))
+
+
+def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
+    """Return what is to be known of single cells: a line per remark, said once for all columns that share it."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for row in grid.rows:
+        for measure in measures:
+            for column in grid.columns:
+                for remark in _remarks_on(grid.cell(row, measure, column.name)):
+                    told.setdefault((row.title, remark), []).append(column.title)
+    lines = []
+    for (title, remark), columns in told.items():
+        where = f", {' and '.join(dict.fromkeys(columns))}" if len(set(columns)) < len(grid.columns) else ""
+        lines.append(f"- {title}{where}: {remark}")
+    return [Text("\n".join(lines))] if lines else []
+
+
+def _remarks_on(cell: Cell | None) -> list[str]:
+    if cell is None:
+        return []
+    told = [
+        f"`{mark}` {text}" for mark, text in ((CONSTRUCTED, cell.by_construction), (SUPPOSED, cell.hypothesis)) if text
+    ]
+    problem = [cell.problem] if cell.problem and ":" in cell.problem else []
+    return [*told, *problem, *cell.remarks, *([cell.reason] if cell.reason else [])]
+
+
+def _legend(evaluated: Evaluated) -> list[Block]:
+    """Return what the marks mean that are there, and which constants were fitted on which cells."""
+    report = evaluated.report
+    used = {mark for cell in evaluated.cells for mark in marks(cell)}
+    lines = [f"- `{mark}` {meaning}" for mark, meaning in MARKS.items() if mark in used]
+    if FITTED in used and report.calibration is not None:
+        known = {row.name: row.title for row in report.rows}
+        for each in report.calibration.constants:
+            cells = (f"{known.get(row, row)} ({report.measure(measure).title})" for row, measure in each.fitted_on)
+            lines.append(f"- `{each.name}`, {each.key} of {each.cluster}, is fitted on {', '.join(cells)}")
+    return [Text("Marks:\n\n" + "\n".join(lines))] if lines else []
+
+
+def _notes(rows: Sequence[Row]) -> list[Block]:
+    lines = [f"- {row.title}: {row.note.strip()}" for row in rows if row.note]
+    return [Text("Notes:\n\n" + "\n".join(lines))] if lines else []

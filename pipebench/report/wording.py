@@ -1,0 +1,96 @@
+"""How a report writes what it has: published and reproduced values in their unit, and the marks beside them."""
+
+from collections.abc import Callable
+
+from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
+from pipebench.report.definition import Measure, Published
+from pipebench.report.evaluated import Cell
+
+CONSTRUCTED, FITTED, SUPPOSED = "=", "*", "?"
+MARKS = {
+    CONSTRUCTED: "holds by construction: such cells are counted apart",
+    FITTED: "a constant of the column was fitted on this cell; all others are predictions",
+    SUPPOSED: "rests on a hypothesis, named below the table",
+}
+_BOUNDS = {"exact": "", "about": "about ", "at_least": "≥ ", "at_most": "≤ "}
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else number(value)
+
+
+def _printed_share(value: float) -> str:
+    return f"{100 * value:.6g}%"
+
+
+def _rate(value: float) -> str:
+    return f"{number(value)} samples/s"
+
+
+_Format = Callable[[float], str]
+_REPRODUCED: dict[str, _Format] = {
+    "x": ratio,
+    "share": percent,
+    "s": seconds,
+    "bytes": num_bytes,
+    "samples/s": _rate,
+    "count": _count,
+    "none": number,
+}
+# A published figure keeps the digits that were printed.
+_PUBLISHED = _REPRODUCED | {"x": "{:.6g}x".format, "none": "{:.6g}".format, "share": _printed_share}
+
+
+def reproduced_text(cell: Cell | None, measure: Measure) -> str:
+    """Return what was reproduced: the value, of several seeds the median with the range; or why there is none."""
+    if cell is None:
+        return UNKNOWN
+    if cell.value is None:
+        return UNKNOWN if cell.problem is None else cell.problem.partition(":")[0]
+    if isinstance(cell.value, str):
+        return cell.value
+    write = _REPRODUCED[measure.unit]
+    low, high = (write(cell.value if end is None else end) for end in (cell.low, cell.high))
+    return write(cell.value) if low == high else f"{write(cell.value)} [{low} to {high}]"
+
+
+def published_text(published: Published | None, measure: Measure) -> str:
+    """Return what was published, a bound with its sign."""
+    if published is None:
+        return UNKNOWN
+    if isinstance(published.value, str):
+        return published.value
+    return f"{_BOUNDS[published.bound]}{_PUBLISHED[measure.unit](published.value)}"
+
+
+def compared_text(cell: Cell | None) -> str:
+    """Return reproduced / published, or whether a published bound is kept."""
+    if cell is None or cell.published is None or isinstance(cell.value, str | None):
+        return UNKNOWN
+    published, bound = cell.published.value, cell.published.bound
+    if isinstance(published, str):
+        return UNKNOWN
+    if bound in ("at_least", "at_most"):
+        kept = cell.value >= published if bound == "at_least" else cell.value <= published
+        return "kept" if kept else "not kept"
+    return f"{cell.value / published:.2f}" if published else UNKNOWN
+
+
+def marks(cell: Cell | None) -> str:
+    """Return the marks of a cell, in the order of `MARKS`."""
+    if cell is None:
+        return ""
+    told = {CONSTRUCTED: cell.by_construction, FITTED: cell.fitted, SUPPOSED: cell.hypothesis}
+    return "".join(mark for mark, holds in told.items() if holds)
+
+
+def plan_class(plan: str) -> str:
+    """Return which kind of plan it is, as it is written in the papers: `16`, `15-1`, `straight` or `1-1-1-1`.
+
+    >>> plan_class("16"), plan_class("15-1"), plan_class("Straight"), plan_class("1-1-1")
+    ('data parallel', 'replicated', 'straight', 'straight')
+    """
+    replicas = plan.split("-")
+    if plan.lower() == "straight" or (len(replicas) > 1 and set(replicas) == {"1"}):
+        return "straight"
+    return "data parallel" if len(replicas) == 1 else "replicated"

@@ -1,0 +1,173 @@
+"""What is drawn is what the cells and results say: read back from the figures."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
+from PIL import Image
+
+from pipebench.report.definition import Published
+from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.plot_bars import bars_figure
+from pipebench.report.plot_curves import curves_figure
+from pipebench.report.plot_lines import lines_figure
+from pipebench.report.plot_scatter import scatter_figure
+from pipebench.report.plot_style import COLOURS
+from pipebench.report.plots import draw_plots
+from tests.report.made import PICTURES, REPORT, cells, evaluated
+
+BARS, SCATTER, LINES, CURVES, _ = PICTURES
+SPEEDUPS = {(cell.row, cell.column): cell.value for cell in cells() if cell.measure == "speedup"}
+PUBLISHED = [5.28, 2.34, 1.0, 4.25]
+
+
+def only(axes: list[Axes]) -> Axes:
+    (found,) = axes
+    return found
+
+
+def xs(line: Line2D) -> list[float]:
+    return [float(x) for x in np.asarray(line.get_xdata())]
+
+
+def ys(line: Line2D) -> list[float]:
+    return [float(y) for y in np.asarray(line.get_ydata())]
+
+
+def labelled(axes: Axes) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of every line of the legend."""
+    named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    return {str(line.get_label()): list(zip(xs(line), ys(line), strict=True)) for line in named}
+
+
+def test_bars_are_as_long_as_the_values() -> None:
+    figure = bars_figure(evaluated(), BARS)
+    assert figure is not None
+    axes = only(figure.axes)
+    widths = {container.get_label(): [bar.get_width() for bar in container] for container in axes.containers}
+    assert widths == {
+        "published": PUBLISHED,
+        "ideal hardware": [SPEEDUPS[row.name, "ideal"] for row in REPORT.rows],
+        "clusters of 2019": [SPEEDUPS[row.name, "calibrated"] for row in REPORT.rows],
+    }
+    fills = [to_hex(container[0].get_facecolor()) for container in axes.containers]
+    assert fills == ["#ffffff", COLOURS[0].lower(), COLOURS[1].lower()]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [row.title for row in REPORT.rows]
+    middles = [bar.get_y() + bar.get_height() / 2 for container in axes.containers for bar in container]
+    assert len({round(middle, 6) for middle in middles}) == 12  # no bar hides another
+    assert {"5.28x", "2.66x", "5.22x"} <= {text.get_text() for text in axes.texts}
+
+
+def test_bounds_are_dotted_and_seeds_have_their_range() -> None:
+    rows = (replace(REPORT.rows[0], published={"speedup": Published(2.0, "at_least")}),)
+    made = Evaluated(replace(REPORT, rows=rows), (Cell("vgg", "speedup", "ideal", 3.0, 2.5, 3.5),))
+    figure = bars_figure(made, BARS)
+    assert figure is not None
+    axes = only(figure.axes)
+    assert axes.containers[0][0].get_linestyle() == ":"
+    assert [xs(line)[0] for line in axes.lines] == [2.5]
+    assert [xs(line)[1] for line in axes.lines] == [3.5]
+
+
+def test_scatter_sets_reproduced_against_published() -> None:
+    figure = scatter_figure(evaluated(), SCATTER)
+    assert figure is not None
+    axes = only(figure.axes)
+    points = labelled(axes)
+    for column, title in (("ideal", "ideal hardware"), ("calibrated", "clusters of 2019")):
+        wanted = [(given, SPEEDUPS[row.name, column]) for row, given in zip(REPORT.rows, PUBLISHED, strict=True)]
+        assert points[title] == wanted
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert axes.get_xlim() == axes.get_ylim()
+
+
+def test_names_in_a_scatter_hide_nothing() -> None:
+    """Of forty rows that are nearly the same some names are left out, and the others don't overlap."""
+    rows = tuple(replace(REPORT.rows[0], name=f"r{n}", title=f"a row with number {n}") for n in range(40))
+    values = [2 * (1 + 0.02 * math.sin(7 * n)) for n in range(40)]
+    made = tuple(
+        Cell(row.name, "speedup", "ideal", value, published=Published(2 + 0.03 * math.cos(5 * n)))
+        for n, (row, value) in enumerate(zip(rows, values, strict=True))
+    )
+    figure = scatter_figure(Evaluated(replace(REPORT, rows=rows, columns=REPORT.columns[:1]), made), SCATTER)
+    assert figure is not None
+    boxes = [text.get_window_extent() for text in only(figure.axes).texts]
+    assert 3 < len(boxes) < 40
+    assert not [(a, b) for a in boxes for b in boxes if a is not b and a.overlaps(b)]
+
+
+def test_lines_go_along_the_key() -> None:
+    figure = lines_figure(evaluated(), LINES)
+    assert figure is not None
+    axes = only(figure.axes)
+    ideal = [SPEEDUPS[row.name, "ideal"] for row in REPORT.rows]
+    assert labelled(axes)["ideal hardware"] == list(zip([1.0, 2.0, 3.0, 4.0], ideal, strict=True))
+    published = [line for line in axes.lines if line.get_label() == "published"]
+    assert [(xs(line)[0], ys(line)[0]) for line in published] == [*enumerate(PUBLISHED, 1)]
+
+
+def test_lines_have_a_panel_per_group_and_texts_stand_one_after_the_other() -> None:
+    rows = tuple(
+        replace(row, at={"precision": precision, "model": model})
+        for row, precision, model in zip(REPORT.rows, ("fp32", "fp16") * 2, "AABB", strict=True)
+    )
+    figure = lines_figure(replace(evaluated(), report=replace(REPORT, rows=rows)), replace(LINES, x="precision"))
+    assert figure is not None
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["A", "B"]
+    for axes in figure.axes:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["fp32", "fp16"]
+        assert [x for x, _ in labelled(axes)["ideal hardware"]] == [0.0, 1.0]
+
+
+def test_curves_are_over_epochs_and_over_time_with_stars_where_targets_are_met() -> None:
+    figure = curves_figure(evaluated(), CURVES)
+    assert figure is not None
+    for axes, per_epoch in zip(figure.axes, (1.0, 1.8), strict=True):
+        curve = labelled(axes)["dp (4), 2 of 2 seeds reached"]
+        assert [x for x, _ in curve] == pytest.approx([per_epoch * n for n in range(1, 7)])
+        assert [y for _, y in curve] == pytest.approx([1 - math.exp(-0.8 * n) for n in range(1, 7)])
+        stars = [line for line in axes.lines if line.get_marker() == "*"]
+        # 1 - exp(-0.8 n) and 1 - exp(-0.6 n) are 0.9 after 2.9 and 3.8 epochs.
+        assert [xs(line)[0] for line in stars] == pytest.approx([3 * per_epoch] * 2 + [4 * per_epoch] * 2)
+        targets = [line for line in axes.lines if line.get_linestyle() == ":"]
+        assert [ys(line)[0] for line in targets] == [0.9]
+
+
+def test_columns_with_results_of_their_own_have_curves_of_their_own() -> None:
+    made = evaluated()
+    slower = tuple(
+        replace(run, points=tuple(replace(point, clock_s=3 * point.clock_s) for point in run.points))
+        for run in made.results["vgg", "dp", "calibrated"]
+    )
+    figure = curves_figure(replace(made, results={**made.results, ("vgg", "dp", "calibrated"): slower}), CURVES)
+    assert figure is not None
+    assert [*labelled(figure.axes[1])] == [
+        "dp (4), 2 of 2 seeds reached",
+        "dp (4), clusters of 2019, 2 of 2 seeds reached",
+        "pipedream (4), 2 of 2 seeds reached",
+    ]
+
+
+def test_files_are_small_and_have_names_of_their_own(tmp_path: Path) -> None:
+    twice = replace(evaluated(), report=replace(REPORT, pictures=(*PICTURES, replace(LINES, x="model"))))
+    drawn = draw_plots(twice, tmp_path)
+    assert {image.name for image in drawn.values()} == {
+        "bars-speedup", "scatter-speedup", "lines-speedup", "curves-top1-vgg", "lines-speedup-2",
+    }  # fmt: skip
+    for image in drawn.values():
+        path = tmp_path / f"{image.name}.png"
+        assert path.stat().st_size < 30_000
+        with Image.open(path) as picture:
+            assert picture.info.keys() <= {"dpi"}
+
+
+def test_what_has_nothing_to_show_is_not_drawn(tmp_path: Path) -> None:
+    rows = tuple(replace(row, published={}, at={}) for row in REPORT.rows)
+    empty = Evaluated(replace(REPORT, rows=rows), ())
+    assert draw_plots(empty, tmp_path) == {}
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,196 @@
+"""What a report's page says, as Markdown and as HTML, compared with a page and with what the report was made of."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipebench.report.definition import Measure, Published, Report, Row
+from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.render import Rendered, render
+from pipebench.report.wording import compared_text, plan_class, published_text, reproduced_text
+from tests.report.made import CALIBRATED, REPORT, SPEEDUP, evaluated
+
+GOLDEN = Path(__file__).with_name("made.md")
+# Of HTML these have no end.
+_VOID = {"meta", "img", "br"}
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    return render(evaluated(), tmp_path_factory.mktemp("made"))
+
+
+class Reader(HTMLParser):
+    """Reads a page: its tags with their attributes, in order, and its text; tags that don't match are an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.text += data
+        if {"td", "th"} & {*self._open} and "span" not in self._open:
+            self.rows[-1][-1] += data
+
+
+def read(page: Path) -> Reader:
+    reader = Reader()
+    reader.feed(page.read_text())
+    reader.close()
+    assert not reader._open
+    return reader
+
+
+def test_markdown_is_the_page_that_people_have_looked_at(rendered: Rendered) -> None:
+    assert rendered.files[0].read_text() == GOLDEN.read_text()
+
+
+def test_the_page_is_the_same_whenever_it_is_made(rendered: Rendered, tmp_path: Path) -> None:
+    again = render(evaluated(), tmp_path)
+    for one, other in zip(rendered.files, again.files, strict=True):
+        assert one.name == other.name
+        if one.name != "report.html":  # says when it was made
+            assert one.read_bytes() == other.read_bytes(), one.name
+
+
+def test_what_is_kept_says_neither_when_nor_where_it_was_made(rendered: Rendered) -> None:
+    text = rendered.files[0].read_text()
+    assert "127.0.0.1" not in text
+    assert "2026" not in text
+    assert "torch" not in text
+
+
+def test_html_has_the_markdown_s_tables(rendered: Rendered) -> None:
+    lines = [line for line in rendered.files[0].read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    plain = [
+        [cell.replace("\\|", "|").replace("`", "") for cell in row]
+        for row in cells
+        if row[-1][:3] not in ("---", "--:")
+    ]
+    assert plain == [[" ".join(cell.split()) for cell in row] for row in read(rendered.files[1]).rows]
+
+
+def test_html_needs_nothing_else_and_runs_nothing(rendered: Rendered) -> None:
+    page = read(rendered.files[1])
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert "url(" not in rendered.files[1].read_text().split("</style>")[0]
+    assert "<script>alert(1)</script>" in page.text  # as text
+    assert "onerror=alert(1)" in page.text
+
+
+def test_cells_lead_to_their_runs(rendered: Rendered) -> None:
+    page = read(rendered.files[1])
+    links = [attributes["href"] or "" for tag, attributes in page.tags if tag == "a"]
+    for row in REPORT.rows:
+        address = f"http://127.0.0.1:5000/#/experiments/7/runs/<{row.name}>?workflowType=machine_learning"
+        assert links.count(address) == 3  # a cell in either column, and how it was obtained
+    places = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    inside = [link.removeprefix("#") for link in links if link.startswith("#")]
+    assert len(inside) == 6
+    assert {*inside} <= places
+
+
+def test_without_a_server_nothing_leads_to_runs(tmp_path: Path) -> None:
+    plain = Evaluated(REPORT, evaluated().cells)
+    page = read(render(plain, tmp_path).files[1])
+    assert not [attributes for tag, attributes in page.tags if tag == "a" and "runs/" in (attributes["href"] or "")]
+
+
+def test_the_summary_is_the_tables(rendered: Rendered) -> None:
+    text = rendered.files[0].read_text()
+    assert rendered.summary in text
+    assert "5.22x" in rendered.summary
+    assert "![" not in rendered.summary
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "reproduced", "published"),
+    [
+        ("x", 5.2, "5.20x", "5.2x"),
+        ("x", 14.9, "14.90x", "14.9x"),
+        ("share", 0.9, "90.0%", "90%"),
+        ("share", 0.345, "34.5%", "34.5%"),
+        ("s", 0.25, "250 ms", "250 ms"),
+        ("bytes", 2.9e9, "2.90 GB", "2.90 GB"),
+        ("samples/s", 1547.2, "1,547 samples/s", "1,547 samples/s"),
+        ("count", 1640.0, "1,640", "1,640"),
+        ("none", 0.123456, "0.123", "0.123456"),
+    ],
+)
+def test_values_are_written_in_their_unit(unit: str, value: float, reproduced: str, published: str) -> None:
+    measure = Measure("m", "m", unit)
+    assert reproduced_text(Cell("r", "m", "c", value), measure) == reproduced
+    assert published_text(Published(value), measure) == published
+
+
+def test_seeds_problems_and_nothing_are_said() -> None:
+    assert reproduced_text(Cell("r", "m", "c", 2.0, 1.5, 2.5), SPEEDUP) == "2.00x [1.50x to 2.50x]"
+    assert reproduced_text(Cell("r", "m", "c", 2.0, 2.0, 2.0), SPEEDUP) == "2.00x"
+    assert reproduced_text(Cell("r", "m", "c", problem="missed"), SPEEDUP) == "missed"
+    assert reproduced_text(None, SPEEDUP) == "-"
+
+
+@pytest.mark.parametrize(
+    ("value", "published", "text", "compared"),
+    [
+        (2.0, Published(2.0, "at_least"), "≥ 2x", "kept"),
+        (1.9, Published(2.0, "at_least"), "≥ 2x", "not kept"),
+        (0.9, Published(0.9, "at_most"), "≤ 0.9x", "kept"),
+        (1.0, Published(0.9, "at_most"), "≤ 0.9x", "not kept"),
+        (3.0, Published(1.5, "about"), "about 1.5x", "2.00"),
+        (3.0, Published(4.0), "4x", "0.75"),
+        (3.0, Published(0.0), "0x", "-"),
+    ],
+)
+def test_published_values_and_bounds_are_compared(value: float, published: Published, text: str, compared: str) -> None:
+    assert published_text(published, SPEEDUP) == text
+    assert compared_text(Cell("r", "m", "c", value, published=published)) == compared
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        ("16", "data parallel"), ("1", "data parallel"), ("15-1", "replicated"), ("2-2-2", "replicated"),
+        ("straight", "straight"), ("Straight", "straight"), ("1-1", "straight"),
+    ],
+)  # fmt: skip
+def test_plans_have_classes(plan: str, found: str) -> None:
+    assert plan_class(plan) == found
+
+
+def test_a_table_of_one_s_own_has_no_published_column(tmp_path: Path) -> None:
+    measures = (SPEEDUP, Measure("sent", "sent per sample", "bytes"))
+    report = Report("own", Path("own.yaml"), "Own", (CALIBRATED,), measures, (Row("a", "A", {}), Row("b", "B", {})))
+    cells = (
+        Cell("a", "speedup", "calibrated", 2.0),
+        Cell("a", "sent", "calibrated", 1e6),
+        Cell("b", "sent", "calibrated", 5.0),
+    )
+    text = render(Evaluated(report, cells), tmp_path).files[0].read_text()
+    assert "| A | 2.00x | 1.00 MB |\n| B | - | 5 B |" in text
+    assert "published" not in text
+    assert "Marks" not in text
