@@ -97,7 +97,7 @@ def test_a_cluster_as_its_runs_met_it_is_the_published_one_but_for_some_rates() 
     free: dict[str, Any] = dict.fromkeys(limits)
     assert tuple(replace(level, **free) for level in met.levels) == ideal.levels
     inside, across = met.levels
-    assert inside.sum_bytes_per_s < inside.message_bytes_per_s * 2 < inside.goodput_bytes_per_s
+    assert max(inside.sum_bytes_per_s, inside.message_bytes_per_s) < inside.goodput_bytes_per_s
     assert across.sum_bytes_per_s == across.message_bytes_per_s == across.flow_bytes_per_s
 
 
