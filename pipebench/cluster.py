@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 RING, TWO_LEVEL = "ring", "two-level"
 ALL_REDUCES = (RING, TWO_LEVEL)  # the ways in which replicas sum their gradients, see `Cluster.all_reduce`
+PER_PAIR, PER_VALUE = "per-pair", "per-value"
+CONNECTIONS = (PER_PAIR, PER_VALUE)  # what has a connection of its own, see `Level.connections`
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Level:
         ring_bytes_per_s: the payload that one sum among replicas, in a ring or by servers, passes on through a port of
             this level at most; None likewise.
         p2p_bytes_per_s: the payload that one message from worker to worker gets at most; None likewise.
+        connections: PER_PAIR: the values of a message share one connection, and what that gets; PER_VALUE: each has its
+            own.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Level:
     flow_bytes_per_s: float | None = None
     ring_bytes_per_s: float | None = None
     p2p_bytes_per_s: float | None = None
+    connections: str = PER_PAIR
 
     def copy_s(self, num_bytes: float) -> float:
         """Return the seconds that one end of a message waits for its copy from, or to, its host."""
@@ -53,13 +58,21 @@ class Level:
 
     @property
     def message_cap_bytes_per_s(self) -> float:
-        """What one message gets at most where its ports have room; infinite without such a limit."""
+        """What one connection of a message gets at most where its ports have room; infinite without such a limit."""
         return min(self.flow_bytes_per_s or math.inf, self.p2p_bytes_per_s or math.inf)
+
+    def cap_of(self, values: float) -> float:
+        """Return what a message of so many values of one size gets at most where its ports have room."""
+        return self.message_cap_bytes_per_s * (values if self.connections == PER_VALUE else 1.0)
+
+    def message_rate(self, values: float) -> float:
+        """Return what a message of so many values of one size gets where it is alone."""
+        return min(self.goodput_bytes_per_s, self.cap_of(values))
 
     @property
     def message_bytes_per_s(self) -> float:
-        """What a message that is alone gets."""
-        return min(self.goodput_bytes_per_s, self.message_cap_bytes_per_s)
+        """What a message of one value that is alone gets."""
+        return self.message_rate(1.0)
 
     def sum_cap_bytes_per_s(self, connections: float = 1.0) -> float:
         """Return what each connection of a sum gets at most where so many go through a port; infinite without limit."""

@@ -69,6 +69,7 @@ class _Samples:
 
 Count = Annotated[int, Within(0, MAX_BYTES, "a whole number from 0 on")]
 Ordinal = Annotated[int, Within(1, MAX_BYTES, "a whole number from 1 on")]
+Share = Annotated[float, Within(0, 1, "a share from 0 to 1")]
 Seconds = Annotated[float, Within(0, MAX_SECONDS, f"seconds from 0 to {MAX_SECONDS:g}")]
 Amount = Annotated[float, Within(0, 1e308, "a number from 0 on")]
 Finite = Annotated[float, Within(-1e308, 1e308, "a finite number")]

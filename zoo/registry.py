@@ -15,10 +15,22 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+class LengthClass(NamedTuple):
+    """Minibatches of one length, where a data set declares how lengths vary.
+
+    Attributes:
+        columns: width of their samples, padding included.
+        share: of all minibatches; those of all classes add up to 1.
+    """
+
+    columns: int
+    share: float
 
 
 class DataError(ValueError):
@@ -44,6 +56,8 @@ class Dataset(ABC):
         num_ids: for fields of ids, how many different ones there are: embeddings need as many rows, logits as many
             columns.
         loader_processes: processes in which an engine fetches samples ahead; 0: in its own, when they are needed.
+        lengths: the lengths that minibatches have, where that is declared and not left to the data: for simulations;
+            empty: `example` stands for all of them.
     """
 
     inputs: Sequence[str]
@@ -55,6 +69,7 @@ class Dataset(ABC):
     generates_with: str | None = None
     num_ids: Mapping[str, int] = {}
     loader_processes: int = 0
+    lengths: Sequence[LengthClass] = ()
 
     def check(self) -> None:  # noqa: B027 (most data is simply there)
         """Raise OSError, ImportError or ValueError, with one readable sentence, if the data can't be read."""
@@ -65,6 +80,10 @@ class Dataset(ABC):
 
         Where samples differ in length, this is the length that stands for all of them in profiles.
         """
+
+    def of_length(self, columns: int) -> Dataset:
+        """Return this data set with examples of a length that it declares."""
+        raise NotImplementedError(f"{type(self).__name__} declares no lengths")
 
     @abstractmethod
     def fetch(
@@ -174,6 +193,7 @@ MODELS: dict[str, Entry] = {
         "zoo.resnet:resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images"
     ),
     "s2vt": Entry("zoo.s2vt:s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout"),
+    "uniform": Entry("zoo.uniform:uniform", "a chain of equal linear layers, for closed formulas; layers, width"),
     "vgg16": Entry("zoo.vgg:vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout"),
 }
 # Functions or classes that return a `Dataset`; their typed keyword arguments are its options.

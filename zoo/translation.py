@@ -6,9 +6,10 @@ begin and the target's tokens, and is to say the tokens and end.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zoo import bleu
@@ -130,6 +131,12 @@ class Translation(Dataset):
         target = (num_samples, self.options.target_columns or typical_target)
         shapes = {"source": source, "source_length": (num_samples,), "target_in": target, "target_out": target}
         return {field: torch.empty(shape, dtype=torch.int64, device="meta") for field, shape in shapes.items()}
+
+    def of_length(self, columns: int) -> Translation:
+        """Return this data set with examples whose both sides are so wide."""
+        made = copy.copy(self)
+        made.options = replace(self.options, typical_columns=(columns, columns))
+        return made
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0

@@ -7,6 +7,8 @@ characters that Latin-1 lacks, learns 32,000 merges on both languages, and leave
 
 import contextlib
 import hashlib
+import itertools
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from zoo import line_index
 from zoo.bpe import undo_marks
 from zoo.line_index import Integers, LineIndex
 from zoo.places import cache_folder, data_folder, write_whole
+from zoo.registry import LengthClass
 from zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK, round_up
 from zoo.translation import SIDES, Translation, TranslationOptions, check_split
 
@@ -28,6 +31,11 @@ MAX_LENGTH, NUM_BUCKETS = 50, 5
 # Mean of the same logs: 61,500 tokens/s in minibatches of 128 pairs and 0.101 s are 24 tokens a side; padding to the
 # top of a bucket that is 10 wide adds about half a bucket.
 TYPICAL_LENGTH = 30
+FIXED, DECLARED = "fixed", "declared"
+# The longer side of a pair, in tokens, as a log-normal distribution (assumed, as is usual for sentences), of which
+# 3,498,161 / 4,068,191 of what has at most 80 tokens have at most 50 (the same logs), and with which minibatches are as
+# wide on average as the one that stands for all. A longer side then has 25.5 tokens on average.
+_LOG_MEAN, _LOG_DEVIATION = 3.341, 0.654
 _VOCABULARY_MULTIPLE = 8  # as MLPerf pads it
 _FRAME = 2  # begin and end, which MLPerf counts as tokens
 _LANGUAGES = {"source": "en", "target": "de"}
@@ -47,9 +55,12 @@ class Wmt16(Translation):
     Held out is newstest2014. Tokens of the vocabulary file have ids from 4, in its order.
     """
 
-    def __init__(self, options: TranslationOptions, root: str, max_length: int, loader_processes: int) -> None:
+    def __init__(
+        self, options: TranslationOptions, root: str, max_length: int, loader_processes: int, lengths: str = FIXED
+    ) -> None:
         super().__init__(options)
         self.root, self.max_length, self.loader_processes = root, max_length, loader_processes
+        self.lengths = length_classes(max_length) if lengths == DECLARED else ()
 
     def check(self) -> None:
         """Raise OSError, ImportError or ValueError unless the files are there and of the declared sizes."""
@@ -91,7 +102,7 @@ class Wmt16(Translation):
 
     def buckets(self) -> Sequence[int]:
         """Return each training pair's bucket of MLPerf's five: its longer side's length over a fifth of the most."""
-        width = -(-self.max_length // NUM_BUCKETS)
+        width = _bucket_width(self.max_length)
         longer = numpy.maximum(*(self._side(side, "train")[1].counts for side in SIDES)) + _FRAME
         found: list[int] = numpy.minimum(longer // width, NUM_BUCKETS - 1).tolist()
         return found
@@ -144,6 +155,7 @@ def wmt16(
     label_smoothing: float = 0.1,
     num_scored: int = 0,
     loader_processes: int = 1,
+    lengths: str = FIXED,
 ) -> Wmt16:
     """Build the data set; reads nothing.
 
@@ -158,6 +170,8 @@ def wmt16(
         label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
         num_scored: sentences of newstest2014 that BLEU is computed on; 0: all, which alone compares with others.
         loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
+        lengths: for simulations: `fixed`: all minibatches are as wide as `typical_length`; `declared`: as their buckets
+            are, which published counts of sentences tell, see `length_classes`.
 
     Raises:
         ValueError: an option is out of range; the message says which.
@@ -171,6 +185,12 @@ def wmt16(
             raise ValueError(f"wmt16: {option} is {value}, allowed is {least} or more")
     if not 3 <= typical_length <= max_length:
         raise ValueError(f"wmt16: typical_length is {typical_length}, allowed is 3 to max_length, {max_length}")
+    if lengths not in (FIXED, DECLARED):
+        raise ValueError(f"wmt16: lengths is {lengths[:60]!r}, allowed are {FIXED}, {DECLARED}")
+    if lengths == DECLARED and typical_length != TYPICAL_LENGTH:
+        raise ValueError(
+            f"wmt16: typical_length is {typical_length}, which lengths: {DECLARED} doesn't use: leave one of them out"
+        )
     if vocabulary % _VOCABULARY_MULTIPLE:
         raise ValueError(f"wmt16: vocabulary is {vocabulary}, allowed is a multiple of {_VOCABULARY_MULTIPLE}")
     # MLPerf's command: case overlooked, mteval's international tokenisation.
@@ -179,7 +199,31 @@ def wmt16(
         typical_columns=(typical_length, typical_length), max_written=max_written,
         label_smoothing=label_smoothing, num_scored=num_scored, tokenize="intl", lowercase=True,
     )  # fmt: skip
-    return Wmt16(options, root, max_length, loader_processes)
+    return Wmt16(options, root, max_length, loader_processes, lengths)
+
+
+def length_classes(max_length: int) -> tuple[LengthClass, ...]:
+    """Return how wide minibatches are: each is of one of MLPerf's five buckets, and as wide as its longest sentence.
+
+    Of 64 sentences one is about as long as its bucket allows. A bucket has as large a share of the minibatches as of
+    the sentences: minibatches of all buckets are equally many sentences.
+    """
+    width = _bucket_width(max_length)
+    longest = [*(width * (bucket + 1) - 1 for bucket in range(NUM_BUCKETS - 1)), max_length]
+    below = [0.0, *(_share_within(most) for most in longest)]
+    return tuple(
+        LengthClass(most, (b - a) / below[-1]) for most, (a, b) in zip(longest, itertools.pairwise(below), strict=True)
+    )
+
+
+def _bucket_width(max_length: int) -> int:
+    return -(-max_length // NUM_BUCKETS)
+
+
+def _share_within(most: int) -> float:
+    """Return the share of pairs whose longer side has at most so many tokens."""
+    deviations = (math.log(most + 0.5) - _LOG_MEAN) / _LOG_DEVIATION
+    return (1 + math.erf(deviations / math.sqrt(2))) / 2
 
 
 def _rows(indices: Sequence[int]) -> Integers:

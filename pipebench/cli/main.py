@@ -13,6 +13,7 @@ from pipebench.cli.lab import lab
 from pipebench.cli.ls import list_
 from pipebench.cli.plan import plan
 from pipebench.cli.profile import profile_
+from pipebench.cli.report import report
 from pipebench.cli.run import run
 from pipebench.cli.show import show
 from pipebench.cli.ui import ui
@@ -33,6 +34,7 @@ def cli() -> None:
       pipebench show quickstart            every setting of a recipe
       pipebench profile quickstart         what every layer costs, as a table and a picture
       pipebench plan quickstart            which layers make a stage, on how many workers, and why
+      pipebench report --list              published tables and figures beside what is reproduced
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
       pipebench run --resume RUN           go on from a checkpoint, under another plan too
@@ -45,7 +47,7 @@ def cli() -> None:
     """
 
 
-for command in (run, show, draw, profile_, plan, export, lab, list_, ui):
+for command in (run, report, show, draw, profile_, plan, export, lab, list_, ui):
     cli.add_command(command)
 
 

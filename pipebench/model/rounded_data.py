@@ -23,7 +23,7 @@ class RoundedData(Dataset):
         self.inputs, self.targets, self.metrics = data.inputs, data.targets, data.metrics
         self.num_train, self.num_eval, self.num_ids = data.num_train, data.num_eval, data.num_ids
         self.sequential, self.generates_with = data.sequential, data.generates_with
-        self.loader_processes = data.loader_processes
+        self.loader_processes, self.lengths = data.loader_processes, data.lengths
 
     def check(self) -> None:
         """See `Dataset`; likewise the others."""
@@ -32,6 +32,10 @@ class RoundedData(Dataset):
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return rounded inputs, and targets."""
         return self._rounded(self._data.example(num_samples))
+
+    def of_length(self, columns: int) -> Dataset:
+        """Return the data set with rounded examples of a length."""
+        return RoundedData(self._data.of_length(columns), self._low_type)
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0

@@ -5,7 +5,9 @@ engine, plan or order of work changes either.
 """
 
 import hashlib
+import itertools
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _MASK = (1 << 64) - 1
+_COLUMNS_KEPT = 1 << 16
 
 
 def mix(*numbers: int) -> int:
@@ -58,6 +61,21 @@ class Stream(NamedTuple):
     starts: bool
 
 
+class Shape(NamedTuple):
+    """What the costs of a unit depend on where lengths vary.
+
+    Attributes:
+        num_samples: its samples, at least 1.
+        columns: how wide they are.
+    """
+
+    num_samples: int
+    columns: int
+
+
+Size = int | Shape  # what the costs of a unit depend on: how many samples it has, and their length where that varies
+
+
 class Sampler:
     """Which samples make up minibatch k: a fresh permutation every epoch, the last minibatch of it may be short.
 
@@ -70,6 +88,7 @@ class Sampler:
     """
 
     streams: int | None = None  # where samples follow each other: how many take turns
+    varies = False  # whether minibatches differ in more than their number of samples
 
     def __init__(
         self,
@@ -89,6 +108,10 @@ class Sampler:
         """Return the number of samples of minibatch k."""
         last = self.minibatches_per_epoch - 1
         return self.num_samples - last * self.minibatch_size if k % (last + 1) == last else self.minibatch_size
+
+    def sizes(self, k: int, microbatches: int) -> list[Size]:
+        """Return what the costs of the microbatches of minibatch k depend on."""
+        return [*microbatch_sizes(self.size(k), microbatches)]
 
     def samples_before(self, k: int) -> int:
         """Return the number of samples in minibatches 0 to k - 1."""
@@ -164,6 +187,45 @@ class Streams(Sampler):
         """Return which stream minibatch k is of; every epoch starts anew."""
         within = k % self.minibatches_per_epoch
         return Stream(within % self.streams, starts=within < self.streams)
+
+
+class Varying(Sampler):
+    """Minibatches whose lengths are drawn: how many samples they have and how wide, not which.
+
+    Args:
+        num_samples: samples of an epoch.
+        minibatch_size: samples of a minibatch, but the last of an epoch.
+        seed: of the draws.
+        lengths: how wide minibatches are, and the share of them that is.
+
+    Attributes:
+        columns: returns how wide minibatch k is.
+    """
+
+    def __init__(self, num_samples: int, minibatch_size: int, seed: int, lengths: Sequence[tuple[int, float]]) -> None:
+        super().__init__(num_samples, minibatch_size, seed)
+        self.lengths = tuple(lengths)
+        self.varies = len(lengths) > 1
+        self._up_to = [*itertools.accumulate(share for _, share in lengths)]
+        self.columns = lru_cache(maxsize=_COLUMNS_KEPT)(self._drawn_columns)  # asked for again and again of a few
+
+    def sizes(self, k: int, microbatches: int) -> list[Size]:
+        """See `Sampler`: microbatches are as wide as their minibatch."""
+        columns = self.columns(k)
+        return [Shape(size, columns) if size else 0 for size in microbatch_sizes(self.size(k), microbatches)]
+
+    def _drawn_columns(self, k: int) -> int:
+        """Return how wide minibatch k is: its own draw, whoever asks."""
+        drawn = mix(self._seed, name_hash("length"), k) / (1 << 63) * self._up_to[-1]
+        return self.lengths[min(bisect(self._up_to, drawn), len(self.lengths) - 1)][0]
+
+    def of_length(self, columns: int) -> "Varying":
+        """Return the same minibatches, all as wide."""
+        return Varying(self.num_samples, self.minibatch_size, self._seed, [(columns, 1.0)])
+
+    def indices(self, k: int) -> Sequence[int]:
+        """Refuse: only lengths are known."""
+        raise NotImplementedError("of minibatches whose lengths are drawn nothing else is known")
 
 
 def microbatch_sizes(num_samples: int, microbatches: int) -> list[int]:

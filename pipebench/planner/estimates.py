@@ -78,10 +78,10 @@ class Estimator:
 
     @cached_property
     def sizes(self) -> Profile:
-        """The profile at the sizes that matter."""
+        """The profile at the sizes that matter, of one length: the one that stands for all where it varies."""
         layers = self.request.profile.layers
         wanted = {self.unit_size, self.request.minibatch_size} & {*layers}
-        return replace(self.request.profile, layers={size: layers[size] for size in sorted(wanted)})
+        return replace(self.request.profile, layers={size: layers[size] for size in sorted(wanted)}, lengths=())
 
     def memory(self, limit_bytes: float) -> MemoryRule:
         """Return how this mode fills so much memory."""

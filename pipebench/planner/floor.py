@@ -49,6 +49,17 @@ class Sketch(NamedTuple):
         return tuple(stage.replicas for stage in self.stages)
 
 
+class _Crossing(NamedTuple):
+    """What goes from a stage to another: bytes forward and back, and of how many values; of one size, for a floor."""
+
+    sent: int
+    returned: int
+    values: int
+
+
+_NOTHING = _Crossing(0, 0, 0)
+
+
 class Floors:
     """Floors of plans for one model on one cluster, under 1F1B without flushes."""
 
@@ -113,10 +124,10 @@ class Floors:
         """Return the layers before a place whose output is read from there on."""
         return [int(value) for value in np.flatnonzero(self._last_reader[:place] >= place)]
 
-    def _edges(self, sketch: Sketch) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return (source stage, target stage) to the bytes that cross forward and back."""
+    def _edges(self, sketch: Sketch) -> dict[tuple[int, int], _Crossing]:
+        """Return (source stage, target stage) to what crosses."""
         places = [self._places[stage.start] for stage in sketch.stages] + [len(self.rows)]
-        edges: dict[tuple[int, int], tuple[int, int]] = {}
+        edges: dict[tuple[int, int], _Crossing] = {}
         for target in range(1, len(sketch.stages)):
             start, stop = places[target], places[target + 1]
             for value in self._crossing(start):
@@ -124,8 +135,9 @@ class Floors:
                 at = bisect.bisect_left(readers, start)
                 if self._relay or (at < len(readers) and readers[at] < stop):
                     edge = (target - 1 if self._relay else bisect.bisect_right(places, value) - 1, target)
-                    sent, returned = edges.get(edge, (0, 0))
-                    edges[edge] = (sent + self.rows[value].output_bytes, returned + self.rows[value].gradient_bytes)
+                    sent, returned, values = edges.get(edge, _NOTHING)
+                    row = self.rows[value]
+                    edges[edge] = _Crossing(sent + row.output_bytes, returned + row.gradient_bytes, values + 1)
         return edges
 
     def _level_between(self, one: int, other: int) -> Level:
@@ -153,7 +165,7 @@ class Floors:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)
         return max(max(round_s, load_s) / m for round_s, load_s, m in zip(rounds, loads, sketch.replicas, strict=True))
 
-    def _loops_s(self, sketch: Sketch, rounds: Sequence[float], edges: dict[tuple[int, int], tuple[int, int]]) -> float:
+    def _loops_s(self, sketch: Sketch, rounds: Sequence[float], edges: dict[tuple[int, int], _Crossing]) -> float:
         replicas, slowest_s = sketch.replicas, 0.0
         warmups = self.warmups(replicas, sketch.depth)
         ways = [self._way_s(sketch, index, edges.get((index, index + 1))) for index in range(len(replicas) - 1)]
@@ -172,18 +184,18 @@ class Floors:
                 slowest_s = max(slowest_s, loop_s / (warmups[first] * m - waiting))
         return slowest_s
 
-    def _way_s(self, sketch: Sketch, index: int, crossing: tuple[int, int] | None) -> float | None:
+    def _way_s(self, sketch: Sketch, index: int, crossing: _Crossing | None) -> float | None:
         """Return the seconds from a stage to the next and back where they are nearest; None if nothing comes back."""
-        if crossing is None or crossing[1] == 0:
+        if crossing is None or crossing.returned == 0:
             return None
         levels = {self._level(*pair) for pair in _pairs(sketch, index, index + 1)}
-        num_bytes = sum(crossing)
+        num_bytes = crossing.sent + crossing.returned
         return min(
-            num_bytes / level.message_bytes_per_s + 2 * level.latency_s + 2 * level.copy_s(num_bytes)
+            num_bytes / level.message_rate(crossing.values) + 2 * level.latency_s + 2 * level.copy_s(num_bytes)
             for level in levels
         )
 
-    def _ports_s(self, sketch: Sketch, edges: dict[tuple[int, int], tuple[int, int]]) -> float:
+    def _ports_s(self, sketch: Sketch, edges: dict[tuple[int, int], _Crossing]) -> float:
         """Return the seconds per minibatch of the busiest port, for its bytes alone."""
         load: Counter[tuple[int, int, bool]] = Counter()
         for index, (start, stop, replicas) in enumerate(sketch.stages):
@@ -192,7 +204,7 @@ class Floors:
                 ring = sorted(sketch.devices[index])
                 for sender, receiver, num_bytes in traffic(ALL_REDUCE, weights, replicas):
                     self._carry(load, ring[sender], ring[receiver], num_bytes / replicas)
-        for (source, target), (sent, returned) in edges.items():
+        for (source, target), (sent, returned, _) in edges.items():
             pairs = _pairs(sketch, source, target)
             for one, other in pairs:
                 self._carry(load, one, other, sent / len(pairs))
@@ -200,16 +212,16 @@ class Floors:
         levels = self._cluster.levels
         return max((each / levels[level].goodput_bytes_per_s for (level, _, _), each in load.items()), default=0.0)
 
-    def _limits_s(self, sketch: Sketch, edges: dict[tuple[int, int], tuple[int, int]]) -> float:
+    def _limits_s(self, sketch: Sketch, edges: dict[tuple[int, int], _Crossing]) -> float:
         """Return the seconds per minibatch of the busiest connection, and of the worker busiest with copies, too."""
         slowest_s = 0.0
         copying_s: Counter[int] = Counter()
-        for (source, target), (sent, returned) in edges.items():
+        for (source, target), (sent, returned, values) in edges.items():
             pairs = _pairs(sketch, source, target)
             cycle = math.lcm(sketch.stages[source].replicas, sketch.stages[target].replicas)
             for pair in pairs:
                 level = self._level(*pair)
-                slowest_s = max(slowest_s, max(sent, returned) / cycle / level.message_bytes_per_s)
+                slowest_s = max(slowest_s, max(sent, returned) / cycle / level.message_rate(values))
                 for device in pair:
                     copying_s[device] += level.copy_s(sent + returned) / len(pairs)  # type: ignore[assignment]
         for (start, stop, replicas), devices in zip(sketch.stages, sketch.devices, strict=True):

@@ -26,6 +26,7 @@ from pipebench.planner.flat import SearchStage
 from pipebench.planner.placement_costs import LONGEST_CYCLE, spanned, stage_level
 from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.simulate.costs import as_values
 
 
 class _Way(NamedTuple):
@@ -115,6 +116,7 @@ def _way(
     cycle = math.lcm(len(own), len(others))
     pairs = {(own[k % len(own)], others[k % len(others)]) for k in range(min(cycle, LONGEST_CYCLE))}
     level = cluster.levels[max(spanned(cluster, pair) for pair in pairs)]
-    rate, copy_s = level.message_bytes_per_s, level.copy_s(sent + returned)
+    rate = level.message_rate(as_values([row.output_bytes for row in crossing]))
+    copy_s = level.copy_s(sent + returned)
     there_and_back_s = (sent + returned) / rate + 2 * level.latency_s + 2 * copy_s
     return _Way(there_and_back_s, max(sent, returned) / rate / cycle, copy_s, returned > 0)

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,9 +25,10 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached
 from pipebench.profile.devices import DEVICES, LOCAL, find_device, is_computed, local_device_name
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
+from pipebench.profile.lengths import of_every_length
 from pipebench.profile.load import load_profile
 from pipebench.profile.measure import measured_profile
-from pipebench.profile.model import Profile
+from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
@@ -86,7 +87,13 @@ def _profile_for(
     if timing != "measured":
         found = fitting(load_profile(timing, recipe.train.minibatch_size), timing, graph, sizes)
         _check_precision(found, timing, recipe.train.precision)
+        _check_lengths(found, timing, dataset)
         return _with_the_models_bytes(found, timing, graph, dataset, sizes, optimizer, text)
+    if dataset.lengths:
+        raise ProfileError(
+            f"dataset.lengths: {recipe.dataset.get('lengths')} needs times at every length, and only the data has "
+            "minibatches to measure; use a cluster whose device is of the catalogue, or fixed"
+        )
     if cluster.device != LOCAL and not engine_kind(recipe).in_processes:
         raise ProfileError(
             f"engine.timing: measured gives this machine's times, which say nothing about the {cluster.device} of "
@@ -143,27 +150,39 @@ def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]
             f"{', '.join(map(str, sorted(profile.layers)))}; nothing is scaled, so profile those sizes too"
             + ("" if _says_samples(profile) else " (a graph.txt holds one size, taken to be train.minibatch_size)")
         )
+
+    def fitted(given: Mapping[int, tuple[LayerProfile, ...]]) -> dict[int, tuple[LayerProfile, ...]]:
+        return {size: _fitting_rows(profile, rows, path, graph) for size, rows in given.items()}
+
+    return replace(profile, layers=fitted(profile.layers), lengths=of_every_length(profile.lengths, fitted))
+
+
+def _fitting_rows(
+    profile: Profile, rows: Sequence[LayerProfile], path: str, graph: LayerGraph
+) -> tuple[LayerProfile, ...]:
+    """Return the rows that do work, with the edges of the model whose layers they turn out to be."""
     expected = [*(layer.name for layer in graph.layers), LOSS]
     reads = [(layer.reads, layer.inputs) for layer in graph.layers] + [(graph.outputs, ())]
-    layers = {}
-    for size, rows in profile.layers.items():
-        work = [row for row in rows if not row.is_input]
-        for index, (ours, row) in enumerate(zip(expected, work, strict=False)):
-            if ours != row.name:
-                raise ProfileError(
-                    f"profile {path} is of another model: layer {index} is {row.name}, expected is {ours}"
-                )
-            wanted = {*graph.layers[index].parameters} if index < len(graph.layers) else set()
-            if _says_samples(profile) and {*row.parameters} != wanted:
-                problem = f"layer {ours} has {len(row.parameters)} parameters, expected are {len(wanted)}"
-                other = next(iter({*row.parameters} ^ wanted))
-                raise ProfileError(f"profile {path} is of another model: {problem} ({other} is in one of them only)")
-        if len(work) != len(expected):
-            raise ProfileError(f"profile {path} is of another model: {len(work)} layers, expected are {len(expected)}")
-        layers[size] = tuple(
-            replace(row, reads=own, inputs=inputs) for row, (own, inputs) in zip(work, reads, strict=True)
-        )
-    return replace(profile, layers=layers)
+    work = [row for row in rows if not row.is_input]
+    for index, (ours, row) in enumerate(zip(expected, work, strict=False)):
+        if ours != row.name:
+            raise ProfileError(f"profile {path} is of another model: layer {index} is {row.name}, expected is {ours}")
+        wanted = {*graph.layers[index].parameters} if index < len(graph.layers) else set()
+        if _says_samples(profile) and {*row.parameters} != wanted:
+            problem = f"layer {ours} has {len(row.parameters)} parameters, expected are {len(wanted)}"
+            other = next(iter({*row.parameters} ^ wanted))
+            raise ProfileError(f"profile {path} is of another model: {problem} ({other} is in one of them only)")
+    if len(work) != len(expected):
+        raise ProfileError(f"profile {path} is of another model: {len(work)} layers, expected are {len(expected)}")
+    return tuple(replace(row, reads=own, inputs=inputs) for row, (own, inputs) in zip(work, reads, strict=True))
+
+
+def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
+    """Refuse a profile whose minibatches have other lengths than the data set's."""
+    held, wanted = ([(each.columns, each.share) for each in lengths] for lengths in (profile.lengths, dataset.lengths))
+    if held != wanted:
+        told = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
+        raise ProfileError(f"profile {path} has times of {next(told)}, dataset.lengths asks for {next(told)}")
 
 
 def _with_the_models_bytes(

@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from pipebench.typed_json import Count, Samples, Seconds
+from pipebench.model.sampling import Shape, Size
+from pipebench.typed_json import Count, Ordinal, Samples, Seconds, Share
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,23 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
+class LengthProfile:
+    """Layer costs of minibatches of one length.
+
+    Attributes:
+        columns: how wide their samples are.
+        share: of all minibatches.
+        layers: as of `Profile`, at exactly this length.
+        load_s: likewise.
+    """
+
+    columns: Ordinal
+    share: Share
+    layers: Mapping[Samples, tuple[LayerProfile, ...]]
+    load_s: Mapping[Samples, Seconds]
+
+
+@dataclass(frozen=True)
 class Profile:
     """Layer costs of one model on one device.
 
@@ -83,6 +104,8 @@ class Profile:
         whole_step_s: number of samples to a whole measured forward and backward, where one was measured.
         state_bytes_per_byte: bytes of optimizer state per byte of what it steps on (momentum: 1, Adam: 2).
         precision: the recipe's `train.precision` that it was made at.
+        lengths: where minibatches vary in length: the costs at every length. `layers` and `load_s` then are what plans
+            are made for: the means over all minibatches, and kept for the backward what the longest keep.
     """
 
     model: str
@@ -96,6 +119,23 @@ class Profile:
     whole_step_s: Mapping[Samples, Seconds]
     state_bytes_per_byte: Count = 0
     precision: str = "fp32"
+    lengths: tuple[LengthProfile, ...] = ()
+
+    @property
+    def by_size(self) -> dict[Size, tuple[LayerProfile, ...]]:
+        """The layers at everything that a unit's costs depend on: at every length, too, where it varies."""
+        return self._at_all_sizes(self.layers, [each.layers for each in self.lengths])
+
+    @property
+    def load_s_by_size(self) -> dict[Size, float]:
+        """The seconds to load a unit, likewise."""
+        return self._at_all_sizes(self.load_s, [each.load_s for each in self.lengths])
+
+    def _at_all_sizes(self, means: Mapping[int, _T], own: Sequence[Mapping[int, _T]]) -> dict[Size, _T]:
+        found: dict[Size, _T] = dict(means.items())
+        for length, values in zip(self.lengths, own, strict=True):
+            found |= {Shape(n, length.columns): value for n, value in values.items()}
+        return found
 
     @property
     def has_masters(self) -> bool:

@@ -4,20 +4,21 @@ It may come from anywhere, so every fault is found here, before anything is plan
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from pipebench.errors import ProfileError
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, LengthProfile, Profile
 from pipebench.profile.parts import with_usual_part
 from pipebench.typed_json import JsonError, read, shown
 
-VERSION = 4
+VERSION = 5
 _WITHOUT_PARTS = 2  # knew one precision and didn't tell the parts of a backward apart
-_LATER = ("saved_with",)
+_LATER = ("saved_with", "lengths")
 # By the version of a profile that can still be read, what it lacks.
-_LACKS = {_WITHOUT_PARTS: ("weight_s", "master_sizes", "precision", *_LATER), 3: _LATER, VERSION: ()}
+_LACKS = {_WITHOUT_PARTS: ("weight_s", "master_sizes", "precision", *_LATER), 3: _LATER, 4: ("lengths",), VERSION: ()}
 _KEY = "pipebench_profile"
 
 
@@ -56,7 +57,13 @@ def _with_usual_parts(profile: Profile) -> Profile:
 
 def _check_complete(data: Mapping[str, Any], but: Sequence[str]) -> None:
     """Refuse what lacks a field, even one that has a default in Python: a layer without `reads` is another graph."""
-    rows = [(f"layers[{size}][{i}]: ", row) for size, each in data["layers"].items() for i, row in enumerate(each)]
+    parts = [("", data), *((f"lengths[{i}].", each) for i, each in enumerate(data.get("lengths", ())))]
+    rows = [
+        (f"{part}layers[{size}][{i}]: ", row)
+        for part, held in parts
+        for size, each in held["layers"].items()
+        for i, row in enumerate(each)
+    ]
     for kind, places in ((Profile, [("", data)]), (LayerProfile, rows)):
         for where, found in places:
             for field in fields(kind):
@@ -72,11 +79,15 @@ def check_profile(profile: Profile) -> None:
     """
     if not profile.layers:
         raise ProfileError("has no layers: at least one number of samples is needed")
-    for size, rows in profile.layers.items():
-        _rows(rows, f"layers at {size} samples")
-        if size not in profile.load_s:
-            raise ProfileError(f"has layers at {size} samples, but no load_s for them")
+    _layers(profile.layers, profile.load_s, "")
     (first_size, first), *others = profile.layers.items()
+    for columns, length in _by_columns(profile).items():
+        where = f" of length {columns}"
+        if {*length.layers} != {*profile.layers}:
+            sizes = (", ".join(map(str, sorted(layers))) or "no" for layers in (length.layers, profile.layers))
+            raise ProfileError(f"has layers{where} at {next(sizes)} samples, expected is as of all: {next(sizes)}")
+        _layers(length.layers, length.load_s, where)
+        others += length.layers.items()
     for size, rows in others:
         if [(row.name, row.reads) for row in rows] != [(row.name, row.reads) for row in first]:
             raise ProfileError(f"has other layers, or edges between them, at {size} samples than at {first_size}")
@@ -85,6 +96,23 @@ def check_profile(profile: Profile) -> None:
             raise ProfileError(
                 f"has whole_step_s {whole_s:g} for {size} samples, but a time goes with layers and is > 0"
             )
+
+
+def _by_columns(profile: Profile) -> dict[int, LengthProfile]:
+    found = {each.columns: each for each in profile.lengths}
+    if len(found) < len(profile.lengths):
+        raise ProfileError(f"has lengths {[each.columns for each in profile.lengths]}, allowed is each once")
+    if profile.lengths and not math.isclose(sum(each.share for each in profile.lengths), 1.0, rel_tol=1e-6):
+        shares = [each.share for each in profile.lengths]
+        raise ProfileError(f"has lengths with shares {shares}, allowed are ones that add up to 1")
+    return found
+
+
+def _layers(layers: Mapping[int, Sequence[LayerProfile]], load_s: Mapping[int, float], where: str) -> None:
+    for size, rows in layers.items():
+        _rows(rows, f"layers at {size} samples{where}")
+        if size not in load_s:
+            raise ProfileError(f"has layers at {size} samples{where}, but no load_s for them")
 
 
 def _rows(rows: Sequence[LayerProfile], where: str) -> None:

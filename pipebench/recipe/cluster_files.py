@@ -12,7 +12,7 @@ from pipebench.recipe.typecheck import shown
 
 LEVELS = "levels"
 KEYS = ("device", "memory", LEVELS, "max_servers", "all_reduce")
-LEVEL_KEYS = ("name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "p2p")
+LEVEL_KEYS = ("name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "p2p", "connections")
 
 
 class Given(NamedTuple):

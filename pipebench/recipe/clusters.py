@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipebench.cluster import ALL_REDUCES, RING, Cluster, Level
+from pipebench.cluster import ALL_REDUCES, CONNECTIONS, PER_PAIR, RING, Cluster, Level
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster, summary
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
@@ -120,10 +120,11 @@ def _level(keys: Keys, reader: _Reader) -> Level | None:
     host_copy, flow, ring, p2p = (
         reader.optional(keys.at(name), parse_bandwidth, None) for name in ("host_copy", "flow", "ring", "p2p")
     )
-    if count is None or bandwidth is None or latency is None or efficiency is None:
+    connections = reader.optional(keys.at("connections"), _connections, PER_PAIR)
+    if count is None or bandwidth is None or latency is None or efficiency is None or connections is None:
         return None
     name = str(keys.at("name").value)
-    return Level(name, count, bandwidth, latency, efficiency, host_copy, flow, ring, p2p)
+    return Level(name, count, bandwidth, latency, efficiency, host_copy, flow, ring, p2p, connections)
 
 
 def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], file: str) -> None:
@@ -155,4 +156,11 @@ def _all_reduce(value: object) -> str:
     if value not in ALL_REDUCES:
         hint = nearest(str(value)[:60], ALL_REDUCES)
         raise UnitError(f"got {shown(value)}, allowed are {', '.join(ALL_REDUCES)}{hint}")
+    return str(value)
+
+
+def _connections(value: object) -> str:
+    if value not in CONNECTIONS:
+        hint = nearest(str(value)[:60], CONNECTIONS)
+        raise UnitError(f"got {shown(value)}, allowed are {', '.join(CONNECTIONS)}{hint}")
     return str(value)

@@ -248,7 +248,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
         recipe=recipe,
         # Without the schema, which it has been checked against: OmegaConf 2.3 merges nothing into frozen classes.
         config=OmegaConf.create(plain),
-        flat=dict(_flat(plain)),
+        flat=dict(flattened(plain)),
         path=path,
         source=display(path),
         origins={dotted(key): leaf.file for key, leaf in leaves.found.items()},
@@ -383,11 +383,11 @@ def _kept_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key,
     return plain
 
 
-def _flat(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield full keys, and values the way YAML writes them, on one line."""
     for name, value in data.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", shown(value) if value is None or isinstance(value, bool) else str(value)
 

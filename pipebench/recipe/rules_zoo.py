@@ -8,6 +8,7 @@ from typing import Any
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, choice
 from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.make import make_dataset, make_model
 from pipebench.recipe.options import OF_PAIRS, option_problems, options
 from pipebench.recipe.plan_file import asked_replicas
@@ -163,6 +164,13 @@ def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
     if minibatch_size > dataset.num_train:
         problem = f"got {minibatch_size}, allowed are 1 to {dataset.num_train}, the training samples there are"
         yield "train.minibatch_size", problem
+
+
+@rule("@dataset", "engine.kind")
+def _lengths(dataset: Any, kind: str) -> Problems:
+    if dataset.lengths and kind in ENGINES and ENGINES[kind].trains:
+        given = "got declared, which is for engine.kind simulated"
+        yield "dataset.lengths", f"{given}: kind {kind} trains, on samples as long as they are; allowed is fixed"
 
 
 @rule("@dataset", "train.streams", "train.minibatch_size", "train.evaluate_every", "train.checkpoint_every")

@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,13 +50,16 @@ _KINDS = (
 )  # made of one sentence
 
 
-def prepare_job(loaded: LoadedRecipe, *, apart: bool = False, tells: bool = False, **how: Any) -> Job:
+def prepare_job(
+    loaded: LoadedRecipe, *, apart: bool = False, tells: bool = False, silent: bool = False, **how: Any
+) -> Job:
     """Prepare a recipe, showing progress.
 
     Args:
         loaded: the recipe.
         apart: this process isn't to touch a GPU: where the profile is measured on one, another process decides.
         tells: say so in plain lines where there is no terminal.
+        silent: say nothing anywhere.
         how: see `prepare`.
 
     Raises:
@@ -63,10 +67,15 @@ def prepare_job(loaded: LoadedRecipe, *, apart: bool = False, tells: bool = Fals
         WorkersFailedError: the process that decides ended without an answer.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
-    with faults_of(loaded), preparing(recipe.name, tells=tells) as on_progress:
+    showing = nullcontext(_unseen) if silent else preparing(recipe.name, tells=tells)
+    with faults_of(loaded), showing as on_progress:
         if apart and measures_on_gpu(recipe, cluster):
             how["kept"] = decided_apart(recipe, cluster, on_progress)
         return prepare(recipe, cluster, on_progress, **how)
+
+
+def _unseen(done: int, total: int) -> None:
+    """Take what nobody is shown of layers that are profiled."""
 
 
 def decision_of(job: Job) -> Decision:

@@ -3,6 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import NamedTuple
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.gate import StopRequest
@@ -27,6 +28,18 @@ from pipebench.train.virtual import on_virtual_clock
 from pipebench.train.watch import Watch
 
 
+class Ran(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+        result: that.
+        mlflow_run_id: MLflow's id of the run; None where it has none.
+    """
+
+    result: RunResult
+    mlflow_run_id: str | None
+
+
 class EngineRuns(ABC):
     """How runs with one kind of engine are made."""
 
@@ -46,7 +59,7 @@ class EngineRuns(ABC):
         return None
 
     @abstractmethod
-    def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
         """Run, record and print; `tracking` is None where another process records.
 
         Raises:
@@ -57,26 +70,27 @@ class EngineRuns(ABC):
 class SimulatedRuns(EngineRuns):
     """Durations only."""
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
         """See `EngineRuns`."""
         assert tracking is not None
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
-            job = prepare_job(loaded, tells=True)
+            job = prepare_job(loaded, tells=True, silent=request.suite.brief)
             watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
-            return RunRecorder(request, job, tracking, log_text).record(lambda *_: simulate_epoch(job, watch), watch)
+            recorder = RunRecorder(request, job, tracking, log_text)
+            return Ran(recorder.record(lambda *_: simulate_epoch(job, watch), watch), recorder.log.run_id)
 
 
 class VirtualRuns(EngineRuns):
     """Real arithmetic on a virtual clock."""
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
         """See `EngineRuns`."""
         assert tracking is not None
         suite = request.suite
         keep_freed_blocks()
         with collected_log(suite.verbose) as log_text, torch_settings(request.loaded.recipe.engine):
-            job = prepare_job(request.loaded, tells=True)
+            job = prepare_job(request.loaded, tells=True, silent=suite.brief)
             folder, stop = _LateFolder(request), StopRequest()
             policy = folder.policy(job)
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
@@ -89,7 +103,7 @@ class VirtualRuns(EngineRuns):
             result = recorder.record(train)
         if result.outcome == INTERRUPTED and folder.made is not None:
             folder.made.say_how_to_go_on(suite.changes)
-        return result
+        return Ran(result, recorder.log.run_id)
 
 
 class _LateFolder:

@@ -35,7 +35,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
-from pipebench.run.one_process import EngineRuns
+from pipebench.run.one_process import EngineRuns, Ran
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
@@ -66,13 +66,13 @@ class DistributedRuns(EngineRuns):
         kept = kept_decision(suite.resumed, suite.overrides)
         return kept or decision_of(prepare_job(loaded, trains=False, apart=True))
 
-    def run(self, request: RunRequest, tracking: Tracking | None) -> RunResult:
+    def run(self, request: RunRequest, tracking: Tracking | None) -> Ran:
         """Run in processes, which record; `tracking` is that of the command, which records a comparison at most."""
         job = prepare_job(request.loaded, tells=True, trains=False, kept=request.decision)
         return run_in_processes(request, job)
 
 
-def run_in_processes(request: RunRequest, job: Job) -> RunResult:
+def run_in_processes(request: RunRequest, job: Job) -> Ran:
     """Start a process per worker on this host, restart them when one dies, and return what the run came to.
 
     Args:
@@ -109,7 +109,7 @@ def run_in_processes(request: RunRequest, job: Job) -> RunResult:
         raise WorkersFailedError(code or 3)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
-    return result
+    return Ran(result, folder.mlflow_run_id)
 
 
 def work(loaded: LoadedRecipe, suite: Suite) -> None:

@@ -26,6 +26,7 @@ from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
 from pipebench.show import console, pictures
+from pipebench.show.comparison import comparison_markdown
 from pipebench.show.memory_picture import draw_memory
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
@@ -36,7 +37,7 @@ from pipebench.show.trace import write_trace
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import RunLog, Tracking, identity_tags, logged_params
+from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params
 from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
@@ -49,6 +50,12 @@ _LOG = logging.getLogger("pipebench.run")
 
 _PICTURE_WIDTH = 100  # at most
 Train = Callable[[Progress, OnPoint], tuple[RunResult, Timeline]]
+
+
+def run_title(request: RunRequest, job: Job) -> str:
+    """Return what MLflow calls a run: `pipedream straight, seed 0`, in a sweep with what varies."""
+    recipe, varied = job.recipe, request.loaded.varied_name
+    return ", ".join(filter(None, (f"{recipe.parallelism.mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}")))
 
 
 def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
@@ -96,18 +103,18 @@ def _modes_json(comparison: Comparison) -> str:
     return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
-def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> None:
-    """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock."""
+def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:
+    """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock; return the names."""
     drawings = {"timeline.png": partial(pictures.draw_timeline, timeline)}
     drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
-    _record_drawn(log, drawings, "the timeline")
+    return _record_drawn(log, drawings, "the timeline")
 
 
-def record_watch(log: RunLog, watch: Watch) -> None:
-    """Keep pictures of memory and occupancy over time."""
+def record_watch(log: RunLog, watch: Watch) -> list[str]:
+    """Keep pictures of memory and occupancy over time; return their names."""
     occupancy = watch.occupancy(NUM_PARTS)
     drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
-    _record_drawn(log, drawings, "memory and occupancy")
+    return _record_drawn(log, drawings, "memory and occupancy")
 
 
 def record_pushes(log: RunLog, result: RunResult) -> RunResult:
@@ -121,15 +128,19 @@ def record_pushes(log: RunLog, result: RunResult) -> RunResult:
     return replace(result, pushes=())
 
 
-def _record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> None:
+def _record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
+    """Keep what functions write as artifacts; return the names of those that are kept."""
+    drawn = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             for artifact, write in drawings.items():
                 path = Path(folder) / artifact
                 write(path)
                 log.file(artifact, path)
+                drawn.append(artifact)
     except (OSError, ValueError) as error:  # a picture must never cost a result
         _LOG.warning("%s could not be drawn: %s", what, error)
+    return drawn
 
 
 @contextmanager
@@ -179,7 +190,7 @@ class RunRecorder:
         facts = environment(job.setup.device)
         self._device = facts["device"]
         self.log = tracking.start(
-            request.name,
+            run_title(request, job),
             params=logged_params(request.loaded.flat),
             tags={**run_tags(job, facts), **identity_tags(request.loaded)},
             parent=request.parent,
@@ -187,6 +198,7 @@ class RunRecorder:
             folder=folder,
             system_metrics=self._kind.measures,
         )
+        self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
         record_inputs(self.log, request.loaded, job, facts)
 
     def record(self, train: Train, watch: Watch | None = None) -> RunResult:
@@ -215,12 +227,17 @@ class RunRecorder:
                 result = self._with_prediction(result)
             result = record_pushes(log, result)
             log.result(result)
-            record_timeline(log, timeline, watch.memory if watch is not None and not measures else None)
-            if watch is not None:
-                record_watch(log, watch)
+            drawn: list[str] = []
+            if self._kind.trains or not self._request.suite.brief:
+                drawn += record_timeline(log, timeline, watch.memory if watch is not None and not measures else None)
+                if watch is not None:
+                    drawn += record_watch(log, watch)
+            log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
         finally:
             log.text("run.log", self._log_text.getvalue())
             log.finish()
+        if self._request.suite.brief:
+            return result
         shown = timeline.warmed_up() if measures else timeline
         # A worker process ends well although nobody reads what it says any more; rich answers a broken pipe by
         # SystemExit.
@@ -238,7 +255,7 @@ class RunRecorder:
         with RunProgress(
             self._request.name,
             self._job.recipe.train.max_epochs * per_epoch,
-            quiet=not is_terminal(),
+            quiet=self._request.suite.brief or not is_terminal(),
             samples_per_epoch=per_epoch,
             clock=self._kind.clock,
         ) as progress:

@@ -6,8 +6,10 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 import itertools
 import logging
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from pipebench.recipe.engines import engine_kind
@@ -20,7 +22,7 @@ from pipebench.run.suite import Suite
 from pipebench.schedule.as_csv import as_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console, pictures
-from pipebench.show.comparison import comparison_markdown
+from pipebench.show.comparison import comparison_markdown, short_names, speed_ups
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
@@ -33,6 +35,8 @@ RUNS: Mapping[str, EngineRuns] = {
     "simulated": SimulatedRuns(),
     "distributed": DistributedRuns(),
 }  # by kind of engine, how runs with it are made
+_MOST_NAMED = 6  # runs in the name of a comparison
+_Ids = dict[tuple[str, int | None], str | None]
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
@@ -65,16 +69,19 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
         if total > 1:
             console.print_position(next(numbers), total, name)
 
-    parent = tracking.start(suite.name, params={}, tags=comparison, virtual=False) if several and tracking else None
+    title = comparison_title([each.run_name for each in loaded], datetime.now())
+    parent = tracking.start(title, params={}, tags=comparison, virtual=False) if several and tracking else None
     results: list[RunResult] = []
+    ids: _Ids = {}  # MLflow's, by name and seed; without one, of a group of seeds
     try:
         for each, decision in zip(loaded, decisions, strict=True):
             request = RunRequest(each, each.run_name, suite, parent, decision)
-            results += _run_with_seeds(request, seeds, tracking, begin)
+            results += _run_with_seeds(request, seeds, tracking, begin, ids)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
         if parent is not None:
+            _tell_speed_ups(parent, results, ids)
             _finish_comparison(parent, results, complete=len(results) == total)
     if several:
         console.print_comparison(results, parent.where() if parent else "")
@@ -84,16 +91,17 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     return worst.exit_code
 
 
-def draw(loaded: LoadedRecipe, *, versions: bool = False) -> str:
+def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
     """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, links free.
 
     Args:
         loaded: the recipe.
         versions: tell the weight version of every forward and backward.
+        cut: no wider than the terminal, if that is where it goes.
     """
     job = prepare_job(loaded, trains=False)
     setup = job.setup
-    travels = max(setup.costs.stages[0].forward_s)
+    travels = setup.costs.most_samples
     forward = [stage.forward_s[travels] for stage in setup.costs.stages]
     backward = [stage.backward_s[travels] for stage in setup.costs.stages]
     weight = [stage.weight_s[travels] for stage in setup.costs.stages]
@@ -107,7 +115,7 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False) -> str:
     # Two flushes; or, where there is none, the pipeline full for as long again, and a few updates.
     count = 2 * pipeline.period if pipeline.flushes else max(3 * pipeline.period, 2 * pipeline.block * pipeline.depth)
     title = f"{loaded.recipe.parallelism.mode}, plan {setup.plan}, one column = {unit_s:.3g} s, links free"
-    width = standard_output().width if is_terminal() else None
+    width = standard_output().width if cut and is_terminal() else None
     return f"{title}\n{draw_schedule(pipeline, count, *cells[:2], weight=cells[2], width=width, versions=versions)}"
 
 
@@ -126,30 +134,39 @@ def schedule_csv(loaded: LoadedRecipe) -> str:
 
 
 def _run_with_seeds(
-    given: RunRequest, seeds: Sequence[int] | None, tracking: Tracking | None, begin: Callable[[str], None]
+    given: RunRequest, seeds: Sequence[int] | None, tracking: Tracking | None, begin: Callable[[str], None], ids: _Ids
 ) -> list[RunResult]:
-    """Run a recipe once per seed, in a group where there are several."""
+    """Run a recipe once per seed, in a group where there are several; note MLflow's ids."""
     loaded, name = given.loaded, given.name
     run = RUNS[loaded.recipe.engine.kind].run
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        return [run(replace(given, loaded=with_seed(loaded, seed)), tracking)]
+        result, ids[name, seed] = run(replace(given, loaded=with_seed(loaded, seed)), tracking)
+        return [result]
     assert tracking is not None
     group = tracking.start(
-        name, params=logged_params(loaded.flat), tags={"kind": "seeds"}, parent=given.parent, virtual=False
+        f"{name}, seeds {', '.join(map(str, seeds))}",
+        params=logged_params(loaded.flat),
+        tags={"kind": "seeds"},
+        parent=given.parent,
+        virtual=False,
     )
     results: list[RunResult] = []
     try:
         for seed in seeds:
             begin(f"{name}-seed{seed}")
             request = replace(given, loaded=with_seed(loaded, seed), name=f"{name}-seed{seed}", parent=group)
-            results.append(run(request, tracking))
+            result, ids[name, seed] = run(request, tracking)
+            results.append(result)
             if results[-1].outcome == INTERRUPTED:
                 break
     finally:
         if results:
+            group.tag("mode", results[0].mode)
+            group.tag("plan", results[0].plan)
             group.metrics(summarise_seeds(results) | seed_medians(results))
+        ids[name, None] = group.run_id
         _finish_comparison(group, results, complete=len(results) == len(seeds))
     return results
 
@@ -157,10 +174,36 @@ def _run_with_seeds(
 def _finish_comparison(parent: RunLog, results: Sequence[RunResult], *, complete: bool) -> None:
     """Keep table and curves of a comparison, or of a recipe's seeds, where people look first, and close its record."""
     if results:
+        parent.tag("outcome", _outcomes(results))
         markdown = comparison_markdown(results)
         parent.text("comparison.md", markdown)
         parent.describe(markdown, _record_curves(parent, results))
     parent.finish(None, status="FINISHED" if complete else "KILLED")
+
+
+def comparison_title(names: Sequence[str], begun: datetime) -> str:
+    """Return what MLflow calls a comparison: what is compared, and when it began.
+
+    >>> comparison_title(["quickstart-dp", "quickstart-gpipe"], datetime(2026, 1, 31, 9, 5))
+    'dp, gpipe, 2026-01-31 09:05'
+    """
+    short = [*short_names(names).values()]
+    more = [f"{len(short) - _MOST_NAMED} more"] if len(short) > _MOST_NAMED else []
+    return ", ".join([*short[:_MOST_NAMED], *more, f"{begun:%Y-%m-%d %H:%M}"])
+
+
+def _tell_speed_ups(parent: RunLog, results: Sequence[RunResult], ids: _Ids) -> None:
+    """Tell every run of a comparison how much faster than data parallelism it was: only the comparison knows."""
+    for key, values in speed_ups(results).items():
+        run_id = ids.get(key)
+        if run_id is not None and values:
+            parent.metrics(values, about=run_id)
+
+
+def _outcomes(results: Sequence[RunResult]) -> str:
+    """Return how many runs came to what: `3 reached, 1 missed`."""
+    counts = Counter(result.outcome for result in results)
+    return ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
 
 
 def _record_curves(log: RunLog, results: Sequence[RunResult]) -> list[str]:

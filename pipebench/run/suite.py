@@ -22,12 +22,15 @@ class Suite:
         overrides: of every recipe, as words of the command line.
         verbose: log every instruction, with worker and time.
         resumed: the folder of the one run to go on with; None for new runs.
+        brief: many runs are made whose results are looked at elsewhere: nothing is printed of them, and simulations,
+            which take no longer than that, are recorded without pictures.
     """
 
     name: str
     overrides: tuple[str, ...] = ()
     verbose: bool = False
     resumed: RunFolder | None = None
+    brief: bool = False
 
     @property
     def changes(self) -> tuple[str, ...]:

@@ -139,7 +139,7 @@ def rows(results: Sequence[RunResult], group: Group) -> list[tuple[str, ...]]:
         results: of the whole comparison.
         group: one of its groups.
     """
-    names = _short_names([each.name for part in groups(results) for each in part.entries])
+    names = short_names([each.name for part in groups(results) for each in part.entries])
     counted = _has_seeds(results)
     scales = _scales(results)
     return [
@@ -167,7 +167,7 @@ def comparison_markdown(results: Sequence[RunResult]) -> str:
 
 def notes(results: Sequence[RunResult]) -> list[str]:
     """Return what to know of some runs' numbers: a line per note, with the names of all runs that have it."""
-    short = _short_names([each.name for part in groups(results) for each in part.entries])
+    short = short_names([each.name for part in groups(results) for each in part.entries])
     names: dict[str, list[str]] = {}
     for entry in (entry for group in groups(results) for entry in group.entries):
         for fact, note in (item for run in entry.runs for item in run.notes.items()):
@@ -199,6 +199,31 @@ def epoch_speed_up(entry: Entry, base: Entry | None) -> float | None:
     if base is None:
         return None
     return _divided(*(_median(_values(each.runs, "epoch_time_s")) for each in (base, entry)))
+
+
+def speed_ups(results: Sequence[RunResult]) -> dict[tuple[str, int | None], dict[str, float]]:
+    """Return how much faster than data parallelism runs are, under the names that they are tracked by.
+
+    Returns:
+        By name and seed: `speedup_over_dp`, how many times sooner the target was reached than in the dp run of the same
+        group and seed, and `epoch_speedup_over_dp`, likewise of epochs; what isn't known is left out. With None for the
+        seed it is that of the row, by medians.
+    """
+    found: dict[tuple[str, int | None], dict[str, float]] = {}
+    for group in groups(results):
+        for entry in group.entries:
+            base = baseline(entry, group.entries)
+            found[entry.name, None] = _speed_ups(entry, base)
+            for run in entry.runs:
+                twins = [other for other in base.runs if other.seed == run.seed] if base is not None else []
+                twin = Entry(base.name, tuple(twins[:1])) if base is not None and twins else None
+                found[entry.name, run.seed] = _speed_ups(Entry(entry.name, (run,)), twin)
+    return found
+
+
+def _speed_ups(entry: Entry, base: Entry | None) -> dict[str, float]:
+    values = {"speedup_over_dp": speed_up(entry, base), "epoch_speedup_over_dp": epoch_speed_up(entry, base)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def smallest(entry: Entry, others: Iterable[Entry]) -> Entry:
@@ -297,7 +322,7 @@ def _titles(settings: Sequence[Mapping[str, str]]) -> list[str]:
     return [" ".join(f"{key}={setting[key]}" for key in differing if key in setting) for setting in settings]
 
 
-def _short_names(names: Sequence[str]) -> dict[str, str]:
+def short_names(names: Sequence[str]) -> dict[str, str]:
     """Drop what all names begin with, up to a dash: in a comparison only the rest tells runs apart.
 
     What a sweep varies stands last and begins with a key: there a dash is part of a value.

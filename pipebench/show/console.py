@@ -13,7 +13,7 @@ from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seco
 from pipebench.show.comparison import groups, headings, notes, rows, time_to_accuracy_s
 from pipebench.show.tables import new_table, print_facts, print_groups, print_table
 from pipebench.show.terminal import print_plain, standard_output
-from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION, WORKERS_IDLE
+from pipebench.simulate.meter import EPOCHS, MEMORY, PLAN, PREDICTION, WORKERS_IDLE
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
 from pipebench.train.prediction import prediction_line
 from pipebench.train.result import (
@@ -185,7 +185,7 @@ def _facts(result: RunResult) -> list[tuple[str, str]]:
         (PLAN, f"{result.plan} ({result.mode}, seed {result.seed}, {result.engine} engine, {result.clock} clock)"),
         ("durations", result.timing),
         ("time to accuracy", _time_to_accuracy(result)),
-        ("epochs", _said(metrics, *to_target, ("epoch_time_s", lambda s: f"{seconds(s)} each"))),
+        (EPOCHS, _said(metrics, *to_target, ("epoch_time_s", lambda s: f"{seconds(s)} each"))),
         (PREDICTION, prediction_line(metrics)),
         ("throughput", _said(metrics, *_THROUGHPUT)),
         ("sent per sample", _bytes_by_kind(metrics)),

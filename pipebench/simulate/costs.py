@@ -1,12 +1,14 @@
 """What every instruction costs: the profile, summed over stages, in the form the simulator reads."""
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pipebench.model.plan import Plan
+from pipebench.model.sampling import Size
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import RECOMPUTE
 
+Crossing = Mapping[tuple[int, int], Mapping[Size, int]]  # by edge (source stage, target stage) and size of a unit
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel's defaults: a small first, then 25 MiB
 
 
@@ -29,7 +31,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of one stage on one replica; mappings go from the number of samples in a unit.
+    """Seconds of one stage on one replica; mappings go from the number of samples in a unit, or its `Shape`.
 
     Attributes:
         forward_s: forward of one unit.
@@ -41,10 +43,10 @@ class StageCosts:
         buffer_bytes: buffers (BatchNorm statistics) averaged over the replicas at a drain.
     """
 
-    forward_s: Mapping[int, float]
-    backward_s: Mapping[int, float]
-    weight_s: Mapping[int, float]
-    load_s: Mapping[int, float]
+    forward_s: Mapping[Size, float]
+    backward_s: Mapping[Size, float]
+    weight_s: Mapping[Size, float]
+    load_s: Mapping[Size, float]
     update_s: float
     buckets: tuple[Bucket, ...] = ()
     buffer_bytes: int = 0
@@ -88,15 +90,23 @@ class Costs:
 
     Attributes:
         stages: one per stage.
-        activation_bytes: per edge (source stage, target stage), number of samples to bytes that cross forward.
+        activation_bytes: bytes that cross forward.
         gradient_bytes: likewise, back.
+        values: per edge, as how many values of one size its messages come, forward and back: so much faster do they go
+            where every value has a connection of its own. An edge that isn't there has one.
         host: what communication takes of the workers' processors.
     """
 
     stages: tuple[StageCosts, ...]
-    activation_bytes: Mapping[tuple[int, int], Mapping[int, int]]
-    gradient_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+    activation_bytes: Crossing
+    gradient_bytes: Crossing
     host: HostCosts = NO_HOST_COSTS
+    values: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def most_samples(self) -> int:
+        """The most samples of a unit."""
+        return max(size for size in self.stages[0].forward_s if isinstance(size, int))
 
 
 def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs:
@@ -110,20 +120,20 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
     rows = next(iter(profile.layers.values()))
     loss = len(rows) - 1
     stages = []
-    nothing = {0: 0}  # a short minibatch may leave a microbatch without samples
+    by_size, load_s = profile.by_size, profile.load_s_by_size
+    nothing: dict[Size, int] = {0: 0}  # a short minibatch may leave a microbatch without samples
     for stage in plan.stages:
         memory = dict(zip(range(stage.start, stage.stop), stage.memory, strict=True))
         indices = [*memory, *([loss] if stage.stop == loss else [])]
-        forward: dict[int, float] = {n: sum(at[i].forward_s for i in indices) for n, at in profile.layers.items()}
+        forward: dict[Size, float] = {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()}
         memory |= {loss: stage.memory[-1]} if stage.stop == loss else {}  # what ends with the last layer takes it in
         again = {index for index, policy in memory.items() if policy == RECOMPUTE}
         backward = {
-            n: sum(at[i].backward_s for i in indices) + sum(at[i].forward_s for i in again)
-            for n, at in profile.layers.items()
+            n: sum(at[i].backward_s for i in indices) + sum(at[i].forward_s for i in again) for n, at in by_size.items()
         }
-        weight = {n: sum(at[i].weight_s for i in indices) for n, at in profile.layers.items()}
+        weight = {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()}
         reads_inputs = any(rows[i].inputs for i in range(stage.start, stage.stop))
-        load = {n: profile.load_s.get(n, 0.0) if reads_inputs else 0.0 for n in profile.layers}
+        load = {n: load_s.get(n, 0.0) if reads_inputs else 0.0 for n in by_size}
         buckets = _buckets(rows, range(stage.start, stage.stop), again)
         num_bytes = sum(bucket.num_bytes for bucket in buckets)  # a tied parameter counts once
         update = profile.update_floor_s + num_bytes * profile.update_s_per_byte * update_cost if num_bytes else 0.0
@@ -132,9 +142,21 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         stages.append(StageCosts(forward, backward, weight, load, update, buckets, buffer_bytes))
     activation, gradient = {}, {}
     for edge, producers in plan.crossings.items():
-        activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in profile.layers.items()}
-        gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in profile.layers.items()}
-    return Costs(tuple(stages), activation, gradient)
+        activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}
+        gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in by_size.items()}
+    values = {
+        edge: (
+            as_values([rows[i].output_bytes for i in producers]),
+            as_values([rows[i].gradient_bytes for i in producers]),
+        )
+        for edge, producers in plan.crossings.items()
+    }
+    return Costs(tuple(stages), activation, gradient, values=values)
+
+
+def as_values(sizes: Sequence[int]) -> float:
+    """Return how many values of the largest's size are as many bytes as these; one if they are none."""
+    return sum(sizes) / max(sizes) if any(sizes) else 1.0
 
 
 def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[int]) -> tuple[Bucket, ...]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.pushes import Turns
@@ -46,7 +47,7 @@ class Crowded(Simulation):
         programs: Sequence[Iterator[Instruction]],
         costs: Costs,
         network: Network,
-        size_of: Callable[[int], int],
+        size_of: Callable[[int], Size],
         start_s: float = 0.0,
         turns: Turns | None = None,
     ) -> None:
@@ -154,7 +155,7 @@ def simulation_of(
     programs: Sequence[Iterator[Instruction]],
     costs: Costs,
     network: Network,
-    size_of: Callable[[int], int],
+    size_of: Callable[[int], Size],
 ) -> Simulation:
     """Return the simulation that knows what is shared: cores, or links alone."""
     made = Simulation if costs.host.cores is None else Crowded

@@ -6,7 +6,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Costs, StageCosts
+from pipebench.simulate.costs import Costs, Crossing, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
 
@@ -40,7 +40,7 @@ def draw_cells(
     weight = [b // 2 for b in backward] if weight is None else weight
     times = zip(forward, backward, weight, strict=True)
     stages = tuple(StageCosts({1: f}, {1: b}, {1: w}, {1: 0.0}, 0.0) for f, b, w in times)
-    nothing = {(edge.source, edge.target): {1: 0} for edge in pipeline.edges}
+    nothing: Crossing = {(edge.source, edge.target): {1: 0} for edge in pipeline.edges}
     network = Network(Cluster("free", "unit", None, (Level("cluster", pipeline.num_workers, 1.0, 0.0),)))
     cells: list[list[str]] = [[] for _ in range(pipeline.num_workers)]
     simulation = Simulation(

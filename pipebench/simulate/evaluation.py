@@ -1,15 +1,15 @@
 """What an evaluation runs on: a pipeline of forwards, and the bytes that cross its cuts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan
+from pipebench.model.sampling import Size
 from pipebench.profile.model import Profile
 from pipebench.profile.shapes import output_bytes
 from pipebench.schedule.pipeline import Edge, Pipeline
-from pipebench.simulate.costs import Costs
+from pipebench.simulate.costs import Costs, Crossing
 from zoo.registry import Dataset
 
 
@@ -19,11 +19,11 @@ class Evaluation:
 
     Attributes:
         pipeline: the training's, with the edges and inputs that evaluation needs.
-        activation_bytes: per edge, number of samples to bytes that cross.
+        activation_bytes: bytes that cross.
     """
 
     pipeline: Pipeline
-    activation_bytes: Mapping[tuple[int, int], Mapping[int, int]]
+    activation_bytes: Crossing
 
     def costs(self, training: Costs) -> Costs:
         """Return the costs of evaluations, from those of training: forwards take as long as there."""
@@ -46,7 +46,7 @@ def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Pr
     evaluation = graph.evaluated
     planned = plan_evaluation(graph, plan)
     crossing = {value for values in planned.crossings.values() for value in values}
-    num_bytes: dict[tuple[int, int], dict[int, int]] = {edge: {0: 0} for edge in planned.crossings}
+    num_bytes: dict[tuple[int, int], dict[Size, int]] = {edge: {0: 0} for edge in planned.crossings}
     for n, rows in profile.layers.items():
         sizes = {value: rows[twin].output_bytes for value in crossing if (twin := evaluation.twins[value]) is not None}
         if sizes.keys() < crossing:  # something that only evaluation computes

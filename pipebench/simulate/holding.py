@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.simulate.memory import (
     ACTIVATIONS,
@@ -128,12 +129,12 @@ class Holding:
         yield Change(MASTERS, memory.masters, False)
         yield Change(MOVED, memory.copies * memory.weights, False)
 
-    def changes(self, it: Instruction, size: int) -> Iterator[Change]:
+    def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
         """Yield what an instruction changes, in order.
 
         Args:
             it: of this stage and replica.
-            size: samples in the unit that it is about.
+            size: of the unit that it is about.
         """
         if it.op is Op.FORWARD:
             yield from self._forward(it, size)
@@ -169,7 +170,7 @@ class Holding:
             self._versions.hold()
             yield from self._of_versions(older, at_end=True)
 
-    def _forward(self, it: Instruction, size: int) -> Iterator[Change]:
+    def _forward(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
         if size == 0:
             return
@@ -185,7 +186,7 @@ class Holding:
         yield Change(ACTIVATIONS, memory.unit[size], False)
         yield Change(RECEIVED, -memory.relayed[size], True)
 
-    def _backward(self, it: Instruction, size: int) -> Iterator[Change]:
+    def _backward(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size == 0:
             return
         yield Change(AGAIN, self._memory.again[size], False)
@@ -194,7 +195,7 @@ class Holding:
         yield Change(RECEIVED, -self._memory.returned[size], True)
         yield from self._left(it.number)
 
-    def _backward_input(self, it: Instruction, size: int) -> Iterator[Change]:
+    def _backward_input(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
         if size == 0:
             return
@@ -206,8 +207,8 @@ class Holding:
         self._units[it.number] = version, memory.rest[size]
         yield Change(ACTIVATIONS, memory.rest[size] - kept, True)
 
-    def _backward_weight(self, it: Instruction, size: int) -> Iterator[Change]:
-        if size > 0:
+    def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
+        if size != 0:
             yield self._gradients_are(self._memory.weights, at_end=False)
             yield from self._left(it.number)
 

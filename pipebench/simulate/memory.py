@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipebench.model.plan import Plan, StagePlan
+from pipebench.model.sampling import Shape, Size
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.schedule.pipeline import SPLIT, Pipeline
@@ -20,12 +21,14 @@ SENT, RECEIVED = "being sent", "received"
 KINDS: Final = (WEIGHTS, VERSIONS, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
 HELD: Final = KINDS[:7]  # what a replica holds between two instructions, which engines count in live tensors
 
-Bytes = Mapping[int, int]  # by the number of samples in a unit
+Bytes = Mapping[Size, int]
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one replica of a stage keeps, in bytes; mappings go from the number of samples in a unit.
+    """What one replica of a stage keeps, in bytes; mappings go from the number of samples in a unit, or its `Shape`.
+
+    Where lengths vary, every unit is taken to be as long as the longest while it is kept: some day they all are.
 
     Attributes:
         weights: one version of its parameters, and as much their gradients.
@@ -58,7 +61,7 @@ class StageMemory:
 
 
 def stage_memories(
-    profile: Profile, plan: Plan, pipeline: Pipeline, input_bytes: Mapping[int, Mapping[str, int]] | None = None
+    profile: Profile, plan: Plan, pipeline: Pipeline, input_bytes: Mapping[Size, Mapping[str, int]] | None = None
 ) -> tuple[StageMemory, ...]:
     """Sum a profile over the stages of a plan.
 
@@ -66,7 +69,7 @@ def stage_memories(
         profile: layer costs at every size that travels.
         plan: which layers make a stage, what crosses, and what a backward computes again.
         pipeline: the plan's, under a mode.
-        input_bytes: number of samples to the bytes of every model input: what layers keep that are recomputed, or
+        input_bytes: size of a unit to the bytes of every model input: what layers keep that are recomputed, or
             whose backward is split. None: nothing.
     """
     inputs = input_bytes or {}
@@ -74,7 +77,7 @@ def stage_memories(
 
 
 def _of_stage(
-    profile: Profile, plan: Plan, pipeline: Pipeline, index: int, inputs: Mapping[int, Mapping[str, int]]
+    profile: Profile, plan: Plan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
 ) -> StageMemory:
     policy, stage = WEIGHT_POLICIES[pipeline.weights], plan.stages[index]
     rows = next(iter(profile.layers.values()))
@@ -85,11 +88,14 @@ def _of_stage(
     weights = sum(sizes.values())
     stepped = sum((sizes | masters).values())
     moves = policy.moves(pipeline, index) and weights > 0
-    unit, again, rest = {0: 0}, {0: 0}, {0: 0}
-    for size, at in profile.layers.items():
-        unit[size] = _kept(at, stage, inputs.get(size, {}))
+    unit, again, rest = _nothing(), _nothing(), _nothing()
+    by_size = profile.by_size
+    for size in by_size:
+        longest = _longest(profile, size)
+        at, fed = by_size[longest], inputs.get(longest, {})
+        unit[size] = _kept(at, stage, fed)
         again[size] = sum(at[i].saved_bytes for i in _recomputed(at, stage))
-        rest[size] = _kept_for_weights(at, own, inputs.get(size, {}))
+        rest[size] = _kept_for_weights(at, own, fed)
     return StageMemory(
         weights=weights,
         masters=stepped if profile.has_masters else 0,
@@ -105,6 +111,18 @@ def _of_stage(
         returned=_crossing(profile, plan, pipeline, index, gradients=True),
         relayed=_relayed(profile, plan, pipeline, index),
     )
+
+
+def _nothing() -> dict[Size, int]:
+    return {0: 0}
+
+
+def _longest(profile: Profile, size: Size) -> Size:
+    """Return the size of the longest unit of as many samples."""
+    if not profile.lengths:
+        return size
+    num_samples = size.num_samples if isinstance(size, Shape) else size
+    return Shape(num_samples, max(each.columns for each in profile.lengths))
 
 
 def _layers(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
@@ -149,10 +167,10 @@ def _kept_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: 
     return kept + sum(row.gradient_bytes for row in split)
 
 
-def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, gradients: bool) -> dict[int, int]:
+def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, gradients: bool) -> dict[Size, int]:
     """Return what comes to a stage from other workers: activations, or the gradients of those that it sent."""
-    positions, total = pipeline.positions, {0: 0}
-    for size, at in profile.layers.items():
+    positions, total = pipeline.positions, _nothing()
+    for size, at in profile.by_size.items():
         total[size] = 0
         for (source, target), values in plan.crossings.items():
             if positions[source] == positions[target] or index != (source if gradients else target):
@@ -161,15 +179,15 @@ def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, g
     return total
 
 
-def _relayed(profile: Profile, plan: Plan, pipeline: Pipeline, index: int) -> dict[int, int]:
+def _relayed(profile: Profile, plan: Plan, pipeline: Pipeline, index: int) -> dict[Size, int]:
     """Return what a stage receives from another worker, doesn't keep for its backward, and sends on."""
     positions, stage = pipeline.positions, plan.stages[index]
     come = {
         v for (s, t), values in plan.crossings.items() for v in values if t == index and positions[s] != positions[t]
     }
     on = {value for (source, _), values in plan.crossings.items() for value in values if source == index}
-    total = {0: 0}
-    for size, at in profile.layers.items():
+    total = _nothing()
+    for size, at in profile.by_size.items():
         kept = {holder for i in _layers(at, stage) for holder, _ in at[i].saved_with}
         kept |= {source for i in _recomputed(at, stage) for source in at[i].reads}
         total[size] = sum(at[value].output_bytes for value in (come & on) - kept)

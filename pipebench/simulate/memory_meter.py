@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import SYNCS
@@ -115,7 +116,7 @@ class MemoryMeter:
             for worker in workers
         ]
         self._memories = memories
-        self._size_of: Callable[[int], int] = lambda unit: 0
+        self._size_of: Callable[[int], Size] = lambda unit: 0
         self._times_s, self._changes = array("d"), array("q")
         self._workers, self._kinds = array("i"), array("b")
         self._during: list[Instruction | Transfer | None] = []
@@ -132,8 +133,8 @@ class MemoryMeter:
             for holding in holdings.values():
                 self._note(worker, holding.before(), 0.0, 0.0, None)
 
-    def begin(self, size_of: Callable[[int], int]) -> None:
-        """Start a segment, with nothing in flight; `size_of` tells how many samples a unit has."""
+    def begin(self, size_of: Callable[[int], Size]) -> None:
+        """Start a segment, with nothing in flight; `size_of` tells what a unit's costs depend on."""
         self._size_of = size_of
         for worker, holdings in enumerate(self._holdings):
             for holding in holdings.values():

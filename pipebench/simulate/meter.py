@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.simulation import Event
@@ -42,7 +43,7 @@ _WAIT_LABELS = {
 
 
 # Facts of a summary that a note may stand beside.
-PLAN, PREDICTION, WORKERS_IDLE, MEMORY = "plan", "prediction", "workers idle", "memory"
+PLAN, EPOCHS, PREDICTION, WORKERS_IDLE, MEMORY = "plan", "epochs", "prediction", "workers idle", "memory"
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Measured:
 class Listener(Protocol):
     """Takes note of what happens in training."""
 
-    def begin(self, size_of: Callable[[int], int]) -> None:
-        """Start a segment, with nothing in flight; `size_of` tells how many samples a unit has."""
+    def begin(self, size_of: Callable[[int], Size]) -> None:
+        """Start a segment, with nothing in flight; `size_of` tells what a unit's costs depend on: how many samples."""
 
     def event(self, event: Event) -> None:
         """Take note of one event."""
@@ -106,8 +107,8 @@ class Meter:
         self._truncated = False
         self._listeners = listeners
 
-    def begin(self, size_of: Callable[[int], int]) -> None:
-        """Start a segment of training, with nothing in flight; `size_of` tells how many samples a unit has."""
+    def begin(self, size_of: Callable[[int], Size]) -> None:
+        """Start a segment of training, with nothing in flight; `size_of` tells what a unit's costs depend on."""
         for listener in self._listeners:
             listener.begin(size_of)
 

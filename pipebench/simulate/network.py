@@ -45,14 +45,14 @@ class Connection:
 
     __slots__ = ("cap", "copies", "counted", "ends", "kind", "last", "latency_s", "level", "uses")
 
-    def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses) -> None:
+    def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses, values: float = 1.0) -> None:
         self.kind = kind
         self.ends = ends
         self.level = level
         self.counted = (kind, level.name)
         self.copies = level.host_copy_bytes_per_s is not None and kind in (ACTIVATION, GRADIENT)
         self.latency_s = level.latency_s
-        self.cap = level.message_cap_bytes_per_s
+        self.cap = level.cap_of(values)
         self.uses = uses
         self.last: Flow = OVER
 
@@ -144,17 +144,24 @@ class Network:
         self.observed = observe is not None
         self._observe = observe
         self._ports: dict[_Port, Resource] = {}
-        self._connections: dict[tuple[str, int, int], Connection] = {}
+        self._connections: dict[tuple[str, int, int, float], Connection] = {}
         self._groups: dict[tuple[str, str, Sequence[int]], Group] = {}
 
-    def connection(self, kind: str, sender: int, receiver: int) -> Connection:
-        """Return the connection that a kind of messages takes from one worker to another."""
-        found = self._connections.get((kind, sender, receiver))
+    def connection(self, kind: str, sender: int, receiver: int, values: float = 1.0) -> Connection:
+        """Return the connection that a kind of messages takes from one worker to another.
+
+        Args:
+            kind: of the messages.
+            sender: worker.
+            receiver: worker.
+            values: as how many of one size a message comes.
+        """
+        found = self._connections.get((kind, sender, receiver, values))
         if found is None:
             index, *ports = self._path(sender, receiver)
             uses = tuple((self._port(port), 1.0) for port in ports)
-            found = Connection(kind, (sender, receiver), self.cluster.levels[index], uses)
-            self._connections[kind, sender, receiver] = found
+            found = Connection(kind, (sender, receiver), self.cluster.levels[index], uses, values)
+            self._connections[kind, sender, receiver, values] = found
         return found
 
     def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:

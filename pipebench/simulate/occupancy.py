@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.simulation import Event
@@ -49,7 +50,7 @@ class OccupancyMeter:
         self._num_events = 0
         self._end_s = 0.0
 
-    def begin(self, size_of: Callable[[int], int]) -> None:
+    def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment."""
 
     def transfer(self, transfer: Transfer) -> None:

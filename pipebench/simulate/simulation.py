@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from pipebench.errors import ScheduleError
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.pushes import Turns
@@ -48,8 +49,9 @@ class _Edge:
     Attributes:
         kind: of the bytes.
         letter: of their labels.
-        num_bytes: by number of samples.
+        num_bytes: by size of the unit.
         first, replicas: workers of the stage that reads them: unit u goes to worker first + u mod replicas.
+        values: as how many values of one size they come.
         connections: by sender and receiver.
         arrived: by unit, messages that nobody waits for yet, with the time at which they were sent.
         waiting: by unit, since when its receiver waits, and in which instruction.
@@ -57,9 +59,10 @@ class _Edge:
 
     kind: str
     letter: str
-    num_bytes: Mapping[int, int]
+    num_bytes: Mapping[Size, int]
     first: int
     replicas: int
+    values: float = 1.0
     connections: dict[tuple[int, int], Connection] = field(default_factory=dict)
     arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
     waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class Simulation:
         programs: one lazy list of instructions per worker.
         costs: what instructions cost.
         network: the links.
-        size_of: number of samples of a unit.
+        size_of: what the costs of a unit depend on, its number of samples.
         start_s: time at which every worker starts.
         turns: whose push the server applies next, where replicas don't wait for each other.
 
@@ -90,7 +93,7 @@ class Simulation:
         programs: Sequence[Iterator[Instruction]],
         costs: Costs,
         network: Network,
-        size_of: Callable[[int], int],
+        size_of: Callable[[int], Size],
         start_s: float = 0.0,
         turns: Turns | None = None,
     ) -> None:
@@ -107,9 +110,11 @@ class Simulation:
         self._gradients: dict[_Stages, _Edge] = {}
         first, replicas = pipeline.first_workers, pipeline.replicas
         for (source, target), sizes in costs.activation_bytes.items():
-            self._activations[source, target] = _Edge(ACTIVATION, "F", sizes, first[target], replicas[target])
+            values, _ = costs.values.get((source, target), (1.0, 1.0))
+            self._activations[source, target] = _Edge(ACTIVATION, "F", sizes, first[target], replicas[target], values)
         for (source, target), sizes in costs.gradient_bytes.items():
-            self._gradients[target, source] = _Edge(GRADIENT, "B", sizes, first[source], replicas[source])
+            _, values = costs.values.get((source, target), (1.0, 1.0))
+            self._gradients[target, source] = _Edge(GRADIENT, "B", sizes, first[source], replicas[source], values)
         self._loaders = [(start_s, start_s, start_s)] * len(programs)  # loaded; taken, the last two
         self._running = set(range(len(programs)))
         self.end_s = start_s
@@ -199,7 +204,7 @@ class Simulation:
         num_bytes, peer = edge.num_bytes[self._size_of(unit)], edge.first + unit % edge.replicas
         connection = edge.connections.get((worker, peer))
         if connection is None:
-            connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer)
+            connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer, edge.values)
         label = edge.letter + self._pipeline.label(unit) if self._network.observed else ""
         message = self._network.send(connection, num_bytes, now_s, label)
         waiting = edge.waiting.pop(unit, None)
@@ -287,8 +292,8 @@ class Simulation:
         return "the schedule deadlocks:\n  " + "\n  ".join(stuck)
 
 
-def _durations(costs: StageCosts, op: Op) -> Mapping[int, float]:
-    """Return the seconds of a forward, of a backward or of a part of one, by number of samples."""
+def _durations(costs: StageCosts, op: Op) -> Mapping[Size, float]:
+    """Return the seconds of a forward, of a backward or of a part of one, by size of the unit."""
     if op is Op.BACKWARD_INPUT:
         return {size: seconds - costs.weight_s[size] for size, seconds in costs.backward_s.items()}
     return {Op.FORWARD: costs.forward_s, Op.BACKWARD: costs.backward_s, Op.BACKWARD_WEIGHT: costs.weight_s}[op]

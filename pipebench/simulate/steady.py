@@ -2,6 +2,7 @@
 
 A schedule repeats itself after a block of minibatches. Once every worker's times repeat too, shifted by one constant,
 all further periods cost that constant: only fill, a few periods and drain are simulated, however long the epoch is.
+Where minibatches vary in length nothing repeats; then enough are simulated to know the mean of the others.
 """
 
 import itertools
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipebench.cluster import Cluster
-from pipebench.model.sampling import Sampler, microbatch_sizes
+from pipebench.model.sampling import Sampler, Size, Varying
 from pipebench.schedule.instructions import ENDS, Instruction
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
+from pipebench.simulate.averaging import Average
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.crowded import simulation_of
 from pipebench.simulate.meter import COMPUTE, Meter
@@ -62,12 +64,16 @@ class Totals:
         busy_s: forward, backward and update seconds over all workers.
         stall_s: seconds waited for bytes on their way.
         num_bytes: payload by (kind, level).
+        error_s: standard error of the duration, where it is estimated from a part.
+        num_simulated: minibatches of that part; 0 where nothing is estimated.
     """
 
     end_s: float
     busy_s: float
     stall_s: float
     num_bytes: Counter[tuple[str, str]]
+    error_s: float = 0.0
+    num_simulated: int = 0
 
     def extended(self, period: "Totals", times: int) -> "Totals":
         """Return the totals so many periods further on, given those of one."""
@@ -94,6 +100,8 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
         meter: records the timeline of the part that is really simulated.
     """
     run = _Run(course, num_minibatches, meter)
+    if course.sampler.varies:
+        return _estimated(course, run, num_minibatches)
     watch, found = _Watch(course.pipeline), None
     for event in run:
         if found is None and event.instruction.op in ENDS:
@@ -106,6 +114,39 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
     # What travels doesn't depend on time; and in time, neighbouring periods need not send at the same moments.
     num_bytes = _simulated(_Run(course, found.period, ends_epoch=False)).num_bytes
     return totals.extended(Totals(found.shift_s, found.busy_s, found.stall_s, num_bytes), found.left_out)
+
+
+def _estimated(course: Course, run: "_Run", num_minibatches: int) -> Totals:
+    """Return the totals of a segment of which enough minibatches are simulated to know the mean of the others."""
+    sampler = course.sampler
+    assert isinstance(sampler, Varying)
+    average, found = Average(course.pipeline, course.costs, sampler, num_minibatches), None
+    for event in run:
+        if found is None and event.instruction.op in ENDS and event.instruction.stage == 0:
+            found = average.known(event.end_s)
+            if found is not None:
+                run.shorten(num_minibatches - found.left_out * found.period)
+    totals = run.totals()
+    if found is None:
+        return totals
+    left_out = found.left_out
+    # What travels and what is computed doesn't depend on time, and is exact at every length.
+    alike = [
+        (share * left_out, _simulated(_Run(course, found.period, ends_epoch=False, sampler=sampler.of_length(columns))))
+        for columns, share in sampler.lengths
+    ]
+    num_bytes = Counter(totals.num_bytes)
+    for key in {key for _, each in alike for key in each.num_bytes}:
+        num_bytes[key] += round(sum(times * each.num_bytes[key] for times, each in alike))
+    simulated = num_minibatches - left_out * found.period
+    return Totals(
+        totals.end_s + found.mean_s * left_out,
+        totals.busy_s + sum(times * each.busy_s for times, each in alike),
+        totals.stall_s * num_minibatches / simulated,
+        num_bytes,
+        found.error_s * left_out,
+        simulated,
+    )
 
 
 def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
@@ -148,6 +189,7 @@ class _Run:
         num_minibatches: length of the segment.
         meter: records the timeline.
         ends_epoch: whether its last minibatch is the epoch's last, possibly short one.
+        sampler: instead of the course's.
 
     Attributes:
         busy_s: forward, backward and update seconds so far, by worker.
@@ -155,14 +197,22 @@ class _Run:
     """
 
     def __init__(
-        self, course: Course, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
+        self,
+        course: Course,
+        num_minibatches: int,
+        meter: Meter | None = None,
+        *,
+        ends_epoch: bool = True,
+        sampler: Sampler | None = None,
     ) -> None:
-        pipeline, sampler = course.pipeline, course.sampler
+        pipeline, sampler = course.pipeline, sampler or course.sampler
         self.busy_s, self.stall_s = [0.0] * pipeline.num_workers, [0.0] * pipeline.num_workers
         self._pipeline, self._meter = pipeline, meter
         self._network = Network(course.cluster, course.devices, meter.transfer if meter else None)
-        self._whole = microbatch_sizes(sampler.size(0), pipeline.microbatches)
-        last = microbatch_sizes(sampler.size(sampler.minibatches_per_epoch - 1), pipeline.microbatches)
+        self._sampler, self._drawn = sampler, dict[int, Size]()
+        self._whole = sampler.sizes(0, pipeline.microbatches)
+        last = sampler.sizes(sampler.minibatches_per_epoch - 1, pipeline.microbatches)
+        size_of = self._drawn_size if sampler.varies else self._size
         self._last = dict(zip(pipeline.units(num_minibatches - 1), last, strict=True)) if ends_epoch else {}
         self._taken = [itertools.count() for _ in range(pipeline.num_workers)]
         # Counts without a step of Python for every instruction.
@@ -170,9 +220,9 @@ class _Run:
         self._lists: list[Iterator[Instruction]] = [
             map(operator.itemgetter(0), zip(each, taken, strict=False)) for each, taken in lists
         ]
-        self._simulation = simulation_of(pipeline, self._lists, course.costs, self._network, self._size)
+        self._simulation = simulation_of(pipeline, self._lists, course.costs, self._network, size_of)
         if meter is not None:
-            meter.begin(self._size)
+            meter.begin(size_of)
 
     def __iter__(self) -> Iterator[Event]:
         busy_s, stall_s, meter = self.busy_s, self.stall_s, self._meter
@@ -197,10 +247,20 @@ class _Run:
         end_s = self._simulation.end_s
         return Totals(end_s, math.fsum(self.busy_s), math.fsum(self.stall_s), self._network.num_bytes)
 
-    def _size(self, unit: int) -> int:
-        """Return the number of samples of a unit."""
+    def _size(self, unit: int) -> Size:
+        """Return what a unit's costs depend on."""
         size = self._last.get(unit)
         return self._whole[self._pipeline.minibatch(unit)[1]] if size is None else size
+
+    def _drawn_size(self, unit: int) -> Size:
+        """Return what a unit's costs depend on, where every minibatch is another."""
+        size = self._last.get(unit, self._drawn.get(unit))
+        if size is None:
+            minibatch, _ = self._pipeline.minibatch(unit)
+            sizes = self._sampler.sizes(minibatch, self._pipeline.microbatches)
+            self._drawn |= zip(self._pipeline.units(minibatch), sizes, strict=True)
+            size = self._drawn[unit]
+        return size
 
 
 @dataclass(frozen=True)

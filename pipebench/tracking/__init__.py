@@ -3,6 +3,7 @@
 from pipebench.tracking.connection import default_uri
 from pipebench.tracking.entries import logged_params
 from pipebench.tracking.identity import identity_tags, recipe_hash, source_version
+from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.record import RunRecord, Status, read_record
 from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import require_writable
@@ -10,6 +11,7 @@ from pipebench.tracking.summary import seed_medians, summarise_curves, summarise
 from pipebench.tracking.ui import open_ui
 
 __all__ = [
+    "Inputs",
     "RunLog",
     "RunRecord",
     "Status",

@@ -1,23 +1,45 @@
 """What is made for MLflow of what a run has logged."""
 
-import re
+import csv
+import io
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from urllib.parse import quote
 
+from pipebench.tracking.limits import MAX_TAG_CHARS
 from pipebench.tracking.record import Entry, Status
-from pipebench.tracking.store import MAX_TAG_CHARS
 from pipebench.tracking.summary import summarise_curves
-from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
+from pipebench.train.result import DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
-# Columns of RunResult.stages that are metrics of their own, as `<column>/stage_<index>`; the rest, and what concerns
-# single workers, is in the artifact result.json: hundreds of metrics hide the dozen that people compare runs by.
-STAGE_METRICS = ("samples_per_update", "peak_memory_bytes")
-# Likewise of RunResult.metrics: what a curve ends with MLflow shows itself, totals by kind are bytes per sample times
-# samples, and single kinds of waiting and transfer concern who looks at one run.
-_DETAILS = re.compile(
-    r"final_.*|comm_bytes_(activation|gradient|all_reduce|parameter_server)|comm_(transfers|time)_.*|waiting_(?!s$).*"
+# What people compare runs by, what decides first: MLflow lists metrics in the order in which it got them. Everything
+# else is in the artifact result.json: hundreds of metrics hide the dozen that matter. `*` stands for any ending.
+_METRICS = (
+    "target_reached",
+    "time_to_accuracy_s",
+    "comm_bytes_per_sample",
+    "peak_memory_bytes_max",
+    "bubble_fraction",
+    "epochs_to_target",
+    "epoch_time_s",
+    "throughput_samples_per_s",
+    "best_*",
+    "prediction_error",
+    "comm_stall_fraction",
+    "waiting_s",
+    "samples_per_update",
+    "weight_versions_max",
+    "staleness_*",
+    "num_workers",
+    "comm_bytes_total",
+    "comm_bytes_per_sample_*",
+    "comm_bytes_level_*",
 )
+# On MLflow's pages of charts this is a section of its own, before the single values.
+CURVES = "curves/"
+VIRTUAL_TIME = f"{CURVES}virtual_time_s"
+_DIGITS = 6  # that single values are shown with: the table of runs has no format of its own
 DESCRIPTION = "mlflow.note.content"  # the tag that MLflow shows as a run's description
+_RUN_ID = "@" * 32  # as long as an id
 _CUT = "(The artifacts hold the rest.)"
 
 
@@ -30,15 +52,17 @@ def values_of(entry: Entry, *, virtual: bool) -> tuple[dict[str, float], int]:
     """
     point, result = entry.point, entry.result
     if point is not None:
-        return {**point.metrics, **({"virtual_time_s": point.clock_s} if virtual else {})}, point.samples
-    if result is not None:
-        values = {**summarise_curves(result.points), **logged_metrics(result.metrics), **stage_metrics(result)}
-        return values, result.points[-1].samples if result.points else 0
+        curves = {**point.metrics, **({"virtual_time_s": point.clock_s} if virtual else {})}
+        return {f"{CURVES}{name}": value for name, value in curves.items()}, point.samples
+    if result is not None:  # at step 0: what has a step is drawn as a curve, of one point
+        return logged_metrics(result), 0
     return dict(entry.metrics), entry.step
 
 
-def tags_of(entry: Entry) -> dict[str, str]:
-    """Return the tags of an entry, those of a result among them."""
+def tags_of(entry: Entry, run_id: str) -> dict[str, str]:
+    """Return the tags of an entry, those of a result among them; what they say of the run's own id is filled in."""
+    if DESCRIPTION in entry.tags:
+        return {**entry.tags, DESCRIPTION: entry.tags[DESCRIPTION].replace(_RUN_ID, run_id)}
     if entry.result is None:
         return dict(entry.tags)
     notes = {f"note.{fact.replace(' ', '_')}": note for fact, note in entry.result.notes.items()}
@@ -52,20 +76,27 @@ def outcome_status(result: RunResult | None) -> Status:
     return "KILLED" if result.outcome == INTERRUPTED else "FINISHED"
 
 
-def stage_metrics(result: RunResult) -> dict[str, float]:
-    """Return `<column>/stage_<index>` of the columns that are metrics, in an order that MLflow's sorting keeps."""
-    width = len(str(max(0, len(result.stages) - 1)))
-    return {
-        f"{column}/stage_{stage.get('index', index):0{width}d}": float(stage[column])
-        for index, stage in enumerate(result.stages)
-        for column in STAGE_METRICS
-        if isinstance(stage.get(column), int | float)
-    }
+def logged_metrics(result: RunResult) -> dict[str, float]:
+    """Return the metrics of a result by which people compare runs, what decides first, as they are shown."""
+    reached = {"target_reached": float(result.outcome == REACHED)} if result.outcome in (REACHED, MISSED) else {}
+    values = {**reached, **result.metrics, **summarise_curves(result.points)}
+    ordered = dict.fromkeys(name for pattern in _METRICS for name in values if fnmatchcase(name, pattern))
+    return {name: shown_value(values[name]) for name in ordered}
 
 
-def logged_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a result by which people compare runs; the others are in the artifact result.json."""
-    return {name: value for name, value in metrics.items() if not _DETAILS.fullmatch(name)}
+def shown_value(value: float) -> float:
+    """Return a value with as many digits as people read; a whole number stays what it is."""
+    return value if float(value).is_integer() else float(f"{value:.{_DIGITS}g}")
+
+
+def stages_csv(result: RunResult) -> str:
+    """Return what the stages came to as a table, a row per stage; "" where nothing is known of any."""
+    columns = dict.fromkeys(name for stage in result.stages for name in stage)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*columns], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dict(stage) for stage in result.stages)
+    return text.getvalue() if columns else ""
 
 
 def logged_params(recipe: Mapping[str, str]) -> dict[str, str]:
@@ -73,16 +104,17 @@ def logged_params(recipe: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in recipe.items() if value != "null"}
 
 
-def description(markdown: str, pictures: Sequence[str], run_id: str | None) -> str:
-    """Return what MLflow shows first of a run: the pictures, which are its artifacts, then a text, cut to its limit.
+def description(markdown: str, pictures: Sequence[str]) -> str:
+    """Return what MLflow shows first of a run: a text, cut to its limit, then the pictures, which are its artifacts.
+
+    The run's id, which MLflow gives, is filled in when it is known.
 
     Args:
         markdown: the text.
         pictures: names of artifacts.
-        run_id: MLflow's id of the run, None if it has none yet: then there are no pictures.
     """
     # Seen from the page's own address, so that a server below a path finds them too.
-    links = [f"![{name}](get-artifact?path={quote(name)}&run_uuid={run_id})" for name in pictures if run_id]
+    links = [f"![{name}](get-artifact?path={quote(name)}&run_uuid={_RUN_ID})" for name in pictures]
     text = "\n\n".join([markdown, *links])
     if len(text) <= MAX_TAG_CHARS:
         return text

@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from pipebench.tracking.inputs import Inputs
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import JsonError, Number, read
 
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
 ENTRIES, _SENT = "record.jsonl", "mlflow.json"
-RESULT_FILE = "result.json"  # the artifact that a run's result is
+RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class Entry:
         tags: what people filter by.
         metrics: single values.
         step: of these values.
+        about: MLflow's id of the run that the metrics are of; None for the run itself.
         point: of the curves.
+        inputs: what the run takes in.
         artifact: name of a file that is whole in the record's folder; it may hold folders.
         result: what the run came to.
         status: how it ended: the last entry of a process that came to its end.
@@ -70,7 +73,9 @@ class Entry:
     tags: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, Number] = field(default_factory=dict)
     step: int = 0
+    about: str | None = None
     point: Point | None = None
+    inputs: Inputs | None = None
     artifact: str | None = None
     result: RunResult | None = None
     status: Status | None = None
@@ -119,7 +124,7 @@ class RunRecord:
         for entry in entries:
             params |= entry.params
             tags |= entry.tags
-            metrics |= entry.metrics
+            metrics |= entry.metrics if entry.about is None else {}
             if entry.point is not None:
                 points.setdefault(entry.point.samples, entry.point)
             if entry.artifact is not None:

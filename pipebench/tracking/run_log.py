@@ -15,10 +15,12 @@ from pathlib import Path
 
 from pipebench.errors import printable
 from pipebench.tracking.connection import default_uri, shown_uri
-from pipebench.tracking.entries import DESCRIPTION, description, outcome_status
-from pipebench.tracking.record import RESULT_FILE, Entry, RecordFolder, Start, Status
+from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
+from pipebench.tracking.inputs import Inputs
+from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
+from pipebench.tracking.record import RESULT_FILE, STAGES_FILE, Entry, RecordFolder, Start, Status
 from pipebench.tracking.sender import Sender
-from pipebench.tracking.store import MAX_PARAM_CHARS, Store, clean_name
+from pipebench.tracking.store import Store
 from pipebench.tracking.view import run_address
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import write
@@ -188,22 +190,31 @@ class RunLog:
         """Log one moment of the curves: step = samples, timestamp = that moment on the wall clock."""
         self._sender.add(Entry(point=point))
 
-    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Log single values now, e.g. the spread over seeds on a parent run."""
-        self._sender.add(Entry(metrics=values, step=step))
+    def metrics(self, values: Mapping[str, float], *, about: str | None = None) -> None:
+        """Log single values now, e.g. the spread over seeds on a parent run.
+
+        Args:
+            values: name to value.
+            about: MLflow's id of the run that they are of, where only this one knows them; None for this run.
+        """
+        self._sender.add(Entry(metrics={name: shown_value(value) for name, value in values.items()}, about=about))
+
+    def inputs(self, inputs: Inputs) -> None:
+        """Log what the run takes in."""
+        self._sender.add(Entry(inputs=inputs))
 
     def tag(self, name: str, value: str) -> None:
         """Set a tag."""
         self._sender.add(Entry(tags={name: value}))
 
     def describe(self, markdown: str, pictures: Sequence[str] = ()) -> None:
-        """Set the text that MLflow shows first, with pictures that are artifacts; waits for the run's id to name them.
+        """Set the text that MLflow shows first, with pictures that are artifacts.
 
         Args:
             markdown: the text; what is beyond MLflow's limit is left out.
             pictures: names of artifacts.
         """
-        self.tag(DESCRIPTION, description(markdown, pictures, self.wait_for_id() if pictures else None))
+        self.tag(DESCRIPTION, description(markdown, pictures))
 
     def text(self, artifact: str, text: str) -> None:
         """Keep a text as an artifact; the name may hold folders."""
@@ -222,6 +233,8 @@ class RunLog:
         self._result = result
         self._sender.add(Entry(result=result))
         self.text(RESULT_FILE, write(result))
+        if table := stages_csv(result):
+            self.text(STAGES_FILE, table)
 
     def move(self, folder: Path) -> None:
         """Let the run be recorded in another folder, with all that was logged before."""

@@ -9,9 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pipebench.tracking.entries import tags_of, values_of
+from pipebench.tracking.entries import CURVES, tags_of, values_of
+from pipebench.tracking.limits import MAX_PARAM_CHARS, MAX_TAG_CHARS, clean_name
 from pipebench.tracking.record import Entry, RecordFolder, Start
-from pipebench.tracking.store import MAX_PARAM_CHARS, MAX_TAG_CHARS, Row, Store, StoredRun, clean_name
+from pipebench.tracking.store import Row, Store, StoredRun
 from pipebench.tracking.system import SYSTEM, SystemMetrics
 
 _RESUMES = "resumes"
@@ -94,7 +95,7 @@ class Sender:
             self._queue.extendleft((entry, None) for entry in reversed(self.record.earlier[: self.record.num_sent]))
             begins_ms = self._queue[0][0].at_ms
             run_id = store.create_run(self._start.name, self._parent_tags(), begins_ms)
-            found = StoredRun(begins_ms, {}, {}, frozenset())
+            found = StoredRun(begins_ms, {}, {}, {})
             self.record.note_sent(run_id, 0)
         history = History(store, run_id, found)
         if self._samples_system:
@@ -126,9 +127,15 @@ class Sender:
             if content is not None:
                 store.log_artifact(run_id, entry.artifact, content)
             return 1
+        if entry.inputs is not None:
+            store.log_inputs(run_id, entry.inputs)
+            return 1
+        if entry.about is not None:
+            store.log(entry.about, self._rows(entry, history)[0], {}, {})
+            return 1
         leading = [entry]
         for following, _ in itertools.islice(self._queue.copy(), 1, None):
-            if following.status is not None or following.artifact is not None or following.start is not None:
+            if following.start is not None or _is_sent_alone(following):
                 break
             leading.append(following)
         self._log(store, run_id, history, leading)
@@ -143,12 +150,13 @@ class Sender:
             self._virtual = entries[0].start.virtual
         for entry in entries:
             values, non_finite = self._rows(entry, history)
-            # The end's values too: who was killed while closing the record has logged them.
-            curve = entry.point is not None or entry.result is not None
-            values = [row for row in values if not (curve and history.has(row))]
+            if entry.point is not None:
+                values = [row for row in values if not history.has(row)]
+                curves += values
+            elif entry.result is not None:  # who was killed while closing the record has logged it
+                values = [row for row in values if not history.shows(row)]
             rows += values
-            curves += values if curve else []
-            tags |= (history.start_tags(entry.tags) if entry.start is not None else tags_of(entry)) | non_finite
+            tags |= (history.start_tags(entry.tags) if entry.start is not None else tags_of(entry, run_id)) | non_finite
         given = {name: value for entry in entries for name, value in entry.params.items()}
         params, changed = history.params(given)
         store.log(run_id, rows, params, tags | changed)
@@ -166,8 +174,13 @@ class Sender:
                 rows.append(Row(metric, float(value), timestamp_ms, step))
             elif metric not in self._non_finite:
                 self._non_finite.add(metric)
-                tags[f"non_finite.{metric}"] = f"{value:g} at {step} samples"
+                tags[f"non_finite.{metric.removeprefix(CURVES)}"] = f"{value:g} at {step} samples"
         return rows, tags
+
+
+def _is_sent_alone(entry: Entry) -> bool:
+    """Return whether an entry is a request of its own: whatever isn't values, params or tags of the run."""
+    return any(each is not None for each in (entry.status, entry.artifact, entry.inputs, entry.about))
 
 
 class History:
@@ -194,6 +207,10 @@ class History:
     def has(self, row: Row) -> bool:
         """Return whether MLflow has a value of a curve's metric at this step, or after."""
         return row.step <= self.last_step(row.metric)
+
+    def shows(self, row: Row) -> bool:
+        """Return whether a metric that is no curve had this value when the process began."""
+        return self._metrics.get(clean_name(row.metric)) == row.value
 
     def last_step(self, metric: str) -> int:
         """Return the largest step of a metric, -1 where it has none."""

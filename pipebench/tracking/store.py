@@ -1,5 +1,6 @@
 """One MLflow store as pipebench writes it: the only file that changes anything there; `results` reads it back."""
 
+import json
 import logging
 import os
 import re
@@ -11,16 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipebench.errors import UserError
 from pipebench.tracking.connection import Connection, default_uri, shown_uri, sqlite_path
+from pipebench.tracking.inputs import Inputs
+from pipebench.tracking.limits import ENTRIES_PER_BATCH, MAX_PARAM_CHARS, MAX_TAG_CHARS, METRICS_PER_BATCH, clean_name
 from pipebench.tracking.record import RESULTS_FOLDER
-from pipebench.tracking.view import VIEW_TAG, view_state
+from pipebench.tracking.view import experiment_tags
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _log = logging.getLogger(__name__)
-# MLflow's own limits (mlflow/utils/validation.py); a batch beyond them is refused as a whole.
-_METRICS_PER_BATCH, _ENTRIES_PER_BATCH = 1000, 100
-MAX_PARAM_CHARS, MAX_TAG_CHARS, _MAX_NAME_CHARS = 6000, 8000, 250
 
 
 class Row(NamedTuple):
@@ -47,13 +47,13 @@ class StoredRun:
         start_ms: when it began, milliseconds since the epoch.
         params: what it has, under MLflow's names.
         tags: likewise.
-        metrics: names of the metrics that have values.
+        metrics: the last value of every metric that has one.
     """
 
     start_ms: int
     params: Mapping[str, str]
     tags: Mapping[str, str]
-    metrics: frozenset[str]
+    metrics: Mapping[str, float]
 
 
 def require_writable() -> None:
@@ -97,11 +97,6 @@ def _takes_files(folder: Path) -> bool:
         return False
 
 
-def clean_name(name: str) -> str:
-    """Return a metric, param or tag name that every MLflow store takes."""
-    return re.sub(r"[^\w./ :-]+", "_", name, flags=re.ASCII)[:_MAX_NAME_CHARS]
-
-
 class Store(Connection):
     """One experiment of a store, to be written to."""
 
@@ -124,7 +119,7 @@ class Store(Connection):
             self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.turn() as client:
             experiment_id = self._experiment(client)
-            _add_view(client, experiment_id)
+            _add_tags(client, experiment_id)
             self.experiment_id = experiment_id
 
     def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
@@ -149,7 +144,7 @@ class Store(Connection):
                 client.restore_run(run_id)
             client.update_run(run_id, status="RUNNING")
         data = run.data
-        return StoredRun(int(run.info.start_time), dict(data.params), dict(data.tags), frozenset(data.metrics))
+        return StoredRun(int(run.info.start_time), dict(data.params), dict(data.tags), dict(data.metrics))
 
     def last_step(self, run_id: str, metric: str) -> int:
         """Return the largest step at which a metric has a value, -1 where it has none."""
@@ -167,12 +162,26 @@ class Store(Connection):
             while metrics or entries or labels:
                 client.log_batch(
                     run_id,
-                    metrics[:_METRICS_PER_BATCH],
-                    entries[:_ENTRIES_PER_BATCH],
-                    labels[:_ENTRIES_PER_BATCH],
+                    metrics[:METRICS_PER_BATCH],
+                    entries[:ENTRIES_PER_BATCH],
+                    labels[:ENTRIES_PER_BATCH],
                     synchronous=True,
                 )
-                del metrics[:_METRICS_PER_BATCH], entries[:_ENTRIES_PER_BATCH], labels[:_ENTRIES_PER_BATCH]
+                del metrics[:METRICS_PER_BATCH], entries[:ENTRIES_PER_BATCH], labels[:ENTRIES_PER_BATCH]
+
+    def log_inputs(self, run_id: str, inputs: Inputs) -> None:
+        """Name the data set and the model of a run; one model stands for all runs of the experiment that take it."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput
+
+        source = json.dumps(dict(inputs.dataset_options))
+        profile = json.dumps({f"num_{split}": number for split, number in inputs.num_samples.items()})
+        data = Dataset(inputs.dataset, inputs.dataset_digest, "pipebench", source, inputs.schema, profile)
+        with self.turn() as client:
+            client.log_inputs(run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
+            try:
+                client.log_inputs(run_id, models=[LoggedModelInput(self._model_id(client, inputs))])
+            except Exception as error:  # not every store knows models that are no files
+                _log.debug("run %s has no model: %s", run_id, error)
 
     def log_artifact(self, run_id: str, name: str, content: bytes) -> None:
         """Store a file under the run's artifacts; `name` may hold folders."""
@@ -203,6 +212,17 @@ class Store(Connection):
             client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
+    def _model_id(self, client: "MlflowClient", inputs: Inputs) -> str:
+        """Return MLflow's id of a model, which is made where there is none."""
+        name = re.sub(r"[/:.%\"']+", "-", f"{inputs.model}-{inputs.model_digest}")
+        experiment_id = str(self.experiment_id)
+        found = client.search_logged_models([experiment_id], f"name = '{name}'")
+        if found:
+            return str(found[0].model_id)
+        options = dict(inputs.model_options)
+        made = client.create_logged_model(experiment_id, name, params=options, model_type=inputs.model)
+        return str(client.finalize_logged_model(made.model_id, "READY").model_id)
+
     def _artifact_root(self) -> str | None:
         if self._path is None:
             return None
@@ -210,11 +230,16 @@ class Store(Connection):
         return (self._path.parent / "mlartifacts" / folder).as_uri()
 
 
-def _add_view(client: "MlflowClient", experiment_id: str) -> None:
-    """Give an experiment its view, unless it has one: the user may have changed it. No run is worth less without."""
+def _add_tags(client: "MlflowClient", experiment_id: str) -> None:
+    """Tell MLflow's pages how to show an experiment, except what is told: the user may have changed it.
+
+    No run is worth less without.
+    """
     try:
-        if VIEW_TAG not in client.get_experiment(experiment_id).tags:
-            client.set_experiment_tag(experiment_id, VIEW_TAG, view_state())
+        told = client.get_experiment(experiment_id).tags
+        for name, value in experiment_tags(experiment_id).items():
+            if name not in told:
+                client.set_experiment_tag(experiment_id, name, value)
     except Exception as error:
         _log.debug("the experiment has no view: %s", error)
 

@@ -140,7 +140,7 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
 def describe_stages(job: Job) -> list[dict[str, Any]]:
     """Return what is known of every stage before the run."""
     setup = job.setup
-    travels = max(setup.costs.stages[0].forward_s)
+    travels = setup.costs.most_samples
     names = [layer.name for layer in setup.graph.layers]
     pipeline = setup.pipeline
     base, scales = job.recipe.train.optimizer.lr, lr_scales(job.recipe.train, pipeline)

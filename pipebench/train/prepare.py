@@ -22,7 +22,7 @@ from pipebench.model.plan import Plan, make_plan, starts_of_cuts
 from pipebench.model.plan_layers import layer_problems, plan_of, refuse
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
-from pipebench.model.sampling import mix, name_hash, seed_default_generator
+from pipebench.model.sampling import Shape, Size, mix, name_hash, seed_default_generator
 from pipebench.model.trace_check import check_traced
 from pipebench.planner.compare import compare
 from pipebench.planner.planner import Planner
@@ -143,7 +143,7 @@ def prepare(
     )
     costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost)
     if recipe.parallelism.accumulate == LARGEST:
-        memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.layers))
+        memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(Course(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(recipe.train, graph, plan, flushes=pipeline.flushes)
     setup = Setup(
@@ -168,11 +168,17 @@ def prepare(
     return Job(recipe, cluster, profile, setup, comparison)
 
 
-def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[int]) -> dict[int, dict[str, int]]:
-    """Return the bytes of every input of a model, by the number of samples."""
+def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
+    """Return the bytes of every input of a model, by size of the unit."""
     names = [*zip(graph.inputs, dataset.inputs, strict=True)]
-    examples = {size: dataset.example(size) for size in sizes}
+    examples = {size: _example(dataset, size) for size in sizes}
     return {size: {name: example[field].nbytes for name, field in names} for size, example in examples.items()}
+
+
+def _example(dataset: Dataset, size: Size) -> dict[str, torch.Tensor]:
+    if isinstance(size, Shape):
+        return dataset.of_length(size.columns).example(size.num_samples)
+    return dataset.example(size)
 
 
 def _scales(train: TrainRecipe) -> bool:

@@ -2,7 +2,7 @@
 
 from pipebench.cluster import Cluster
 from pipebench.model.plan import memory_of
-from pipebench.model.sampling import InOrder, Sampler, Streams, microbatch_sizes
+from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microbatch_sizes
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.plans import Request
 from pipebench.profile.model import Profile
@@ -18,7 +18,10 @@ def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
     if dataset.sequential:
         streams = train.streams or 1
         return Streams(dataset.num_train, size, streams), Streams(dataset.num_eval, size, streams, covers=True)
-    return Sampler(dataset.num_train, size, train.seed, dataset.buckets), InOrder(dataset.num_eval, size)
+    held_out = InOrder(dataset.num_eval, size)
+    if dataset.lengths:
+        return Varying(dataset.num_train, size, train.seed, dataset.lengths), held_out
+    return Sampler(dataset.num_train, size, train.seed, dataset.buckets), held_out
 
 
 def travelling_sizes(recipe: Recipe, dataset: Dataset, *, whole_minibatches: bool = False) -> tuple[int, ...]:

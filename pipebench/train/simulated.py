@@ -1,8 +1,8 @@
 """The simulated engine's answer: an epoch's time, bytes and bubble from durations alone; no accuracy, no TTA."""
 
 from pipebench.engine.setup import Setup
-from pipebench.simulate.meter import Meter, fractions
-from pipebench.simulate.steady import simulate_segment
+from pipebench.simulate.meter import EPOCHS, Meter, fractions
+from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
 from pipebench.train.prepare import Job
@@ -19,14 +19,15 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
     """
     setup = job.setup
     meter = Meter(setup.pipeline, *(watch.listeners if watch else ()))
-    metrics = predicted_metrics(setup, setup.sampler.minibatches_per_epoch, meter)
+    per_epoch = setup.sampler.minibatches_per_epoch
+    totals = simulate_segment(setup, per_epoch, meter)
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
-        metrics=metrics,
+        metrics=_metrics(setup, per_epoch, totals),
         stages=tuple(describe_stages(job)),
-        notes=recipe_notes(job),
+        notes=recipe_notes(job) | ({EPOCHS: _estimated(totals, per_epoch)} if totals.num_simulated else {}),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
 
@@ -39,7 +40,10 @@ def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = 
         num_minibatches: length of the segment, up to one epoch; `epoch_time_s` is scaled to one.
         meter: records the timeline.
     """
-    totals = simulate_segment(setup, num_minibatches, meter)
+    return _metrics(setup, num_minibatches, simulate_segment(setup, num_minibatches, meter))
+
+
+def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, float]:
     sampler = setup.sampler  # a segment's last minibatch is the epoch's last, which may be short
     samples = sampler.samples_before(num_minibatches - 1) + sampler.size(sampler.minibatches_per_epoch - 1)
     return {
@@ -51,3 +55,11 @@ def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = 
         **byte_metrics(totals.num_bytes, samples),
         **fractions(totals.busy_s, totals.stall_s, setup.pipeline.num_workers, totals.end_s),
     }
+
+
+def _estimated(totals: Totals, num_minibatches: int) -> str:
+    """Return of how many minibatches an epoch's time is known, and how well."""
+    return (
+        f"lengths vary: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "
+        f"taken for the others; standard error {totals.error_s / totals.end_s:.2%}"
+    )

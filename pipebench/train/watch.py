@@ -125,7 +125,7 @@ class _Variant:
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
     def meter(self, job: Job) -> MemoryMeter:
-        inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.layers)
+        inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
         return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
 

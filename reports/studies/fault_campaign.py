@@ -335,10 +335,10 @@ def _record_problems(record: dict[str, Any]) -> Iterator[str]:
         yield f"{len(record['runs'])} MLflow runs"
     if record["runs"][0]["status"] != "FINISHED":
         yield f"MLflow status {record['runs'][0]['status']}"
-    steps = {name: [step for step, _ in rows] for name, rows in record["metrics"].items()}
+    steps = {name: [step for step, _ in rows] for name, rows in _curves(record["metrics"]).items()}
     twice = sorted(name for name, each in steps.items() if len(set(each)) != len(each))
     if twice:
-        yield f"{len(twice)} metrics have several values at one step, {twice[0]} for one"
+        yield f"{len(twice)} curves have several values at one step, {twice[0]} for one"
 
 
 def _weights(run: WatchedRun) -> dict[str, torch.Tensor]:
@@ -349,7 +349,8 @@ def _weights(run: WatchedRun) -> dict[str, torch.Tensor]:
 
 
 def _curves(metrics: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
-    return {name: rows for name, rows in metrics.items() if name in ("train_loss", "eval_loss", "top1", "perplexity")}
+    names = [f"curves/{name}" for name in ("train_loss", "eval_loss", "top1", "perplexity")]
+    return {name: rows for name, rows in metrics.items() if name in names}
 
 
 def _started_at_s(folder: Path) -> float:

@@ -27,7 +27,7 @@ from pipebench.recipe.schema import EngineRecipe
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Bucket, Costs, StageCosts
+from pipebench.simulate.costs import Bucket, Costs, Crossing, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
 from pipebench.simulate.steady import simulate_segment
@@ -138,7 +138,7 @@ def simulator_rate(num_workers: int, num_instructions: int) -> tuple[int, float]
     num_minibatches = num_instructions // (num_workers * 8)
     count = sum(sum(1 for _ in program) for program in programs(pipeline, num_minibatches))
     stages = tuple(StageCosts({1: 1.0}, {1: 2.0}, {1: 1.0}, {1: 0.1}, 0.1) for _ in range(num_workers))
-    sizes = {(e.source, e.target): {1: 1000} for e in pipeline.edges}
+    sizes: Crossing = {(e.source, e.target): {1: 1000} for e in pipeline.edges}
     network = Network(Cluster("flat", "unit", None, (Level("server", num_workers, 1e6, 1e-3),)))
     simulation = Simulation(
         pipeline, programs(pipeline, num_minibatches), Costs(stages, sizes, sizes), network, lambda _: 1
@@ -158,7 +158,7 @@ def largest_clusters() -> list[tuple[str, float]]:
             for _ in replicas
         )
         pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", False, 2)
-        sizes = {(e.source, e.target): {1: 100_000} for e in pipeline.edges}
+        sizes: Crossing = {(e.source, e.target): {1: 100_000} for e in pipeline.edges}
         cluster = Cluster("large", "unit", None, (Level("server", 8, 1e10, 1e-5), Level("cluster", 512, 1.25e9, 5e-5)))
         course = Course(pipeline, Costs(stages, sizes, sizes), cluster, tuple(range(4096)), Sampler(10**9, 1, 0))
         started = time.perf_counter()

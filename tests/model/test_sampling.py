@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipebench.model.sampling import InOrder, Sampler, Streams
+from pipebench.model.sampling import InOrder, Sampler, Shape, Streams, Varying
 
 
 class TestStreams:
@@ -62,3 +62,27 @@ class TestBuckets:
 def test_held_out_samples_keep_their_order() -> None:
     sampler = InOrder(10, 4)
     assert [list(sampler.indices(k)) for k in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+class TestVarying:
+    LENGTHS = ((9, 0.2), (20, 0.5), (50, 0.3))
+
+    def test_a_minibatchs_length_follows_from_seed_and_number(self) -> None:
+        first, again, other = (Varying(4003, 4, seed, self.LENGTHS) for seed in (3, 3, 4))
+        drawn = [first.columns(k) for k in range(4000)]
+        assert [again.columns(k) for k in reversed(range(4000))] == drawn[::-1]
+        assert [other.columns(k) for k in range(4000)] != drawn
+        for columns, share in self.LENGTHS:
+            assert abs(drawn.count(columns) / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5
+
+    def test_microbatches_are_as_long_as_their_minibatch(self) -> None:
+        sampler = Varying(4003, 4, 3, self.LENGTHS)
+        columns = sampler.columns(7)
+        assert sampler.sizes(7, 3) == [Shape(2, columns), Shape(1, columns), Shape(1, columns)]
+        assert sampler.sizes(1000, 4)[:2] == [Shape(1, sampler.columns(1000)), Shape(1, sampler.columns(1000))]
+        assert sampler.sizes(1000, 4)[3] == 0
+        assert Sampler(4003, 4, 3).sizes(1000, 4) == [1, 1, 1, 0]
+
+    def test_which_samples_they_are_isnt_known(self) -> None:
+        with pytest.raises(NotImplementedError):
+            Varying(4003, 4, 3, self.LENGTHS).indices(0)

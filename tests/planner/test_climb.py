@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipebench.cluster import Cluster, Level
+from pipebench.cluster import PER_VALUE, Cluster, Level
 from pipebench.planner import climb
 from pipebench.planner.climb import along_devices, neighbours
 from pipebench.planner.flat import SearchStage
@@ -58,17 +58,21 @@ def limited(asked: Request, **shares: Any) -> Request:
     """Return a request on links that limit connections, sums, messages and copies to parts of their rates."""
 
     def at(level: Level) -> Level:
-        rates: dict[str, Any] = {limit: share * level.goodput_bytes_per_s for limit, share in shares.items()}
+        rates: dict[str, Any] = {
+            limit: share if isinstance(share, str) else share * level.goodput_bytes_per_s
+            for limit, share in shares.items()
+        }
         return replace(level, **rates)
 
     levels = tuple(map(at, asked.cluster.levels))
     return replace(asked, cluster=replace(asked.cluster, levels=levels))
 
 
-LIMITS: list[dict[str, float]] = [
+LIMITS: list[dict[str, Any]] = [
     {"flow_bytes_per_s": 0.39},
     {"ring_bytes_per_s": 0.25, "p2p_bytes_per_s": 0.6},
     {"p2p_bytes_per_s": 0.2},
+    {"p2p_bytes_per_s": 0.2, "connections": PER_VALUE},
     {"host_copy_bytes_per_s": 0.5},
     {"flow_bytes_per_s": 0.5, "ring_bytes_per_s": 0.3, "p2p_bytes_per_s": 0.2, "host_copy_bytes_per_s": 1.0},
 ]
@@ -76,7 +80,7 @@ LIMITS: list[dict[str, float]] = [
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 7), ("RNN-like", 7)])
-def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits: dict[str, float]) -> None:
+def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits: dict[str, Any]) -> None:
     free = instance(kind, seed).request
     made = Planner(limited(free, **limits), MODE)
     floors, before = (
@@ -100,7 +104,7 @@ def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize(("kind", "seed"), [("CNN-like", 6), ("random", 4)])
 def test_the_best_of_all_plans_is_found_where_levels_limit_what_passes(
-    kind: str, seed: int, limits: dict[str, float]
+    kind: str, seed: int, limits: dict[str, Any]
 ) -> None:
     made = Planner(limited(instance(kind, seed).request, **limits), MODE)
     found = made.best()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from pipebench.profile.model import LayerProfile, Profile
 
 
 def predicted(
-    layers: Sequence[tuple[float, int]], replicas: Sequence[int], weights: int = 0, **limits: float
+    layers: Sequence[tuple[float, int]], replicas: Sequence[int], weights: int = 0, **limits: Any
 ) -> PlanEstimate:
     """Return a plan with one layer per stage, given as seconds (a third forward) and output bytes; links of 1 GB/s."""
     rows = [

@@ -168,6 +168,10 @@ OVERRIDES = [
     ("model.leaves=lstm", "model.leaves: got 'lstm', allowed is a list of text or null"),
     ("model.a-b=1", "model.a-b: is not a name an option can have"),
     ("dataset.rot=x", "dataset.rot: unknown option, allowed are"),
+    (
+        "dataset={name: wmt16, lengths: longest}",
+        "dataset: wmt16: lengths is 'longest', allowed are fixed, declared",
+    ),
     ("dataset.leaves=[x]", "dataset.leaves: is for models"),
     ("dataset.target=x", "dataset: got both of name and target"),
     ("dataset={name: null}", "dataset.name: is missing, allowed are .*; or a target, package.module:function"),
@@ -378,6 +382,10 @@ FILES: list[tuple[str | bytes, str]] = [
     (VALID + "null: 2\n", "r.yaml: None: unknown key"),
     (VALID.replace("small", "2019"), "r.yaml: name: got 2019, allowed is text; put it in quotes"),
     (VALID.replace("name: small\n", ""), "r.yaml: name: is missing and has no default"),
+    (
+        VALID.replace("mnist5k", "wmt16, lengths: declared").replace("top1", "token_accuracy"),
+        "dataset.lengths: got declared, which is for engine.kind simulated: kind virtual trains, on samples as long as",
+    ),
     (
         VALID.replace("cluster-a", "local") + "engine: {timing: analytic}",
         "engine.timing: got analytic with cluster local",

@@ -42,14 +42,15 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
     assert "missed top1 0.999" in result.output
     with sqlite3.connect(folder / "mlflow.db") as store:
         rows = dict(store.execute("select name, run_uuid from runs"))
-        assert {"quickstart", "quickstart-seed1", "quickstart-seed2"} <= rows.keys()
+        seeds = "quickstart, seeds 1, 2"
+        assert {seeds, "pipedream 3-1, seed 1", "pipedream 3-1, seed 2"} <= rows.keys()
         parents = store.execute("select value from tags where key = 'mlflow.parentRunId'").fetchall()
-        assert parents == [(rows["quickstart"],)] * 2
+        assert parents == [(rows[seeds],)] * 2
         of_parent = "select key from metrics where run_uuid = ?"
-        keys = {key for (key,) in store.execute(of_parent, (rows["quickstart"],))}
+        keys = {key for (key,) in store.execute(of_parent, (rows[seeds],))}
         assert {"throughput_samples_per_s_mean", "best_top1_std", "runs_reached", "throughput_samples_per_s"} <= keys
         notes = "select value from tags where run_uuid = ? and key = 'mlflow.note.content'"
-        (note,) = next(store.execute(notes, (rows["quickstart"],)))
+        (note,) = next(store.execute(notes, (rows[seeds],)))
     assert note.startswith("| run | plan | reached |")
     assert "- quickstart, seed 2: missed" in note
     assert "![top1.png](get-artifact?path=top1.png" in note
@@ -158,13 +159,24 @@ def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -
     assert plan["mode"] == told["compared"][0]["mode"]
 
 
-def test_seeds_of_several_recipes_are_a_row_per_recipe() -> None:
+def test_seeds_of_several_recipes_are_a_row_per_recipe(folder: Path) -> None:
     """0.1.0 printed a row per seed, all under the recipe's name."""
     result = run("quickstart/dp", "quickstart/pipedream", "engine.kind=simulated", "--seeds", "0,1")
     assert result.exit_code == 0, result.output
     comparison = result.output[result.output.rindex("vs dp") :].splitlines()
     assert [line.split()[0] for line in comparison if "%" in line] == ["dp", "pipedream"]
     assert "4 of 4  quickstart-pipedream-seed1" in result.output
+    with sqlite3.connect(folder / "mlflow.db") as store:
+        found = "select name, round(value, 6) from runs natural join metrics where key = 'epoch_speedup_over_dp'"
+        speed_ups = dict(store.execute(found))
+        named = "select name from runs where name like 'dp, pipedream, 20__-__-__ __:__'"
+        assert len(store.execute(named).fetchall()) == 1, "what is compared, and when"
+    shared = {"dp 4, seed 0": 1.0, "dp 4, seed 1": 1.0, "quickstart-dp, seeds 0, 1": 1.0}
+    assert speed_ups.items() >= shared.items()
+    others = {name: value for name, value in speed_ups.items() if name not in shared}
+    rows = {f"pipedream straight, seed {seed}" for seed in (0, 1)} | {"quickstart-pipedream, seeds 0, 1"}
+    assert others.keys() == rows
+    assert len({*others.values()}) == 1 < others.popitem()[1]
 
 
 def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> None:
@@ -180,7 +192,7 @@ def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> Non
         of_run = "select value from {} where run_uuid = ? and key = ?"
         parents = set()
         for depth in (2, 4):
-            child = rows[f"quickstart-pipedream-depth={depth}"]
+            child = rows[f"pipedream straight, depth={depth}, seed 0"]
             assert store.execute(of_run.format("params"), (child, "parallelism.depth")).fetchone() == (str(depth),)
             parents.add(store.execute(of_run.format("tags"), (child, "mlflow.parentRunId")).fetchone()[0])
             (resolved,) = folder.rglob(f"{child}/artifacts/recipe.yaml")

@@ -16,8 +16,9 @@ from pipebench.show.comparison import (
     headings,
     rows,
     speed_up,
+    speed_ups,
 )
-from pipebench.train.result import COMPLETED, DIVERGED, MISSED, RunResult
+from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, RunResult
 from tests.results import DP, PIPEDREAM
 
 NOTHING: Mapping[str, str] = {}
@@ -227,3 +228,20 @@ def test_a_sweep_over_something_else_has_no_such_columns() -> None:
     assert "efficiency" not in headings(results)
     plans = [replace(each, name=f"dp-plan={plan}") for each, plan in zip(results, ("2-1-1", "2-1-2"), strict=True)]
     assert [row[0] for group in groups(plans) for row in rows(plans, group)] == ["plan=2-1-1", "plan=2-1-2"]
+
+
+def test_how_much_faster_than_dp_a_run_was_is_told_by_its_own_seed() -> None:
+    def run(mode: str, seed: int, tta_s: float, epoch_s: float, outcome: str = REACHED) -> RunResult:
+        metrics = {"time_to_accuracy_s": tta_s, "epoch_time_s": epoch_s}
+        recipe = {"parallelism.mode": mode}
+        return replace(DP, name=mode, mode=mode, seed=seed, outcome=outcome, metrics=metrics, recipe=recipe)
+
+    results = [run("dp", 0, 8.0, 2.0), run("dp", 1, 6.0, 2.0), run("gpipe", 0, 2.0, 1.0), run("gpipe", 1, 1.0, 4.0)]
+    told = {key: tuple(values.values()) for key, values in speed_ups(results).items()}
+    assert told == {
+        ("dp", None): (1.0, 1.0), ("dp", 0): (1.0, 1.0), ("dp", 1): (1.0, 1.0),
+        ("gpipe", None): (7.0 / 1.5, 2.0 / 2.5), ("gpipe", 0): (4.0, 2.0), ("gpipe", 1): (6.0, 0.5),
+    }  # fmt: skip
+    missed = speed_ups([*results[:3], run("gpipe", 1, 1.0, 4.0, MISSED)])
+    assert missed["gpipe", 1] == {"epoch_speedup_over_dp": 0.5}
+    assert speed_ups(results[2:])["gpipe", 0] == {}, "there is no dp to compare with"

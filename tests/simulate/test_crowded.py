@@ -9,7 +9,7 @@ from pipebench.errors import ScheduleError
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Bucket, Costs, HostCosts, StageCosts
+from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts
 from pipebench.simulate.crowded import Crowded, simulation_of
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
@@ -43,7 +43,7 @@ def costs_of(pipeline: Pipeline, host: HostCosts, *, bucket: Bucket | None = Non
         StageCosts({1: 1.0 + s}, {1: 2.0 + s / 2}, {1: 1.0}, {1: 0.25}, 0.5, buckets)
         for s in range(len(pipeline.replicas))
     )
-    sizes = {(edge.source, edge.target): {1: 20} for edge in pipeline.edges}
+    sizes: Crossing = {(edge.source, edge.target): {1: 20} for edge in pipeline.edges}
     return Costs(stages, sizes, sizes, host)
 
 

@@ -16,6 +16,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.engine.replica import Replica
 from pipebench.engine.setup import Setup
 from pipebench.model.precision import lower
+from pipebench.model.sampling import Size
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import prefixes
 from pipebench.profile.model import Profile
@@ -121,7 +122,7 @@ def profile_of(setup: Setup) -> Profile:
 
 
 def memories_of(setup: Setup) -> tuple[StageMemory, ...]:
-    inputs = {size: {"x": setup.dataset.example(size)["x"].nbytes} for size in range(1, 5)}
+    inputs: dict[Size, dict[str, int]] = {size: {"x": setup.dataset.example(size)["x"].nbytes} for size in range(1, 5)}
     return stage_memories(profile_of(setup), setup.plan, setup.pipeline, inputs)
 
 

@@ -1,6 +1,7 @@
 """Links: what is on its way at once shares its ports, in order on each connection."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,7 @@ def test_who_observes_is_told_when_transfers_really_began_and_ended() -> None:
     ]
 
 
-def limited(num_workers: int, **limits: float) -> Network:
+def limited(num_workers: int, **limits: Any) -> Network:
     """Ports of 10 bytes/s whose level limits what one connection, message or sum gets."""
     return Network(Cluster("limited", "unit", None, (Level("server", num_workers, 10.0, 0.5, **limits),)))
 
@@ -130,6 +131,20 @@ def test_what_is_alone_goes_at_the_smallest_of_its_limits_and_its_port(
         network.sum_up(sync, sync, "r", range(3), 60, 0.0, ends.append)
         network.agenda.play()
         assert ends == [pytest.approx(seconds + steps * 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("connections", "values", "seconds"),
+    [("per-pair", 3.0, 30.0), ("per-value", 1.0, 30.0), ("per-value", 3.0, 10.0), ("per-value", 8.0, 6.0)],
+)
+def test_values_with_connections_of_their_own_have_a_limit_each(
+    connections: str, values: float, seconds: float
+) -> None:
+    """60 bytes at 2 per second and connection; eight connections have the port's 10 between them."""
+    network = limited(2, p2p_bytes_per_s=2.0, connections=connections)
+    message = network.send(network.connection("activation", 0, 1, values), 60, 0.0)
+    network.agenda.play()
+    assert message.arrival_s == seconds + 0.5
 
 
 def test_two_messages_share_a_port_and_get_no_more_than_their_limit() -> None:

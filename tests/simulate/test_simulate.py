@@ -10,7 +10,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import forward_programs, programs
-from pipebench.simulate.costs import Bucket, Costs, HostCosts, StageCosts
+from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
 from pipebench.simulate.sums import ring_bytes
@@ -21,7 +21,7 @@ TWO_LEVELS = Cluster("two", "unit", None, (Level("server", 2, 100.0, 0.5), Level
 def simulate(
     pipeline: Pipeline, num_minibatches: int, stages: list[StageCosts], num_bytes: int, cluster: Cluster
 ) -> tuple[list[Event], Network]:
-    sizes = {(e.source, e.target): {1: num_bytes} for e in pipeline.edges}
+    sizes: Crossing = {(e.source, e.target): {1: num_bytes} for e in pipeline.edges}
     network = Network(cluster)
     simulation = Simulation(
         pipeline, programs(pipeline, num_minibatches), Costs(tuple(stages), sizes, sizes), network, lambda _: 1
@@ -149,7 +149,7 @@ def test_ring_bytes_add_up(size: int, elements: int) -> None:
 def test_messages_take_their_ends_own_time_where_they_do() -> None:
     """An end of a message of 20 bytes takes 0.1 + 20 x 0.01 s, on top of the link: sender and receiver each."""
     pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1)
-    sizes = {(0, 1): {1: 20}}
+    sizes: Crossing = {(0, 1): {1: 20}}
     cluster = Cluster("one", "unit", None, (Level("server", 2, 100.0, 0.5),))
     costs = Costs((stage(), stage()), sizes, sizes, HostCosts(0.1, 0.01))
     events = list(Simulation(pipeline, programs(pipeline, 1), costs, Network(cluster), lambda _: 1))

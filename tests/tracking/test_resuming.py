@@ -44,7 +44,7 @@ def resumed(tracking: Tracking, tmp_path: Path) -> tuple[RunLog, RunLog]:
 def test_a_resumed_run_goes_on_under_its_id_without_duplicates(resumed: tuple[RunLog, RunLog], tmp_path: Path) -> None:
     first, second = resumed
     assert second.run_id == first.run_id == mlflow_run_id(tmp_path / "record")
-    for metric in ("top1", "train_loss"):
+    for metric in ("curves/top1", "curves/train_loss"):
         rows = history(second, metric)
         assert [row.step for row in rows] == [1000, 2000, 3000, 4000]
         start_ms = fetch(second).info.start_time
@@ -66,7 +66,7 @@ def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Trac
         again.point(point)
     again.finish(RESULT)
     assert again.run_id == first.run_id
-    for metric in ("top1", "best_top1", "time_to_accuracy_s", "peak_memory_bytes/stage_0"):
+    for metric in ("curves/top1", "best_top1", "time_to_accuracy_s", "target_reached"):
         steps = [row.step for row in history(again, metric)]
         assert len(set(steps)) == len(steps) > 0, metric
 
@@ -94,7 +94,7 @@ def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(tracking: Trackin
     assert run.run_id not in (first.run_id, "0" * 32)
     assert fetch(run).info.status == "FINISHED"
     assert fetch(run).data.params == {"lr": "0.1"}
-    assert [row.step for row in history(run, "top1")] == [1000, 2000, 3000, 4000]
+    assert [row.step for row in history(run, "curves/top1")] == [1000, 2000, 3000, 4000]
 
 
 def test_a_deleted_run_that_goes_on_is_restored(tracking: Tracking, tmp_path: Path) -> None:
@@ -143,8 +143,12 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
     record = read_record(folder)
     assert record is not None
     assert (record.points, record.result, record.status) == (RESULT.points, RESULT, "FINISHED")
-    assert (record.name, record.params, set(record.artifacts)) == ("twice", {"lr": "0.1"}, {"plan.txt", "result.json"})
-    assert [row.step for row in history(second, "top1")] == [1000, 2000, 3000, 4000]
+    assert (record.name, record.params, set(record.artifacts)) == (
+        "twice",
+        {"lr": "0.1"},
+        {"plan.txt", "result.json", "stages.csv"},
+    )
+    assert [row.step for row in history(second, "curves/top1")] == [1000, 2000, 3000, 4000]
     assert fetch(second).info.status == "FINISHED"
     assert fetch(second).data.params == {"lr": "0.1"}
 
@@ -162,7 +166,7 @@ def test_what_a_dead_process_could_not_send_another_one_sends(tracking: Tracking
     log.finish(status="KILLED")
     run = fetch(log)
     assert (run.info.run_name, run.info.status, run.data.params) == ("orphan", "KILLED", {"lr": "0.1"})
-    assert [row.step for row in history(log, "top1")] == [1000]
+    assert [row.step for row in history(log, "curves/top1")] == [1000]
 
 
 def test_a_record_moves_with_all_that_is_in_it(tracking: Tracking, folder: Path, tmp_path: Path) -> None:

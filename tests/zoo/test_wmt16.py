@@ -1,5 +1,7 @@
 """WMT16: files of MLPerf's layout, small; what is kept, bucketed, padded, put back into sentences and scored."""
 
+import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -73,6 +75,32 @@ def test_declared_sizes_are_mlperfs_and_need_no_file() -> None:
     assert {field: tuple(tensor.shape) for field, tensor in example.items()} == {
         "source": (64, 30), "source_length": (64,), "target_in": (64, 30), "target_out": (64, 30),
     }  # fmt: skip
+
+
+def test_declared_lengths_are_those_of_a_log_normal_with_the_published_share_of_short_pairs() -> None:
+    """Its density, summed up: 3,498,161 of 4,068,191 pairs have at most 50 tokens; minibatches are 30 wide."""
+    mean, deviation, step = 3.341, 0.654, 0.001
+
+    def share(most: float) -> float:
+        xs = [step * (i + 0.5) for i in range(round(most / step))]
+        return sum(math.exp(-(((math.log(x) - mean) / deviation) ** 2) / 2) / x for x in xs)
+
+    tops = (9, 19, 29, 39, 50)
+    below = [0.0, *(share(top + 0.5) for top in tops)]
+    assert below[-1] / share(80.5) == pytest.approx(3_498_161 / 4_068_191, abs=1e-3)
+    lengths = wmt16(lengths="declared").lengths
+    assert tuple(each.columns for each in lengths) == tops
+    for each, (a, b) in zip(lengths, itertools.pairwise(below), strict=True):
+        assert each.share == pytest.approx((b - a) / below[-1], abs=1e-4)
+    assert sum(each.columns * each.share for each in lengths) == pytest.approx(30, abs=0.05)
+    assert wmt16().lengths == ()
+
+
+def test_declared_lengths_are_those_of_the_buckets() -> None:
+    dataset = wmt16(lengths="declared", max_length=33)
+    assert [each.columns for each in dataset.lengths] == [6, 13, 20, 27, 33]
+    assert dataset.of_length(9).example(3)["target_in"].shape == (3, 9)
+    assert dataset.example(3)["source"].shape == (3, 30), "of another object"
 
 
 def test_the_layout_is_accepted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +259,8 @@ def test_sides_of_unequal_length_are_refused(root: Path) -> None:
         ({"max_length": 4}, "max_length is 4, allowed is 5 or more"),
         ({"max_written": 0}, "max_written is 0, allowed is 1 or more"),
         ({"typical_length": 51}, "typical_length is 51, allowed is 3 to max_length, 50"),
+        ({"lengths": "varied"}, "lengths is 'varied', allowed are fixed, declared"),
+        ({"lengths": "declared", "typical_length": 40}, "typical_length is 40, which lengths: declared doesn't use"),
         ({"vocabulary": 32_317}, "vocabulary is 32317, allowed is a multiple of 8"),
         ({"num_train": 0}, "num_train is 0, allowed is 1 or more"),
         ({"num_scored": 3004}, r"num_scored is 3004, allowed is 0 \(all\) to num_eval, 3003"),

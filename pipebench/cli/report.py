@@ -1,0 +1,95 @@
+"""`pipebench report`: a published table or figure beside what is reproduced of it, or a table of the user's own."""
+
+import shlex
+from pathlib import Path
+
+import click
+
+from pipebench.cli.group import tracebacks
+from pipebench.cli.imports import importing
+from pipebench.cli.parameters import Parameter, name_of
+from pipebench.recipe.engines import ENGINES
+
+
+def parse_rows(text: str) -> tuple[str, ...]:
+    """Return the names and patterns that `vgg16-*,gnmt8-2x8-b` stands for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = tuple(filter(None, (part.strip() for part in text.split(","))))
+    if not names:
+        raise ValueError(f"got {text[:60]!r}, allowed are names of rows or patterns, joined by commas")
+    return names
+
+
+@click.command(short_help="Set published tables beside what is reproduced of them.")
+@click.argument("name", metavar="[NAME]", required=False)
+@click.option(
+    "--only", type=Parameter(parse_rows), metavar="ROW,...", help="These rows; patterns such as 'vgg16-*', too."
+)
+@click.option(
+    "--engine",
+    type=name_of(ENGINES),
+    metavar="KIND",
+    help=f"{', '.join(ENGINES)}: for every run but those that are the same in all columns.",
+)
+@click.option("--fresh", is_flag=True, help="Run everything again, whatever is recorded or kept.")
+@click.option("--keep", "keeps", is_flag=True, help="Keep the results of runs that trained in kept/ beside the report.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FOLDER", help="Write here.  [default: rendered/NAME/ beside it]"
+)
+@click.option(
+    "--list", "lists", is_flag=True, help="List the reports: rows, how many results are there, how long the rest takes."
+)
+@tracebacks
+def report(
+    name: str | None,
+    only: tuple[str, ...] | None,
+    engine: str | None,
+    fresh: bool,
+    keeps: bool,
+    out: Path | None,
+    lists: bool,
+) -> int:
+    """Make a report: run what it takes and hasn't run yet, and set it beside what was published.
+
+    NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. What MLflow has of a
+    recipe, run with this version, isn't run again; an interrupted report goes on. Markdown, a page of HTML and
+    pictures are written to rendered/NAME/ beside the report's file, and recorded in MLflow with all runs.
+
+    \b
+    Examples:
+      pipebench report --list
+      pipebench report table1
+      pipebench report table1 --only 'vgg16-*,gnmt8-2x8-b'
+      pipebench report my-table.yaml --engine virtual --fresh
+      pipebench report my-table.yaml --keep
+
+    \b
+    Exit codes: 0 rendered, 2 a mistake in what was given, 3 an internal failure, 130
+    interrupted.
+    """
+    if lists:
+        if name is not None:
+            raise click.UsageError(f"--list lists all reports: leave out {name}")
+        with importing():
+            from pipebench.report.listing import list_reports
+
+        list_reports()
+        return 0
+    if name is None:
+        raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
+    from pipebench.report.catalog import find_report
+    from pipebench.report.load import load_report
+
+    path = find_report(name)
+    definition, asked = load_report(path, only or (), engine)
+    with importing():
+        from pipebench.report.make import RENDERED, make_report
+
+    folder = out or path.parent / RENDERED / definition.name
+    options = [f"--only {shlex.quote(','.join(only))}"] if only else []
+    options += [f"--engine {engine}"] if engine else []
+    command = " ".join(["pipebench report", shlex.quote(name), *options])
+    return make_report(definition, asked, command=command, fresh=fresh, keeps=keeps, folder=folder)

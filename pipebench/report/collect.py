@@ -1,0 +1,213 @@
+"""Gets what every run of a report comes to: from MLflow, from what is kept beside the report, or by running it.
+
+Runs that are the same recipe are one. All are recorded as children of the report's own run as soon as they are done, so
+that a report that was interrupted goes on where it stopped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipebench.errors import UserError, WorkersFailedError
+from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.report.evaluate import Outcome
+from pipebench.report.evaluated import KEPT, MLFLOW, Origin
+from pipebench.report.kept import KeptResult, cluster_of, keep, kept_results
+from pipebench.report.recipes import Asked
+from pipebench.run.one_process import EngineRuns
+from pipebench.run.preflight_all import preflight_all
+from pipebench.run.request import RunRequest
+from pipebench.run.runner import RUNS
+from pipebench.run.suite import Suite
+from pipebench.tracking import RunLog, Tracking
+from pipebench.tracking.identity import recipe_hash, source_version
+from pipebench.tracking.results import RecordedRuns
+from pipebench.train.result import INTERRUPTED, RunResult
+
+OnRun = Callable[[Asked], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a recipe comes to.
+
+    Attributes:
+        result: None where it couldn't run.
+        problem: why it couldn't.
+        reused: MLFLOW, KEPT, or None where it ran for this.
+        run_id: MLflow's, "" where it has none here.
+        experiment_id: likewise.
+        version: of the code that it ran with.
+        ended: date and time, "" where nobody knows.
+    """
+
+    result: RunResult | None = None
+    problem: str | None = None
+    reused: str | None = None
+    run_id: str = ""
+    experiment_id: str = ""
+    version: str = ""
+    ended: str = ""
+
+
+@dataclass
+class Collection:
+    """What is known of the runs that a report asks for.
+
+    Attributes:
+        asked: all runs; several may be one recipe.
+        answers: by recipe, as far as they are known.
+    """
+
+    asked: Sequence[Asked]
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._keys = {id(each): recipe_hash(each.loaded) for each in self.asked}
+
+    @property
+    def recipes(self) -> dict[str, Asked]:
+        """One run per recipe, the first."""
+        found: dict[str, Asked] = {}
+        for each in self.asked:
+            found.setdefault(self._keys[id(each)], each)
+        return found
+
+    @property
+    def missing(self) -> dict[str, Asked]:
+        """One run per recipe whose answer isn't known."""
+        return {key: each for key, each in self.recipes.items() if key not in self.answers}
+
+    def look_up(self, kept: Path) -> None:
+        """Find the answers that are there already: recorded with today's code, or kept.
+
+        Args:
+            kept: the folder of the report.
+
+        Raises:
+            UserError: MLflow can't be asked, or a kept file is no result.
+        """
+        recorded, version = RecordedRuns(), source_version()
+        for key in self.missing:
+            found = recorded.newest(key, version)
+            if found is not None:
+                ended = _moment(found.ended_ms / 1000)
+                self.answers[key] = Answer(
+                    found.result, None, MLFLOW, found.run_id, found.experiment_id, version, ended
+                )
+        trained = {key: each for key, each in self.missing.items() if engine_kind(each.loaded.recipe).trains}
+        known = kept_results(kept) if trained else []
+        for key, each in trained.items():
+            match = next((one for one in known if one.answers(each.loaded)), None)
+            if match is not None:
+                self.answers[key] = Answer(match.result, None, KEPT, version=match.version, ended=match.ended)
+
+    def run_missing(self, tracking: Tracking, parent: RunLog, on_run: OnRun) -> bool:
+        """Run what has no answer; return whether everything has one now: False where a run was interrupted.
+
+        Args:
+            tracking: where the runs are recorded.
+            parent: the report's own run.
+            on_run: told of every run before it begins.
+        """
+        for key, each in self.missing.items():
+            on_run(each)
+            answer = run_one(each, tracking, parent)
+            if answer.result is not None and answer.result.outcome == INTERRUPTED:
+                return False
+            self.answers[key] = answer
+        return True
+
+    def check(self) -> None:
+        """Check what the runs that are missing use, before the first of them begins.
+
+        Raises:
+            RecipeError: with everything that isn't there.
+        """
+        preflight_all([each.loaded for each in self.missing.values()])
+
+    def keep_trained(self, folder: Path) -> list[Path]:
+        """Keep every result of a run that trained, for the reports in a folder; return the files.
+
+        Raises:
+            OSError: they can't be written.
+        """
+        written = []
+        for key, each in self.recipes.items():
+            answer = self.answers.get(key)
+            if answer is not None and answer.result is not None and engine_kind(each.loaded.recipe).trains:
+                cluster = cluster_of(each.loaded)
+                kept = KeptResult(each.words, answer.version, answer.ended, cluster, answer.result)
+                written.append(keep(folder, kept, each.loaded))
+        return written
+
+    def outcomes(self) -> dict[tuple[str, str, str], list[Outcome]]:
+        """Return what every run came to, by row, run and column."""
+        found: dict[tuple[str, str, str], list[Outcome]] = {}
+        for each in self.asked:
+            answer = self.answers[self._keys[id(each)]]
+            outcome = Outcome(_origin(each, answer), answer.result, answer.problem)
+            found.setdefault((each.row, each.run, each.column), []).append(outcome)
+        return found
+
+
+def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
+    """Run a recipe as `pipebench run` would, and return what it comes to; what can't run says why.
+
+    Args:
+        asked: the run.
+        tracking: where it is recorded.
+        parent: the report's own run.
+    """
+    loaded = asked.loaded
+    suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True)
+    runs: EngineRuns = RUNS[loaded.recipe.engine.kind]
+    try:
+        decision = runs.decide(loaded, suite, alone=True)
+        name = ", ".join(filter(None, (f"{asked.row} {asked.run}", asked.column)))
+        result, run_id = runs.run(RunRequest(loaded, name, suite, parent, decision), tracking)
+    except UserError as error:
+        return Answer(problem=_without_file(error, loaded))
+    except WorkersFailedError as error:
+        return Answer(problem=str(error))
+    now = _moment(datetime.now(UTC).timestamp())
+    experiment_id = tracking.store.experiment_id if run_id else None
+    return Answer(result, None, None, run_id or "", experiment_id or "", source_version(), now)
+
+
+def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
+    """Return what is wrong with a recipe; the table says which one it is."""
+    return "; ".join(line.removeprefix(f"{loaded.source}: ") for line in str(error).splitlines())
+
+
+def _origin(asked: Asked, answer: Answer) -> Origin:
+    loaded, result = asked.loaded, answer.result
+    kind = engine_kind(loaded.recipe)
+    return Origin(
+        name=asked.run,
+        words=asked.words,
+        engine=kind.name,
+        timing=result.timing if result is not None else "",
+        data=_data(loaded.flat) if kind.trains else "",
+        seed=loaded.recipe.train.seed,
+        reused=answer.reused,
+        run_id=answer.run_id,
+        experiment_id=answer.experiment_id,
+        versions=f"pipebench {answer.version}" if answer.version else "",
+        ended=answer.ended,
+    )
+
+
+def _data(flat: Mapping[str, str]) -> str:
+    """Return what a run was trained on, with the options of its data set."""
+    section = {key.partition(".")[2]: value for key, value in flat.items() if key.startswith("dataset.")}
+    name = section.pop("name", "null")
+    name = section.pop("target", "its own") if name == "null" else name
+    options = ", ".join(f"{key} {value}" for key, value in section.items() if value not in ("null", "0"))
+    return f"{name} ({options})" if options else name
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

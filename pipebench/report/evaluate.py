@@ -1,0 +1,226 @@
+"""From what the runs came to, to what a report says: cells, scores and verdicts. Pure: nothing runs here."""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+from pipebench.report.definition import Claim, Measure, Report, Row
+from pipebench.report.evaluated import (
+    MISSED,
+    NO,
+    UNTESTABLE,
+    YES,
+    Cell,
+    Evaluated,
+    Origin,
+    Verdict,
+)
+from pipebench.report.expressions import Cells, Look, NoValueError, Value, evaluate, told
+from pipebench.report.metrics import value_of
+from pipebench.report.reasons import reason_for_plan, same_plan
+from pipebench.report.recipes import SAME
+from pipebench.report.scores import scores_of
+from pipebench.simulate.meter import MEMORY
+from pipebench.train.result import RunResult
+
+_NOT_RUN = "no run answers it"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of a row came to.
+
+    Attributes:
+        origin: how it was obtained.
+        result: None where it couldn't run.
+        problem: why it couldn't.
+    """
+
+    origin: Origin
+    result: RunResult | None = None
+    problem: str | None = None
+
+
+Outcomes = Mapping[tuple[str, str, str], Sequence[Outcome]]  # by row, run and column, SAME for all of them; per seed
+
+
+def evaluate_report(
+    report: Report,
+    outcomes: Outcomes,
+    *,
+    command: str,
+    server: str = "",
+    drawings: Mapping[tuple[str, str], str] = MappingProxyType({}),
+) -> Evaluated:
+    """Return what a report comes to.
+
+    Args:
+        report: what was asked.
+        outcomes: what every run came to.
+        command: that makes the report again.
+        server: where MLflow shows the runs.
+        drawings: by (row, run), the pipelines that its pictures show as text.
+    """
+    table = _Table(report, outcomes)
+    cells = tuple(
+        cell
+        for row in report.rows
+        for column in report.columns
+        for measure in report.measures
+        if (cell := table.cell(row, measure, column.name)) is not None
+    )
+    return Evaluated(
+        report=report,
+        cells=cells,
+        scores=tuple(scores_of(report, cells)),
+        verdicts=tuple(verdict for claim in report.claims for verdict in _verdicts(report, claim, cells)),
+        results=table.results(),
+        command=command,
+        server=server,
+        drawings=drawings,
+    )
+
+
+class _Table:
+    """Makes cells of outcomes."""
+
+    def __init__(self, report: Report, outcomes: Outcomes) -> None:
+        self._report, self._outcomes = report, outcomes
+        self._fitted = report.calibration.cells if report.calibration else frozenset()
+
+    def results(self) -> dict[tuple[str, str, str], tuple[RunResult, ...]]:
+        """Return the results of every run in every column."""
+        return {
+            (row.name, run, column.name): tuple(
+                each.result for each in self._of(row, run, column.name) if each.result is not None
+            )
+            for row in self._report.rows
+            for run in row.runs
+            for column in self._report.columns
+        }
+
+    def cell(self, row: Row, measure: Measure, column: str) -> Cell | None:
+        """Return a cell; None where the row hasn't the runs for it, and nothing is published either."""
+        published = row.published.get(measure.name)
+        missing = any(run not in row.runs for run in measure.runs)
+        if missing and published is None:
+            return None
+        calibrated = self._report.calibration is not None and self._report.calibration.column == column
+        known: dict[str, Any] = {
+            "row": row.name,
+            "measure": measure.name,
+            "column": column,
+            "published": published,
+            "fitted": calibrated and (row.name, measure.name) in self._fitted,
+            "by_construction": row.by_construction.get(measure.name),
+            "hypothesis": row.hypothesis.get(measure.name),
+        }
+        if missing:
+            return Cell(**known, problem=_NOT_RUN)
+        runs = [self._of(row, run, column) for run in measure.runs]
+        origins = tuple(each.origin for outcomes in runs for each in outcomes)
+        found = self._plan(row, measure, column) if measure.expression is None else _number(measure, runs)
+        return Cell(**known, origins=origins, **found)
+
+    def _of(self, row: Row, run: str, column: str) -> Sequence[Outcome]:
+        return self._outcomes.get((row.name, run, SAME if row.runs[run].same else column), ())
+
+    def _plan(self, row: Row, measure: Measure, column: str) -> dict[str, Any]:
+        """Return the plan of a run, and why it isn't the published one."""
+        chosen = self._of(row, str(measure.plan_of), column)[0]
+        if chosen.result is None:
+            return {"problem": chosen.problem}
+        plan, published, reason = chosen.result.plan, row.published.get(measure.name), None
+        if published is not None and measure.against in row.runs and not same_plan(plan, str(published.value)):
+            other = self._of(row, str(measure.against), column)[0]
+            if other.result is None or same_plan(other.result.plan, str(published.value)):
+                reason = reason_for_plan(chosen.result, other.result or str(other.problem))
+        return {"value": plan, "reason": reason, "remarks": tuple(_remarks([chosen]))}
+
+
+def _number(measure: Measure, runs: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
+    """Return what a number comes to: over every combination of seeds, the median and the range."""
+    values: list[float] = []
+    problems: dict[str, None] = {}
+    used: dict[int, Outcome] = {}
+    total = 0
+    for chosen in itertools.product(*runs):
+        total += 1
+        try:
+            value = _value(measure, dict(zip(measure.runs, chosen, strict=True)))
+        except NoValueError as error:
+            problems[str(error)] = None
+        else:
+            values.append(value)
+            used.update((id(each), each) for each in chosen)
+    if not values:
+        return {"problem": "; ".join(problems) or _NOT_RUN}
+    several = len(values) > 1
+    remarks = [*_remarks(used.values())]
+    if problems:
+        of = "seeds" if sum(len(outcomes) > 1 for outcomes in runs) == 1 else "combinations of seeds"
+        remarks.append(f"{len(values)} of {total} {of}; the others: {'; '.join(problems)}")
+    spread = {"low": min(values), "high": max(values)} if several or problems else {}
+    return {"value": statistics.median(values), **spread, "remarks": tuple(dict.fromkeys(remarks))}
+
+
+def _value(measure: Measure, chosen: Mapping[str, Outcome]) -> float:
+    """Return the value for one result of every run.
+
+    Raises:
+        NoValueError: there is none; says why.
+    """
+
+    def look(run: str, metric: str) -> Value:
+        outcome = chosen[run]
+        if outcome.result is None:
+            raise NoValueError(str(outcome.problem))
+        found = value_of(outcome.result, metric)
+        if isinstance(found, str):
+            raise NoValueError(found if found == MISSED or len(chosen) == 1 else f"{run}: {found}")
+        return found
+
+    assert measure.expression is not None
+    value = evaluate(measure.expression, look)
+    assert not isinstance(value, Cells)  # validated
+    return float(value)
+
+
+def _remarks(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    for each in outcomes:
+        if each.result is not None and MEMORY in each.result.notes:
+            yield f"{each.origin.name}: {each.result.notes[MEMORY]}"
+
+
+def _verdicts(report: Report, claim: Claim, cells: Sequence[Cell]) -> Iterator[Verdict]:
+    if claim.holds is None:
+        yield Verdict(claim, "", UNTESTABLE, str(claim.untestable))
+        return
+    for column in report.columns:
+        mine = [cell for cell in cells if cell.column == column.name]
+        look = _look_among(mine, [row.name for row in report.rows])
+        try:
+            answer = YES if evaluate(claim.holds, look) else NO
+            yield Verdict(claim, column.name, answer, told(claim.holds, look))
+        except NoValueError as error:
+            yield Verdict(claim, column.name, UNTESTABLE, str(error))
+
+
+def _look_among(cells: Sequence[Cell], rows: Sequence[str]) -> Look:
+    """Return what looks up a measure's value in one row, or its values in all rows that a pattern stands for."""
+
+    def look(measure: str, row: str) -> Value:
+        mine = [cell for cell in cells if cell.measure == measure and (not row or fnmatchcase(cell.row, row))]
+        values = {cell.row: float(cell.value) for cell in mine if isinstance(cell.value, int | float)}
+        if row in rows and row in values:
+            return values[row]
+        if values and row not in rows:
+            return Cells(values)
+        why = "; ".join(dict.fromkeys(f"{cell.row}: {cell.problem}" for cell in mine if cell.problem))
+        raise NoValueError(f"{measure} has no value{f' of {row}' if row else ''}{f' ({why})' if why else ''}")
+
+    return look

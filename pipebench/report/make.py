@@ -1,0 +1,139 @@
+"""Makes a report: collects what its runs come to, evaluates, renders, and records it all as one run of MLflow."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from pipebench.errors import UserError, printable
+from pipebench.recipe.catalog import display
+from pipebench.report.collect import Collection
+from pipebench.report.definition import Report
+from pipebench.report.evaluate import evaluate_report
+from pipebench.report.evaluated import KEPT, MLFLOW, Evaluated
+from pipebench.report.progress import RunsProgress, guess
+from pipebench.report.recipes import Asked
+from pipebench.report.render import Rendered, render
+from pipebench.run.runner import draw
+from pipebench.show.terminal import print_plain, standard_output
+from pipebench.tracking import RunLog, Tracking, require_writable
+from pipebench.tracking.connection import default_uri, shown_uri
+from pipebench.tracking.ui import DEFAULT_PORT, HOST
+
+INTERRUPTED = 130
+RENDERED = "rendered"  # the folder beside a report's file that holds what becomes of it
+
+
+def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: bool, keeps: bool, folder: Path) -> int:
+    """Make a report; return the exit code.
+
+    Args:
+        report: the report.
+        asked: its runs.
+        command: that makes it again.
+        fresh: run everything, whatever is recorded or kept.
+        keeps: keep the results of runs that trained beside the report.
+        folder: where to write what it becomes.
+
+    Raises:
+        UserError: something that the runs use isn't here; nothing has run then. Or the folder takes no file.
+    """
+    require_writable()
+    collection = Collection(asked)
+    if not fresh:
+        collection.look_up(report.path.parent)
+    collection.check()
+    _say(_found(collection))
+    tracking = Tracking(f"report {report.name}")
+    tags = {"kind": "report", "report": report.name, "rows": ", ".join(row.name for row in report.rows)}
+    parent = tracking.start(report.title, params={}, tags=tags, virtual=False)
+    done = False
+    try:
+        if not _run(collection, tracking, parent):
+            return INTERRUPTED
+        outcomes, drawings = collection.outcomes(), _drawings(report, asked)
+        evaluated = evaluate_report(report, outcomes, command=command, server=_server(), drawings=drawings)
+        try:
+            kept = collection.keep_trained(report.path.parent) if keeps else []
+            rendered = render(evaluated, folder)
+        except OSError as error:
+            raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from error
+        _record(parent, rendered)
+        done = True
+    finally:
+        parent.finish(None, status="FINISHED" if done else "KILLED")
+    _tell(evaluated, rendered, kept, parent)
+    return 0
+
+
+def _run(collection: Collection, tracking: Tracking, parent: RunLog) -> bool:
+    """Run what is missing; say how to go on where that is interrupted."""
+    missing = collection.missing
+    if not missing:
+        return True
+    complete = False
+    try:
+        with RunsProgress(missing) as progress:
+            complete = collection.run_missing(tracking, parent, progress.begin)
+    finally:
+        if not complete:
+            left = len(collection.missing)
+            _say(f"{len(missing) - left} of {len(missing)} runs are done and recorded; the same command goes on")
+    return complete
+
+
+def _drawings(report: Report, asked: Sequence[Asked]) -> dict[tuple[str, str], str]:
+    """Return the pipelines that the report's pictures show as text, as its first column has them."""
+    wanted = {(picture.row, run) for picture in report.pictures if picture.kind == "schedule" for run in picture.runs}
+    first: dict[tuple[str, str], Asked] = {}
+    for each in asked:
+        first.setdefault((each.row, each.run), each)
+    return {place: draw(first[place].loaded, cut=False) for place in sorted(wanted)}
+
+
+def _found(collection: Collection) -> str:
+    """Return what is there already, and what isn't."""
+    reused = [answer.reused for answer in collection.answers.values()]
+    sources = {MLFLOW: "recorded in MLflow with this version", KEPT: "kept beside the report"}
+    parts = [f"{reused.count(source)} {text}" for source, text in sources.items() if source in reused]
+    missing = collection.missing
+    parts.append(f"{len(missing)} to run ({guess(missing)})" if missing else "nothing to run")
+    return f"{len(collection.recipes)} runs: {', '.join(parts)}"
+
+
+def _record(parent: RunLog, rendered: Rendered) -> None:
+    """Keep what was rendered, and show the tables and the first picture first."""
+    for path in rendered.files:
+        parent.file(path.name, path)
+    parent.describe(rendered.summary, [path.name for path in rendered.pictures[:1]])
+
+
+def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent: RunLog) -> None:
+    """Print what it came to, in short, and where to look."""
+    for score in evaluated.scores:
+        rank = "" if score.rank_correlation is None else f", rank correlation {score.rank_correlation:.2f}"
+        over = f"{score.cells} cells, {score.over}"
+        _say(f"{score.measure}, {score.column}: geometric-mean error {score.geometric_mean_error:.1%}{rank} ({over})")
+    for verdict in evaluated.verdicts:
+        column = f", {verdict.column}" if verdict.column else ""
+        _say(f"{verdict.answer}{column}: {verdict.claim.text} ({verdict.reason})")
+    for problem in dict.fromkeys(
+        f"{c.row}, {c.measure}, {c.column}: {c.problem}" for c in evaluated.cells if c.problem
+    ):
+        _say(f"no value: {problem}")
+    if kept:
+        _say(f"kept: {len(kept)} results of runs that trained, in {display(kept[0].parent)}/")
+    for path in rendered.files:
+        if path.suffix in (".md", ".html"):
+            _say(f"written: {display(path)}")
+    _say(f"MLflow: {parent.where()}")
+
+
+def _server() -> str:
+    """Return where MLflow shows runs: its server, or where `pipebench ui` puts one."""
+    uri = default_uri()
+    return shown_uri(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{DEFAULT_PORT}"
+
+
+def _say(text: str) -> None:
+    print_plain(standard_output(), Text(printable(text)))

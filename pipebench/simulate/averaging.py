@@ -1,0 +1,152 @@
+"""How long minibatches take on average where no two are alike, and how well that is known from those simulated.
+
+What blocks of minibatches take is compared with the work that was drawn for them, whose mean is known: a regression
+estimator (Cochran, Sampling Techniques, chapter 7) with the means of 32 batches of blocks, so that what neighbouring
+minibatches have to do with each other stays inside a batch. Draws that happen to be long don't count as slowness.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipebench.model.sampling import Size, Varying
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.syncs import SYNCS
+from pipebench.simulate.costs import Costs
+
+_BATCHES = 32
+_ERROR = 0.006  # relative standard error of a segment's duration that is small enough
+
+
+@dataclass(frozen=True)
+class Known:
+    """What blocks of minibatches take on average.
+
+    Attributes:
+        period: minibatches of a block.
+        mean_s: seconds that a block takes.
+        error_s: the standard error of that.
+        left_out: blocks that need not be simulated.
+    """
+
+    period: int
+    mean_s: float
+    error_s: float
+    left_out: int
+
+
+class Average:
+    """Watches a segment until the mean of what it would still simulate is known well enough.
+
+    Args:
+        pipeline: what runs.
+        costs: what it costs.
+        sampler: which lengths it has.
+        num_minibatches: of the segment.
+    """
+
+    def __init__(self, pipeline: Pipeline, costs: Costs, sampler: Varying, num_minibatches: int) -> None:
+        self._period = pipeline.period
+        self._units = pipeline.period * pipeline.microbatches
+        self._num_minibatches = num_minibatches
+        self._in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / self._period) * self._period
+        self._works = [_Work(pipeline, costs, sampler, rounds) for rounds in {1, pipeline.num_positions}]
+        self._fill = self._in_flight // self._period  # blocks that come before the first is timed
+        self._num_ended, self._last_s = 0, 0.0
+        self._ends_s: list[float] = []
+        self._next = _BATCHES
+
+    def known(self, end_s: float) -> Known | None:
+        """Take note of the end of a unit's backward at the input stage; return the mean, once it is known."""
+        self._num_ended += 1
+        self._last_s = max(self._last_s, end_s)
+        if self._num_ended % self._units:
+            return None
+        self._ends_s.append(self._last_s)
+        num_timed = len(self._ends_s) - 1 - self._fill
+        if num_timed < self._next:
+            return None
+        self._next += max(1, self._next // 4)
+        ends_s = self._ends_s[self._fill :]
+        done = len(self._ends_s) * self._period
+        # No worker has begun anything that a segment so short would not have, nor is near its end.
+        left_out = (self._num_minibatches - done - 2 * self._in_flight - self._period) // self._period
+        if left_out < 1:
+            return None
+        took_s = [b - a for a, b in itertools.pairwise(ends_s)]
+        first = (self._fill + 1) * self._period
+        blocks = [range(first + i * self._period, first + (i + 1) * self._period) for i in range(num_timed)]
+        drawn = [_batches([work.of(block) for block in blocks]) for work in self._works]
+        mean_s, error_s = regressed(_batches(took_s), drawn, [work.mean(self._period) for work in self._works])
+        if error_s * left_out > _ERROR * (self._last_s + mean_s * left_out):
+            return None
+        return Known(self._period, mean_s, error_s, left_out)
+
+
+class _Work:
+    """Seconds of computing that were drawn: of so many minibatches that wait for each other, the most that one has.
+
+    Replicas wait for each other at every update, and neighbouring stages, which have the minibatches before and after,
+    more or less. So it is counted, for every round of the input stage's replicas, over that and more rounds.
+
+    Args:
+        pipeline: what runs.
+        costs: what it costs.
+        sampler: which lengths it has.
+        num_rounds: over how many.
+    """
+
+    def __init__(self, pipeline: Pipeline, costs: Costs, sampler: Varying, num_rounds: int) -> None:
+        self._sampler = sampler
+        self._round = pipeline.replicas[0] if SYNCS[pipeline.sync].waits else 1
+        self._together = self._round * num_rounds
+        self._seconds = {
+            columns: _seconds(costs, sampler.of_length(columns).sizes(0, pipeline.microbatches))
+            for columns, _ in sampler.lengths
+        }
+
+    def of(self, minibatches: range) -> float:
+        """Return the work of minibatches that are whole rounds."""
+        around = range(minibatches.start, minibatches.stop + self._together - self._round)
+        drawn = [self._seconds[self._sampler.columns(k)] for k in around]
+        return sum(max(drawn[i : i + self._together]) for i in range(0, len(minibatches), self._round))
+
+    def mean(self, num_minibatches: int) -> float:
+        """Return the mean work of so many minibatches."""
+        most_s, below = 0.0, 0.0
+        for seconds, share in sorted((self._seconds[columns], share) for columns, share in self._sampler.lengths):
+            most_s += seconds * ((below + share) ** self._together - below**self._together)
+            below += share
+        return most_s * num_minibatches / self._round
+
+
+def _seconds(costs: Costs, sizes: Sequence[Size]) -> float:
+    return sum(stage.forward_s[size] + stage.backward_s[size] for stage in costs.stages for size in sizes)
+
+
+def _batches(values: Sequence[float]) -> list[float]:
+    """Return the means of neighbouring values, equally many each; the oldest are left out."""
+    each = len(values) // _BATCHES
+    values = values[len(values) - each * _BATCHES :]
+    return [statistics.fmean(values[i : i + each]) for i in range(0, len(values), each)]
+
+
+def regressed(values: Sequence[float], known: Sequence[Sequence[float]], means: Sequence[float]) -> tuple[float, float]:
+    """Return what values are on average where the means of others are known, and the standard error of that.
+
+    Args:
+        values: more than there are others, by three at least.
+        known: others, each as many, that are related to them.
+        means: the true mean of each.
+    """
+    others = (np.array(each) - mean for each, mean in zip(known, means, strict=True))
+    design = np.column_stack([np.ones(len(values)), *others])
+    inverse = np.linalg.pinv(design.T @ design)  # others may come to the same, or not vary
+    found = inverse @ design.T @ np.array(values)
+    left = np.array(values) - design @ found
+    variance = float(left @ left) / (len(values) - np.linalg.matrix_rank(design))
+    return float(found[0]), math.sqrt(variance * float(inverse[0, 0]))

@@ -1,0 +1,95 @@
+"""What a run takes in, as MLflow lists it beside its runs: the data set and the model."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipebench.recipe.load import LoadedRecipe
+from zoo.registry import Dataset
+
+_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a data set.
+
+    Attributes:
+        name: the field's.
+        dtype: torch's, e.g. `float32`.
+        shape: of one sample, or of the one that stands for all where they differ in length.
+        is_target: whether it is a target; else an input of the model.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_target: bool
+
+    @property
+    def spec(self) -> Mapping[str, object]:
+        """The field in MLflow's form, any number of samples."""
+        tensor = {"dtype": self.dtype, "shape": [-1, *self.shape]}
+        return {"name": self.name, "type": "tensor", "tensor-spec": tensor}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A data set and a model, by name and by what the recipe says of them.
+
+    Attributes:
+        dataset: the data set's name, or the target that makes it.
+        dataset_digest: of its options and its fields, not of its bytes: reading all of them would take minutes.
+        dataset_options: as the recipe gives them.
+        fields: of a sample.
+        num_samples: by split.
+        model: the model's name, or the target that makes it.
+        model_digest: of its options.
+        model_options: as the recipe gives them.
+    """
+
+    dataset: str
+    dataset_digest: str
+    dataset_options: Mapping[str, str]
+    fields: tuple[Field, ...]
+    num_samples: Mapping[str, int]
+    model: str
+    model_digest: str
+    model_options: Mapping[str, str]
+
+    @staticmethod
+    def of(loaded: LoadedRecipe, data: Dataset) -> "Inputs":
+        """Return those of a recipe; what is null in it is left out."""
+        example = data.example(1)
+        fields = tuple(
+            Field(name, str(example[name].dtype).removeprefix("torch."), tuple(example[name].shape[1:]), targets)
+            for names, targets in ((data.inputs, False), (data.targets, True))
+            for name in names
+        )
+        num_samples = {"train": data.num_train, "eval": data.num_eval}
+        dataset, dataset_options = _named(loaded.flat, "dataset.")
+        model, model_options = _named(loaded.flat, "model.")
+        described = (dataset, dataset_options, [repr(field) for field in fields], num_samples)
+        return Inputs(
+            dataset, _digest(described), dataset_options, fields, num_samples,
+            model, _digest((model, model_options)), model_options,
+        )  # fmt: skip
+
+    @property
+    def schema(self) -> str:
+        """The fields in the form that MLflow's page shows: `mlflow_tensorspec`."""
+        sides = (("features", False), ("targets", True))
+        specs = {side: [each.spec for each in self.fields if each.is_target == targets] for side, targets in sides}
+        return json.dumps({"mlflow_tensorspec": {side: json.dumps(fields) for side, fields in specs.items()}})
+
+
+def _named(flat: Mapping[str, str], section: str) -> tuple[str, dict[str, str]]:
+    """Return what a section of a recipe names, and its options."""
+    given = {key.removeprefix(section): value for key, value in flat.items() if key.startswith(section)}
+    options = {key: value for key, value in given.items() if value != "null" and key not in ("name", "target")}
+    return next(given[key] for key in ("target", "name") if given.get(key, "null") != "null"), options
+
+
+def _digest(described: object) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:_DIGITS]

@@ -1,0 +1,11 @@
+"""What MLflow takes at most (its `utils/validation.py`): a batch beyond it is refused as a whole."""
+
+import re
+
+METRICS_PER_BATCH, ENTRIES_PER_BATCH = 1000, 100
+MAX_PARAM_CHARS, MAX_TAG_CHARS, _MAX_NAME_CHARS = 6000, 8000, 250
+
+
+def clean_name(name: str) -> str:
+    """Return a metric, param or tag name that every MLflow store takes."""
+    return re.sub(r"[^\w./ :-]+", "_", name, flags=re.ASCII)[:_MAX_NAME_CHARS]

@@ -1,0 +1,149 @@
+"""From results to cells and verdicts: numbers by hand, seeds that miss, plans that differ and why."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from pipebench.report.definition import Report
+from pipebench.report.evaluate import Outcome, evaluate_report
+from pipebench.report.evaluated import NO, UNTESTABLE, YES, Cell, Evaluated, Origin
+from pipebench.report.load import read_report
+from pipebench.report.reasons import reason_for_plan
+from pipebench.simulate.meter import MEMORY
+from pipebench.train.result import COMPLETED, MISSED, REACHED, RunResult
+from tests.report.conftest import Write, changed
+
+
+def result(plan: str = "4", epoch_s: float = 10.0, outcome: str = COMPLETED, **metrics: float) -> RunResult:
+    stage = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.05, "replicas": 1, "samples_per_update": 32}
+    known = {
+        "epoch_time_s": epoch_s,
+        "throughput_samples_per_s": 64.0,
+        "comm_bytes_per_sample": 3e6,
+        "comm_bytes_per_sample_all_reduce": 1e6,
+        "comm_stall_fraction": 0.25,
+        **metrics,
+    }
+    recipe = {"train.minibatch_size": "32", "parallelism.microbatches": "1"}
+    return RunResult(
+        "r", "dp", plan, "simulated", "virtual", "a roofline", 0, outcome, "done", known, stages=(stage,), recipe=recipe
+    )
+
+
+def outcome(name: str, found: RunResult | str) -> Outcome:
+    origin = Origin(name, ("dp.yaml",), "simulated", "a roofline", "", 0)
+    return Outcome(origin, None, found) if isinstance(found, str) else Outcome(origin, found)
+
+
+def evaluated(report: Report, found: Mapping[tuple[str, str, str], list[RunResult | str]]) -> Evaluated:
+    outcomes = {place: [outcome(place[1], each) for each in several] for place, several in found.items()}
+    return evaluate_report(report, outcomes, command="pipebench report small")
+
+
+def cell(of: Evaluated, row: str, measure: str, column: str = "ideal") -> Cell:
+    found = of.cell(row, measure, column)
+    assert found is not None
+    return found
+
+
+def one_column(write: Write, **keys: object) -> Report:
+    """Return the valid report with its first row and column only."""
+    rows = [changed()["rows"][0]]
+    whole = changed(rows=rows, columns={"ideal": {}}, calibration=None, pictures=None)
+    report, reading = read_report(write({**whole, **keys}))
+    assert not reading.faults
+    return report
+
+
+def test_a_cell_is_its_expression_over_the_results(write: Write) -> None:
+    found = evaluated(
+        one_column(write),
+        {("first", "dp", "ideal"): [result()], ("first", "straight", "ideal"): [result("straight", 4.0)]},
+    )
+    speedup = cell(found, "first", "speedup")
+    assert (speedup.value, speedup.low, speedup.high, speedup.problem) == (2.5, None, None, None)
+    assert speedup.ratio == pytest.approx(2.5 / 1.5)
+    assert cell(found, "first", "twice").value == 5.0
+    assert [each.name for each in speedup.origins] == ["dp", "straight"]
+    assert speedup.hypothesis == "the size is taken to be that of the text"
+    assert [(each.answer, each.reason) for each in found.verdicts] == [
+        (YES, "min(speedup) is 2.5 (first)"),
+        (UNTESTABLE, "nobody is there"),
+    ]
+
+
+def test_several_seeds_give_every_combination_and_those_that_missed_are_told(write: Write) -> None:
+    epochs = {"title": "epochs", "value": "dp.epochs_to_target / straight.epochs_to_target"}
+    trained = {name: {"recipe": f"{name}.yaml", "engine": "virtual", "seeds": [0, 1, 2]} for name in ("dp", "straight")}
+    rows = [{"name": "first", "runs": trained}]
+    report = one_column(write, measures={"epochs": epochs}, rows=rows, claims=[])
+    runs: dict[tuple[str, str, str], list[RunResult | str]] = {
+        ("first", "dp", "ideal"): [result(outcome=REACHED, epochs_to_target=n) for n in (2.0, 4.0, 6.0)],
+        ("first", "straight", "ideal"): [
+            result(outcome=REACHED, epochs_to_target=1.0),
+            result(outcome=REACHED, epochs_to_target=2.0),
+            result(outcome=MISSED),
+        ],
+    }
+    found = cell(evaluated(report, runs), "first", "epochs")
+    # 2 4 6 over 1 and over 2: 1 2 2 3 4 6, whose median is 2.5.
+    assert (found.value, found.low, found.high) == (2.5, 1.0, 6.0)
+    assert found.remarks == ("6 of 9 combinations of seeds; the others: missed",)
+    runs["first", "straight", "ideal"] = [result(outcome=MISSED)] * 3
+    assert cell(evaluated(report, runs), "first", "epochs").problem == "missed"
+
+
+def test_what_could_not_run_is_a_problem_of_its_cells(write: Write) -> None:
+    found = evaluated(
+        one_column(write), {("first", "dp", "ideal"): ["it doesn't fit"], ("first", "straight", "ideal"): [result()]}
+    )
+    assert cell(found, "first", "speedup").problem == "it doesn't fit"
+    assert cell(found, "first", "plan").value == "4"
+    assert found.verdicts[0].answer == UNTESTABLE
+    assert found.verdicts[0].reason == "speedup has no value (first: it doesn't fit)"
+    assert found.scores == ()
+
+
+def test_a_value_that_would_not_fit_says_so(write: Write) -> None:
+    tight = RunResult(**{**vars(result("straight", 20.0)), "notes": {MEMORY: "out of memory at 1 s"}})
+    found = evaluated(
+        one_column(write), {("first", "dp", "ideal"): [result()], ("first", "straight", "ideal"): [tight]}
+    )
+    assert cell(found, "first", "speedup").remarks == ("straight: out of memory at 1 s",)
+    assert found.verdicts[0].answer == NO
+
+
+def test_bytes_that_nobody_sent_are_none(write: Write) -> None:
+    sums = {"value": "dp.comm_bytes_per_sample_gradient + straight.comm_bytes_level_server"}
+    report = one_column(write, measures={"sums": sums, **changed()["measures"]})
+    runs: dict[tuple[str, str, str], list[RunResult | str]] = {
+        ("first", "dp", "ideal"): [result()],
+        ("first", "straight", "ideal"): [result(comm_bytes_level_server=7.0)],
+    }
+    assert cell(evaluated(report, runs), "first", "sums").value == 7.0
+
+
+@pytest.mark.parametrize(("chosen", "differs"), [("straight", False), ("Straight", False), ("2-2", True)])
+def test_why_a_plan_is_another(write: Write, chosen: str, differs: bool) -> None:
+    measures = {**changed()["measures"], "plan": {"plan_of": "dp", "against": "straight"}}
+    report = one_column(write, measures=measures)
+    runs: dict[tuple[str, str, str], list[RunResult | str]] = {
+        ("first", "dp", "ideal"): [result(chosen, 8.0)],
+        ("first", "straight", "ideal"): [result("straight", 10.0)],
+    }
+    reason = cell(evaluated(report, runs), "first", "plan").reason
+    assert (reason is not None) == differs
+
+
+def test_the_reason_is_computed_from_both_results() -> None:
+    # 32 samples at 64 a second are 500 ms, of which the one stage computes 0.1 + 0.2 and updates 0.05.
+    spent = (
+        "500 ms per minibatch, workers compute 70.0% of it, 25.0% of all time is waiting for bytes, "
+        "3.00 MB sent per sample, 1.00 MB of it sums of gradients"
+    )
+    found = reason_for_plan(result("2-2", 8.0), result("straight", 10.0))
+    assert found == f"the published straight takes 25.0% more time here. straight: {spent}; 2-2: {spent}"
+    assert reason_for_plan(result("2-2", 10.0), result("straight", 8.0)).startswith(
+        "the published straight takes 20.0% less time here."
+    )
+    assert reason_for_plan(result("2-2"), "no room") == "the published plan doesn't run here: no room"

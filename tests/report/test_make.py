@@ -1,0 +1,219 @@
+"""A report from its file to its page: what is there isn't run again, and what was interrupted goes on."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipebench.cli.main import cli
+from pipebench.report import collect
+from pipebench.report.recipes import Asked
+from tests.report.conftest import RECIPE, Write, changed
+
+ROOT = Path(__file__).parents[2]
+Make = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def make(write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Return a function that makes a report as the command line does; gives exit code and output."""
+    write()
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def make_report(*words: str) -> tuple[int, str]:
+        code = cli.main(["report", *words], standalone_mode=False)
+        captured = capfd.readouterr()
+        return code, captured.out + captured.err
+
+    return make_report
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what has been run, row and run and column, as it goes on."""
+    names: list[str] = []
+    run_one = collect.run_one
+
+    def noting(asked: Asked, *others: object) -> collect.Answer:
+        names.append(f"{asked.row} {asked.run} {asked.column}")
+        return run_one(asked, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collect, "run_one", noting)
+    return names
+
+
+def test_what_has_run_is_not_run_again(make: Make, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = make("small.yaml", "--only", "first")
+    assert code == 0, said
+    assert "4 runs: 4 to run (about" in said
+    assert ran == ["first dp ideal", "first dp slow", "first straight ideal", "first straight slow"]
+    page = Path("rendered/small/report.md").read_text()
+    assert page.startswith("`pipebench report small.yaml --only first`")
+
+    code, said = make("small.yaml", "--only", "first")
+    assert code == 0
+    assert "4 runs: 4 recorded in MLflow with this version, nothing to run" in said
+    assert len(ran) == 4
+    assert Path("rendered/small/report.md").read_text() == page
+
+    del ran[:]
+    assert make("small.yaml", "--only", "first", "--fresh")[0] == 0
+    assert len(ran) == 4
+
+    del ran[:]
+    Path("dp.yaml").write_text(RECIPE.replace("mode: dp", "mode: dp-asp"))
+    assert "2 recorded in MLflow with this version, 2 to run" in make("small.yaml", "--only", "first")[1]
+    assert ran == ["first dp ideal", "first dp slow"]
+
+    del ran[:]
+    monkeypatch.setattr(collect, "source_version", lambda: "0.1.0+other")
+    assert "4 runs: 4 to run" in make("small.yaml", "--only", "first")[1]
+
+
+def test_runs_that_are_the_same_recipe_are_one(make: Make, write: Write, ran: list[str]) -> None:
+    twin = {"name": "twin", "runs": {"dp": "dp.yaml train.minibatch_size=32", "straight": "straight.yaml name=other"}}
+    rows = [changed()["rows"][0], twin]
+    write(changed(rows=rows, pictures=None))
+    code, said = make("small.yaml")
+    assert code == 0, said
+    assert len(ran) == 4
+    assert "| twin |" in Path("rendered/small/report.md").read_text()
+
+
+def test_an_interrupted_report_goes_on(make: Make, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    noting = collect.run_one
+
+    def interrupted(*given: object) -> collect.Answer:
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return noting(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collect, "run_one", interrupted)
+    code, said = make("small.yaml", "--only", "first")
+    assert code == 130
+    assert "2 of 4 runs are done and recorded; the same command goes on" in said
+    assert not Path("rendered").exists()
+    monkeypatch.setattr(collect, "run_one", noting)
+    code, said = make("small.yaml", "--only", "first")
+    assert code == 0
+    assert "2 recorded in MLflow with this version, 2 to run" in said
+    assert ran == ["first dp ideal", "first dp slow", "first straight ideal", "first straight slow"]
+
+
+def test_a_killed_report_goes_on(make: Make, ran: list[str]) -> None:
+    killed = """\
+import os, signal
+from pipebench.report import collect
+run_one, done = collect.run_one, []
+def killed(*given):
+    if len(done) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.append(run_one(*given))
+    return done[-1]
+collect.run_one = killed
+from pipebench.cli.main import cli
+cli(["report", "small.yaml", "--only", "first"])
+"""
+    found = subprocess.run([sys.executable, "-c", killed], env={"PYTHONPATH": str(ROOT), "HOME": str(Path.cwd())})
+    assert found.returncode == -9
+    code, said = make("small.yaml", "--only", "first")
+    assert code == 0
+    assert "3 recorded in MLflow with this version, 1 to run" in said
+    assert ran == ["first straight slow"]
+
+
+TRAINED = """\
+title: Trained
+columns:
+  a: {}
+  b: {clusters: {cluster-a: cluster-c}, set: [cluster.servers=4]}
+measures:
+  epochs: {unit: none, value: dp.epochs_to_target}
+  speedup: {unit: x, value: dp.epoch_time_s / straight.epoch_time_s}
+rows:
+  - name: one
+    runs:
+      dp: {recipe: dp.yaml, engine: virtual, seeds: [0, 1], columns: same}
+      straight: straight.yaml
+"""
+
+
+def test_trained_results_are_kept_for_whoever_has_none(
+    make: Make, write: Write, ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(TRAINED)
+    code, said = make("small.yaml", "--keep")
+    assert code == 0, said
+    assert "4 runs: 4 to run (about 3.00 s and 2 trainings)" in said
+    assert "kept: 2 results of runs that trained, in kept/" in said
+    kept = [yaml.safe_load(path.read_text()) for path in Path("kept").iterdir()]
+    assert sorted(each["result"]["seed"] for each in kept) == [0, 1]
+    page = Path("rendered/small/report.md").read_text()
+
+    # Elsewhere, with other code, where simulations have to run and recipes may have learnt new keys.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    monkeypatch.setattr(collect, "source_version", lambda: "0.2.0+other")
+    for path in Path("kept").iterdir():
+        assert '"parallelism.recompute": "null",' in path.read_text()
+        path.write_text(path.read_text().replace('"parallelism.recompute": "null",', ""))
+    del ran[:]
+    code, said = make("small.yaml")
+    assert code == 0
+    assert "4 runs: 2 kept beside the report, 2 to run" in said
+    assert ran == ["one straight a", "one straight b"]
+    again = Path("rendered/small/report.md").read_text()
+    assert [*filter(None, (line for line in again.splitlines() if "kept" not in line and "virtual" not in line))] == [
+        *filter(None, (line for line in page.splitlines() if "virtual" not in line))
+    ]
+
+    Path("dp.yaml").write_text(RECIPE.replace("lr: 0.02", "lr: 0.03"))
+    assert "4 runs: 4 to run" in make("small.yaml", "--only", "one")[1]  # what is kept answers another recipe
+
+
+def test_a_run_that_does_not_fit_is_a_problem_of_its_cells(make: Make, write: Write) -> None:
+    rows = [changed()["rows"][0]]
+    rows[0]["runs"]["straight"] = "straight.yaml parallelism.cuts=[nowhere,never,not]"
+    write(changed(rows=rows, pictures=None, columns={"ideal": {}}, calibration=None))
+    code, said = make("small.yaml")
+    assert code == 0
+    assert "no value: first, speedup, ideal: " in said
+    assert "nowhere" in said
+
+
+def test_what_a_run_uses_is_checked_before_anything_runs(make: Make, write: Write, ran: list[str]) -> None:
+    rows = [changed()["rows"][0]]
+    data = "dataset='{name: imagenet, root: nowhere}' model.in_channels=3 model.image_size=224 model.num_classes=1000"
+    rows[0]["runs"]["dp"] = {"recipe": f"dp.yaml {data}", "engine": "virtual"}
+    write(changed(rows=rows, pictures=None))
+    code, said = make("small.yaml")
+    assert code == 2
+    assert "nowhere" in said
+    assert ran == []
+
+
+def test_a_schedule_is_drawn_as_text(make: Make, write: Write) -> None:
+    pictures = [{"kind": "schedule", "run": "straight", "row": "first"}]
+    write(changed(rows=[changed()["rows"][0]], pictures=pictures))
+    assert make("small.yaml")[0] == 0
+    assert "pipedream, plan straight, one column" in Path("rendered/small/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a report, for example"),
+        (["--list", "small.yaml"], "--list lists all reports: leave out small.yaml"),
+        (["small.yaml", "--only", ","], "--only: got ',', allowed are names of rows or patterns"),
+        (["small.yaml", "--only", "second"], "--only: got 'second', allowed are first, m8, m16, or patterns"),
+        (["small.yaml", "--engine", "simulate"], "--engine: got 'simulate', allowed are .*did you mean 'simulated'"),
+        (["smal.yaml"], "no such report"),
+    ],
+)
+def test_mistakes_on_the_command_line(make: Make, words: list[str], message: str) -> None:
+    code, said = make(*words)
+    assert code == 2
+    assert re.search(message, said), said

@@ -1,0 +1,33 @@
+"""A chain of equal linear layers: the model that the closed formulas of pipelines are about, and nobody trains."""
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+
+class Uniform(nn.Sequential):
+    """Linear layers of one width, without biases: [samples, width] in and out of every one."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return [samples, width] logits of [samples, width] inputs."""
+        for layer in self:
+            image = layer(image)
+        return image
+
+
+def uniform(num_layers: int = 16, width: int = 64) -> Uniform:
+    """Build the chain.
+
+    Args:
+        num_layers: at least 1.
+        width: features between layers, inputs and logits alike, at least 1.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    for name, count in (("num_layers", num_layers), ("width", width)):
+        if count < 1:
+            raise ValueError(f"uniform: {name} is {count}, allowed is 1 or more")
+    layers = {f"layer{index}": nn.Linear(width, width, bias=False) for index in range(num_layers)}
+    return Uniform(OrderedDict(layers))
