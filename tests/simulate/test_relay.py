@@ -174,7 +174,7 @@ def estimated(made: Planner, each: Candidate) -> Any:
 
 
 def test_a_recipe_relays_in_training_and_in_evaluations() -> None:
-    recipes = (load("gnmt8/3x4-a-pipedream-relay", words) for words in ([], ["parallelism.relay=false"]))
+    recipes = (load("modes/pipedream-relay", words) for words in ([], ["parallelism.relay=false"]))
     job, direct = (prepare(loaded.recipe, loaded.cluster) for loaded in recipes)
     assert {target - source for source, target in job.setup.plan.crossings} == {1}
     assert {edge.target - edge.source for edge in job.setup.evaluation.pipeline.edges} == {1}
