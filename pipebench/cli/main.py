@@ -6,6 +6,7 @@ Heavy imports (torch, mlflow) wait until a command needs them: `--help` is immed
 import click
 
 from pipebench import __version__
+from pipebench.cli.compare import compare
 from pipebench.cli.draw import draw
 from pipebench.cli.export import export
 from pipebench.cli.group import Commands
@@ -37,6 +38,7 @@ def cli() -> None:
       pipebench report --list              published tables and figures beside what is reproduced
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
+      pipebench compare RUN RUN            recorded runs side by side
       pipebench run --resume RUN           go on from a checkpoint, under another plan too
       pipebench export RUN                 a run's weights as a plain state_dict
       pipebench lab lab --ladder           across wires of limited bandwidth; Linux, root
@@ -47,7 +49,7 @@ def cli() -> None:
     """
 
 
-for command in (run, report, show, draw, profile_, plan, export, lab, list_, ui):
+for command in (run, report, show, draw, profile_, plan, compare, export, lab, list_, ui):
     cli.add_command(command)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pipebench.errors import UserError, nearest
-from pipebench.tracking.record import ENTRIES, mlflow_run_id, read_record
+from pipebench.tracking.record import ENTRIES, RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
 from pipebench.train.result import RunResult
 from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
@@ -84,7 +84,7 @@ class RunFolder:
     @property
     def record_path(self) -> Path:
         """Return where everything that the run logs is recorded."""
-        return self.path / "record"
+        return self.path / RECORD
 
     @property
     def mlflow_run_id(self) -> str | None:
@@ -182,6 +182,11 @@ class RunFolder:
         from pipebench.files import replace as replace_file
 
         replace_file(self.path / _RUN, f"{write(facts)}\n".encode())
+
+
+def records() -> list[Path]:
+    """Return the folders in the working directory that may hold the record of a run."""
+    return [*sorted(RUNS.glob(f"*/{RECORD}")), *sorted(Path(RESULTS_FOLDER).glob("*"))]
 
 
 def new_run_id(recipe: str) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
-from pipebench.show.comparison import groups, headings, notes, rows, time_to_accuracy_s
+from pipebench.show.comparison import groups, headings, notes, rows, short_names, time_to_accuracy_s
 from pipebench.show.tables import new_table, print_facts, print_groups, print_table
 from pipebench.show.terminal import print_plain, standard_output
 from pipebench.simulate.meter import EPOCHS, MEMORY, PLAN, PREDICTION, WORKERS_IDLE
@@ -116,6 +116,30 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console |
     for line in notes(results):
         print_plain(console, Padding(Text(line), (0, 0, 0, 2)))
     _print_link(console, link)
+
+
+def print_differences(
+    results: Sequence[RunResult], differing: Sequence[tuple[str, ...]], console: Console | None = None
+) -> None:
+    """Print in what the recipes of runs differ, a column per run.
+
+    Args:
+        results: the runs, whose names tell them apart.
+        differing: a row per key: the key, and its text in every run.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    print_plain(console, "")
+    if not differing:
+        print_plain(console, "  The recipes are the same.")
+        return
+    names = short_names([result.name for result in results])
+    seeded = len({result.name for result in results}) < len(results)
+    seeds = [f", seed {each.seed}" if seeded else "" for each in results]
+    table = new_table("key", *(f"{names[each.name]}{seed}" for each, seed in zip(results, seeds, strict=True)))
+    for key, *cells in differing:
+        table.add_row(Text(printable(key), style="bold"), *(Text(printable(cell)) for cell in cells))
+    print_table(console, table)
 
 
 def print_position(number: int, total: int, name: str, console: Console | None = None) -> None:

@@ -128,10 +128,16 @@ def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLi
 def curves_figure(results: Sequence[RunResult], metric: str) -> "Figure":
     """Return the picture that `draw_curves` writes; a star marks where a run reached its target."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
-    axes = figure.add_subplot()
+    draw_metric(figure.add_subplot(), results, metric)
+    return figure
+
+
+def draw_metric(axes: "Axes", results: Sequence[RunResult], metric: str) -> None:
+    """Draw a metric against each run's clock."""
+    from matplotlib.ticker import PercentFormatter
+
     clocks_s = [point.clock_s for result in results for point in result.points if metric in point.metrics]
     scale_s, unit = axis_unit(max(clocks_s, default=1.0))
     recipes = list(dict.fromkeys(result.name for result in results))
@@ -150,7 +156,6 @@ def curves_figure(results: Sequence[RunResult], metric: str) -> "Figure":
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:
         axes.legend(frameon=False)
-    return figure
 
 
 def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 80) -> str:

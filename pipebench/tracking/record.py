@@ -24,6 +24,7 @@ from pipebench.tracking.inputs import Inputs
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import JsonError, Number, read
 
+RECORD = "record"  # the record, in the folder of a run that has one
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
 ENTRIES, _SENT = "record.jsonl", "mlflow.json"
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage

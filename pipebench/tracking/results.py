@@ -1,17 +1,19 @@
 """Results read back from where they were recorded: the only file that asks MLflow what runs came to."""
 
 import logging
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipebench.errors import UserError
+from pipebench.errors import UserError, nearest
 from pipebench.tracking.connection import Connection, default_uri, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
-from pipebench.tracking.record import RESULT_FILE
+from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.typed_json import read
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _log = logging.getLogger(__name__)
+_LISTED, _LONGEST = 5, 80  # runs in a sentence, characters of what was given
+_MLFLOW_ID, _ID_CHARS = re.compile(r"[0-9a-f]{32}"), 8
 _PAGE = 1000  # runs, or experiments, that one question is answered with
 
 
@@ -28,8 +32,8 @@ class Recorded:
     """A run that has come to a result.
 
     Attributes:
-        run_id: MLflow's.
-        experiment_id: MLflow's.
+        run_id: MLflow's; of a run that MLflow hasn't, its folder's name.
+        experiment_id: MLflow's; "" likewise.
         result: what it came to.
         ended_ms: when, milliseconds since the epoch.
         name: what the run is called in MLflow.
@@ -40,6 +44,25 @@ class Recorded:
     result: RunResult
     ended_ms: int
     name: str
+
+
+class Known(NamedTuple):
+    """A run that can be named.
+
+    Attributes:
+        ids: MLflow's, and its folder's name.
+        names: what MLflow calls it, and its recipe's name.
+        load: returns what it came to, None if nothing is known of that.
+    """
+
+    ids: tuple[str, ...]
+    names: tuple[str, ...]
+    load: Callable[[], Recorded | None]
+
+    @property
+    def text(self) -> str:
+        """The run as a list names it."""
+        return f"{short_id(self.ids[0])} ({self.names[0]})"
 
 
 class RecordedRuns:
@@ -67,7 +90,9 @@ class RecordedRuns:
             UserError: MLflow can't be asked.
         """
         asked = {RECIPE_TAG: recipe_hash, VERSION_TAG: version}
-        for run in self._ended(" and ".join(f"tags.{tag} = '{value}'" for tag, value in asked.items())):
+        tagged = [f"tags.{tag} = '{value}'" for tag, value in asked.items()]
+        ended = [f"tags.outcome != '{INTERRUPTED}'", "attributes.status != 'RUNNING'"]
+        for run in self._search(" and ".join([*tagged, *ended])):
             changed = any(f"resumed.{tag}" in run.data.tags for tag in asked)
             recorded = None if changed else self._recorded(run)
             if recorded is not None:
@@ -83,15 +108,30 @@ class RecordedRuns:
         with self._asking() as client:
             return _result(client, run_id)
 
-    def _ended(self, question: str) -> "Iterator[Run]":
-        """Yield the runs that answer a question and have ended with a result, the last one first."""
+    def known(self) -> "list[Known]":
+        """Return every run of a recipe, the newest first.
+
+        Raises:
+            UserError: MLflow can't be asked.
+        """
+        found = []
+        for run in self._search("tags.kind = 'run'"):
+            names = (run.info.run_name, run.data.params.get("name", ""))
+            found.append(Known((run.info.run_id,), names, partial(self._recorded, run)))
+        return found
+
+    def _search(self, question: str) -> "Iterator[Run]":
+        """Yield the runs that answer a question, the one that ended last first."""
         if not self._connection.is_there:
             return
-        question = f"{question} and tags.outcome != '{INTERRUPTED}' and attributes.status != 'RUNNING'"
-        with self._asking() as client:
-            experiments = [each.experiment_id for each in client.search_experiments(max_results=_PAGE)]
-            found = client.search_runs(experiments, question, order_by=["attributes.end_time DESC"])
-        yield from found
+        token: str | None = ""
+        while token is not None:
+            with self._asking() as client:
+                experiments = [each.experiment_id for each in client.search_experiments(max_results=_PAGE)]
+                order = ["attributes.end_time DESC"]
+                page = client.search_runs(experiments, question, max_results=_PAGE, order_by=order, page_token=token)
+            yield from page
+            token = page.token or None
 
     def _recorded(self, run: "Run") -> Recorded | None:
         result = self.result_of(run.info.run_id)
@@ -113,6 +153,73 @@ class RecordedRuns:
 def newest_run(recipe_hash: str, version: str) -> Recorded | None:
     """Return the newest result of a recipe in the store where runs are recorded; see `RecordedRuns.newest`."""
     return RecordedRuns().newest(recipe_hash, version)
+
+
+def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:
+    """Return the runs that a user names.
+
+    Args:
+        references: of each its id, MLflow's or its folder's name, the beginning of one, or a name that no other run
+            has: what MLflow calls it, or its recipe's.
+        folders: records on this disk, some of which MLflow may not have.
+
+    Raises:
+        UserError: none goes by a reference, several do, or one has no result; names the nearest, or all.
+    """
+    stored = RecordedRuns().known()
+    local = [run for folder in folders if (run := _known_of(folder)) is not None]
+    aliases = {run_id: run.ids for run in local for run_id in run.ids}
+    known = [run._replace(ids=tuple(dict.fromkeys((*run.ids, *aliases.get(run.ids[0], ()))))) for run in stored]
+    there = {run_id for run in known for run_id in run.ids}
+    known += [run for run in local if run.ids[0] not in there]
+    found = []
+    for run in [_chosen(reference, known) for reference in references]:
+        recorded = run.load()
+        if recorded is None:
+            raise UserError(f"run: {run.text} has no result: it is running, or ended without one")
+        found.append(recorded)
+    return found
+
+
+def _chosen(reference: str, known: Sequence[Known]) -> Known:
+    """Return the run that a reference names."""
+    exact = [run for run in known if reference and reference in (*run.ids, *run.names)]
+    found = exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
+    if len(found) == 1:
+        return found[0]
+    got = f"run: got {reference[:_LONGEST]!r}"
+    if found:
+        raise UserError(f"{got}, by which {len(found)} runs go: {_listed(found)}; name one by the beginning of its id")
+    if not known:
+        raise UserError(f"{got}, but no run is recorded at {shown_uri(default_uri())} or in the working directory")
+    close = nearest(reference[:_LONGEST], (each for run in known for each in (*run.names, *run.ids)))
+    raise UserError(f"{got}, allowed are ids, beginnings of ids and names of recorded runs: {_listed(known)}{close}")
+
+
+def short_id(run_id: str) -> str:
+    """Return as much of MLflow's id of a run as tells it from others; the name of a folder stays what it is."""
+    return run_id[:_ID_CHARS] if _MLFLOW_ID.fullmatch(run_id) else run_id
+
+
+def _listed(runs: Sequence[Known]) -> str:
+    more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
+    return ", ".join(run.text for run in runs[:_LISTED]) + more
+
+
+def _known_of(folder: Path) -> Known | None:
+    """Return the run that is recorded in a folder; None if nothing can be read there."""
+    name = folder.parent.name if folder.name == RECORD else folder.name
+    try:
+        record = read_record(folder)
+        ended_ms = round((folder / ENTRIES).stat().st_mtime * 1000)
+    except OSError:
+        return None
+    if record is None:
+        return None
+    result = record.result
+    recorded = Recorded(name, "", result, ended_ms, record.name) if result is not None else None
+    ids = tuple(filter(None, (name, mlflow_run_id(folder))))
+    return Known(ids, (record.name, record.params.get("name", "")), lambda: recorded)
 
 
 def _result(client: "MlflowClient", run_id: str) -> RunResult | None:

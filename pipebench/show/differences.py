@@ -1,0 +1,94 @@
+"""Recorded runs side by side: what differs in their recipes, a row per run, and all curves in one picture."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from pipebench.formats import UNKNOWN
+from pipebench.show.comparison import comparison_markdown
+from pipebench.show.pictures import draw_metric
+from pipebench.show.profile_picture import is_picture_by
+from pipebench.tracking.results import Recorded, short_id
+from pipebench.train.result import RunResult
+
+_SEED, _NAME = "train.seed", "name"
+_SOFTWARE = "pipebench compare"
+_FIRST_LINE = "<!-- pipebench compare -->"
+_WIDTH_IN, _ROW_IN = 8.0, 4.2
+
+is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_all` wrote
+
+
+def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
+    """Return the results under names that tell them apart: runs that differ in their seed only keep one name.
+
+    Whatever compares runs takes those of one name as seeds of one recipe; recorded runs of one name may differ in
+    anything.
+    """
+    asked: dict[tuple[tuple[str, str], ...], list[Recorded]] = {}
+    for run in runs:
+        asked.setdefault(_but_seed(run), []).append(run)
+    first = [each[0].result.name for each in asked.values()]
+
+    def is_one_row(run: Recorded) -> bool:
+        alike = asked[_but_seed(run)]
+        return first.count(run.result.name) == 1 and len({each.result.seed for each in alike}) == len(alike)
+
+    return [run.result if is_one_row(run) else replace(run.result, name=_own_name(run)) for run in runs]
+
+
+def differences(results: Sequence[RunResult]) -> list[tuple[str, ...]]:
+    """Return a row per key in which recipes differ: the key, then its text in every run; their names are left out."""
+    keys = dict.fromkeys(key for result in results for key in result.recipe if key != _NAME)
+    table = [(key, *(result.recipe.get(key, UNKNOWN) for result in results)) for key in keys]
+    return [row for row in table if len({*row[1:]}) > 1]
+
+
+def markdown(results: Sequence[RunResult], picture: str | None) -> str:
+    """Return all of it as a page, which says in its first line what it is.
+
+    Args:
+        results: as `labelled` returns.
+        picture: the file of the curves, beside the page; None without curves.
+    """
+    head = ("key", *(f"{result.name}, seed {result.seed}" for result in results))
+    rows = differences(results)
+    lines = [head, tuple("---" for _ in head), *rows]
+    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    parts = [_FIRST_LINE, comparison_markdown(results).rstrip()]
+    parts.append(f"What differs in the recipes:\n\n{table}" if rows else "The recipes are the same.")
+    parts += [f"![curves]({picture})"] if picture else []
+    return "\n\n".join(parts) + "\n"
+
+
+def is_our_page(path: Path) -> bool:
+    """Return whether a file is a page that `markdown` made."""
+    with path.open("rb") as file:
+        return file.read(len(_FIRST_LINE)) == _FIRST_LINE.encode()
+
+
+def curves_of(results: Sequence[RunResult]) -> list[str]:
+    """Return the metrics that have curves, scores before losses."""
+    metrics = {name for result in results for point in result.points for name in point.metrics}
+    return sorted(metrics, key=lambda name: ("loss" in name, name))
+
+
+def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
+    """Write a PNG of all curves of all runs, a part per metric."""
+    from matplotlib.figure import Figure
+
+    metrics = curves_of(results)
+    figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * len(metrics)), layout="constrained")
+    for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
+        draw_metric(axes, results, metric)
+    figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+
+
+def _but_seed(run: Recorded) -> tuple[tuple[str, str], ...]:
+    return tuple((key, value) for key, value in run.result.recipe.items() if key != _SEED)
+
+
+def _own_name(run: Recorded) -> str:
+    return f"{run.result.name} {short_id(run.run_id)}"

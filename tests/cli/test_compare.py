@@ -1,0 +1,140 @@
+"""`pipebench compare` on runs in a real store and on records that MLflow hasn't."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipebench.cli.main import cli
+from pipebench.show import differences
+from pipebench.show.differences import labelled
+from pipebench.tracking import RunLog, Tracking
+from pipebench.tracking.record import Entry, RecordFolder, Start
+from pipebench.tracking.results import Recorded
+from pipebench.train.result import Point, RunResult
+from tests.results import DP, PIPEDREAM
+
+RECIPE = {"name": "quickstart-dp", "train.seed": "0", "train.optimizer.lr": "0.08", "parallelism.mode": "dp"}
+POINTS = tuple(Point(4000 * i, 1.5 * i, {"train_loss": 2.0 / i, "top1": 0.3 * i}) for i in (1, 2, 3))
+
+
+def result(of: RunResult, changes: Mapping[str, str], seed: int = 0) -> RunResult:
+    recipe = {**RECIPE, "name": of.name, "train.seed": str(seed), **changes}
+    return replace(of, seed=seed, recipe=recipe, points=POINTS)
+
+
+DP_RUN = result(DP, {})
+PIPEDREAM_RUN = result(PIPEDREAM, {"train.optimizer.lr": "0.02", "parallelism.mode": "pipedream"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[RunLog]:
+    """Three runs that MLflow has, two of one recipe, and one that is only on the disk; one that goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        tracking = Tracking("suite")
+        logs = []
+        for name, each in (("dp 4", DP_RUN), ("pipedream", PIPEDREAM_RUN), ("dp 4, seed 1", result(DP, {}, seed=1))):
+            log = tracking.start(name, params={"name": each.name}, tags={"kind": "run"})
+            log.finish(each)
+            logs.append(log)
+        goes_on = tracking.start("goes on", params={"name": "unfinished"}, tags={"kind": "run"})
+        assert goes_on.wait_for_id()
+        parent = tracking.start("dp, pipedream", params={}, tags={"kind": "comparison"})
+        parent.finish(None, status="FINISHED")
+    record = RecordFolder(folder / "pipebench-runs" / "gpipe-0a1b2c3d" / "record")
+    record.append(Entry(start=Start("gpipe straight", virtual=True), params={"name": "gpipe"}))
+    record.append(Entry(result=result(replace(PIPEDREAM, name="gpipe", mode="gpipe"), {"parallelism.mode": "gpipe"})))
+    return logs
+
+
+def compare(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["compare", *words])
+
+
+def test_runs_stand_side_by_side_with_what_differs_in_their_recipes(folder: Path, runs: list[RunLog]) -> None:
+    (folder / "out").mkdir()
+    done = compare("dp 4", "quickstart-pipedream", "gpipe-0a", "--out", "out")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert ["key", "quickstart-dp", "quickstart-pipedream", "gpipe"] in lines
+    assert ["train.optimizer.lr", "0.08", "0.02", "0.08"] in lines
+    assert ["parallelism.mode", "dp", "pipedream", "gpipe"] in lines
+    assert not [line for line in lines if line[:1] in (["name"], ["train.seed"])], "what is the same, or only a name"
+    (row,) = [line for line in lines if line[:2] == ["quickstart-pipedream", "straight"]]
+    assert row[2:5] == ["2.00", "s", "3.00x"]
+    page = (folder / "out" / "comparison.md").read_text()
+    assert "| train.optimizer.lr | 0.08 | 0.02 | 0.08 |" in page
+    assert "![curves](curves.png)" in page
+    assert differences.is_our_picture(folder / "out" / "curves.png")
+    assert compare(str(runs[0].run_id), "quickstart-pipedream", "--out", "out").exit_code == 0, (
+        "its own may be replaced"
+    )
+
+
+@pytest.mark.usefixtures("runs")
+def test_nothing_else_is_overwritten(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "comparison.md").write_text("mine")
+    done = compare("dp 4", "pipedream", "--out", "mine")
+    assert done.exit_code == 2
+    assert (
+        "--out: mine/comparison.md is there and isn't a page of `pipebench compare`, so it is left alone" in done.output
+    )
+    assert (folder / "mine" / "comparison.md").read_text() == "mine"
+    assert "--out: got none/comparison.md, but there is no folder none" in compare("a", "b", "--out", "none").output
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("dp 4", "pipdream"), r"run: got 'pipdream', allowed are ids, .*\(dp 4\).*; did you mean 'pipedream'\?"),
+        (("quickstart-dp", "pipedream"), r"got 'quickstart-dp', by which 2 runs go: .*\(dp 4, seed 1\), .*\(dp 4\)"),
+        (("pipedream", "quickstart-pipedream"), r"'quickstart-pipedream' and 'pipedream' are the same run, "),
+        (("pipedream", "goes on"), r"\(goes on\) has no result: it is running, or ended without one"),
+        (("pipedream", ""), r"got '', allowed are ids"),
+        (("dp, pipedream", "pipedream"), r"got 'dp, pipedream', allowed are"),
+        (("pipedream",), r"name two runs at least"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_told_in_one_sentence(words: tuple[str, ...], said: str) -> None:
+    done = compare(*words)
+    assert done.exit_code == 2
+    (line,) = [line for line in done.output.splitlines() if "rror: " in line]
+    assert re.search(said, line), line
+
+
+def test_where_nothing_is_recorded_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = compare("a", "b")
+    assert done.exit_code == 2
+    assert f"run: got 'a', but no run is recorded at sqlite:///{tmp_path}/mlflow.db or in the working" in done.output
+    assert not any(tmp_path.iterdir())
+
+
+def test_seeds_of_a_recipe_are_one_row_and_anything_else_has_a_name_of_its_own() -> None:
+    def named(*results: RunResult) -> list[str]:
+        ids = [f"{index:08x}{'f' * 24}" for index in range(len(results))]
+        return [each.name for each in labelled([Recorded(i, "1", r, 0, "") for i, r in zip(ids, results, strict=True)])]
+
+    second = result(DP, {}, seed=1)
+    assert named(DP_RUN, second, PIPEDREAM_RUN) == ["quickstart-dp", "quickstart-dp", "quickstart-pipedream"]
+    slower = result(DP, {"train.optimizer.lr": "0.01"})
+    assert named(DP_RUN, slower) == ["quickstart-dp 00000000", "quickstart-dp 00000001"]
+    assert named(DP_RUN, DP_RUN) == ["quickstart-dp 00000000", "quickstart-dp 00000001"], "measured twice"
