@@ -33,14 +33,14 @@ class Recorded:
 
     Attributes:
         run_id: MLflow's; of a run that MLflow hasn't, its folder's name.
-        experiment_id: MLflow's; None likewise.
+        experiment_id: MLflow's; "" likewise.
         result: what it came to.
         ended_ms: when, milliseconds since the epoch.
         name: what the run is called in MLflow.
     """
 
     run_id: str
-    experiment_id: str | None
+    experiment_id: str
     result: RunResult
     ended_ms: int
     name: str
@@ -217,7 +217,7 @@ def _known_of(folder: Path) -> Known | None:
     if record is None:
         return None
     result = record.result
-    recorded = Recorded(name, None, result, ended_ms, record.name) if result is not None else None
+    recorded = Recorded(name, "", result, ended_ms, record.name) if result is not None else None
     ids = tuple(filter(None, (name, mlflow_run_id(folder))))
     return Known(ids, (record.name, record.params.get("name", "")), lambda: recorded)
 
