@@ -110,7 +110,9 @@ def calibrate(
     """
     calibration = report.calibration
     if calibration is None:
-        raise UserError(f"{report.name}: has no calibration, a mapping that names constants and the cells to fit them on")
+        raise UserError(
+            f"{report.name}: has no calibration, a mapping that names constants and the cells to fit them on"
+        )
     places = tuple(find_place(constant, report.path.absolute().parent) for constant in calibration.constants)
     runs = {(each.row, each.run): each for each in asked if each.column == calibration.column}
     simulations = Simulations(report, runs, places, on_run)
@@ -120,8 +122,7 @@ def calibrate(
     on_fit()
     errors = left_out(sought, simulations.error, fitted)
     without = {
-        cell: None if error is None else published_of(report, cell) * math.exp(error)
-        for cell, error in errors.items()
+        cell: None if error is None else published_of(report, cell) * math.exp(error) for cell, error in errors.items()
     }
     return Calibrated(report, places, fitted, values, without)
 
@@ -133,7 +134,9 @@ def published_of(report: Report, cell: Cell) -> float:
 
 def _cells(report: Report, runs: Mapping[tuple[str, str], Asked]) -> list[Cell]:
     """Return the cells with an exact published number whose runs are all simulated in the column."""
-    return [(row.name, measure.name) for row in report.rows for measure in report.measures if _counts(row, measure, runs)]
+    return [
+        (row.name, measure.name) for row in report.rows for measure in report.measures if _counts(row, measure, runs)
+    ]
 
 
 def _counts(row: Row, measure: Measure, runs: Mapping[tuple[str, str], Asked]) -> bool:

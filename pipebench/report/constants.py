@@ -74,7 +74,7 @@ def find_place(constant: Constant, folder: Path) -> Place:
         raise _wrong(constant, "key", f"got {constant.key[:60]!r}, allowed is {_FORM}")
     _, level, key = parts
     if key not in _ATTRIBUTES:
-        raise _wrong(constant, "key", f"{choice(key[:60], _ATTRIBUTES)} after {level}")
+        raise _wrong(constant, "key", choice(key[:60], _ATTRIBUTES))
     levels = {each.name: each for each in load_cluster(str(path), 1).levels}
     if level not in levels:
         raise _wrong(constant, "key", choice(level[:60], levels))
