@@ -57,7 +57,9 @@ def fit(sought: Sequence[Sought], error: Error, start: Mapping[str, float]) -> d
 
 
 def left_out(sought: Sequence[Sought], error: Error, fitted: Mapping[str, float]) -> dict[Cell, float | None]:
-    """Return the error of every fitted cell with the constants fitted without it; None where one has no other cell.
+    """Return the error of every fitted cell with its constants fitted without it; None where one has no other cell.
+
+    Constants that weren't fitted on the cell stay as they are.
 
     Args:
         sought: the constants.
@@ -66,9 +68,9 @@ def left_out(sought: Sequence[Sought], error: Error, fitted: Mapping[str, float]
     """
     found: dict[Cell, float | None] = {}
     for cell in dict.fromkeys(cell for each in sought for cell in each.cells):
-        others = [replace(each, cells=tuple(other for other in each.cells if other != cell)) for each in sought]
-        lost = any(each.cells and not other.cells for each, other in zip(sought, others, strict=True))
-        found[cell] = None if lost else error(fit(others, error, fitted), cell)
+        own = [each for each in sought if cell in each.cells]
+        others = [replace(each, cells=tuple(other for other in each.cells if other != cell)) for each in own]
+        found[cell] = error(fit(others, error, fitted), cell) if all(each.cells for each in others) else None
     return found
 
 
