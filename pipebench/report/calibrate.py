@@ -31,7 +31,7 @@ class Calibrated:
         places: of the constants.
         fitted: by constant's name, what they come to [bytes/s].
         values: by cell, with these constants: every cell with an exact published number.
-        left_out: by fitted cell, the value with all constants fitted without it; None where one has no other cell.
+        left_out: by fitted cell, the value with its constants fitted without it; None where one has no other cell.
     """
 
     report: Report
@@ -110,9 +110,7 @@ def calibrate(
     """
     calibration = report.calibration
     if calibration is None:
-        raise UserError(
-            f"{report.name}: has no calibration, a mapping that names constants and the cells to fit them on"
-        )
+        raise UserError(f"{report.name}: has no calibration: constants, and the cells to fit them on")
     places = tuple(find_place(constant, report.path.absolute().parent) for constant in calibration.constants)
     runs = {(each.row, each.run): each for each in asked if each.column == calibration.column}
     simulations = Simulations(report, runs, places, on_run)
@@ -134,9 +132,8 @@ def published_of(report: Report, cell: Cell) -> float:
 
 def _cells(report: Report, runs: Mapping[tuple[str, str], Asked]) -> list[Cell]:
     """Return the cells with an exact published number whose runs are all simulated in the column."""
-    return [
-        (row.name, measure.name) for row in report.rows for measure in report.measures if _counts(row, measure, runs)
-    ]
+    cells = ((row, measure) for row in report.rows for measure in report.measures)
+    return [(row.name, measure.name) for row, measure in cells if _counts(row, measure, runs)]
 
 
 def _counts(row: Row, measure: Measure, runs: Mapping[tuple[str, str], Asked]) -> bool:

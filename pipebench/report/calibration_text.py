@@ -1,4 +1,4 @@
-"""A calibration as Markdown: the constants, which cells they were fitted on, and what is left of the error elsewhere."""
+"""A calibration as Markdown: the constants, the cells they were fitted on, and what is left of the error elsewhere."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,7 +18,7 @@ def calibration_text(calibrated: Calibrated) -> str:
             "",
             *_table(("cells", "how many", "geometric-mean error", "rank correlation"), _scores(calibrated)),
             "",
-            "Left out: with all constants fitted without this cell. Cells that hold by construction don't count.",
+            "Left out: with its constants fitted without this cell. Cells that hold by construction don't count.",
         ]
     )
 
