@@ -12,7 +12,7 @@ from pipebench.report.calibration_text import calibration_text
 from pipebench.report.constants import write_value
 from pipebench.report.definition import Report
 from pipebench.report.recipes import Asked
-from pipebench.show.terminal import is_terminal, print_plain, standard_output
+from pipebench.show.terminal import is_terminal, standard_output
 
 _ROUNDS = 6  # values of every constant that are tried, about; as many again without each cell
 _EVERY_S = 10.0  # between plain lines
@@ -78,4 +78,4 @@ class _Progress:
 
 
 def _say(text: str) -> None:
-    print_plain(standard_output(), Text(text))
+    standard_output().print(Text(text), soft_wrap=True)
