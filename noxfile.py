@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -104,6 +105,22 @@ def ui(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def reports(session: nox.Session) -> None:
+    """Render the reports in `reports/*.yaml` into `reports/rendered/` again, or those named as arguments.
+
+    Simulations that this version hasn't recorded run, a report per core; what was trained is read from `reports/kept/`.
+    """
+    names = session.posargs or sorted(path.stem for path in Path("reports").glob("*.yaml"))
+    command = [python_with_pipebench(session), "-m", "pipebench", "report"]
+
+    def render(name: str) -> None:
+        session.run(*command, name, env=ONE_THREAD, external=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(render, names))
+
+
+@nox.session(venv_backend="none")
+def studies(session: nox.Session) -> None:
     """Write `analytic_profile.md`, `planner_vs_simulator.md` and `table1_plans.md` in `reports/` again.
 
     They need the profiles and published values in `../shared`. The other pages have sessions of their own.

@@ -166,6 +166,7 @@ def make_setup(
     precision: str = "fp32",
     loss_scale: LossScaleRecipe | None = None,
     correction_decay: float = 0.135,
+    relay: bool = False,
 ) -> Setup:
     """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
     graph = in_precision(graph or trace(model), precision)
@@ -175,7 +176,7 @@ def make_setup(
     if not isinstance(plan, Plan):
         chosen = range(len(graph.layers) if recompute else 0) if isinstance(recompute, bool) else recompute
         memory = [RECOMPUTE if index in chosen else KEEP for index in range(len(graph.layers))]
-        plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory)
+        plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory, relay=relay)
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())

@@ -8,6 +8,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.imports import importing
 from pipebench.cli.parameters import Parameter, name_of
+from pipebench.errors import printable
 from pipebench.recipe.engines import ENGINES
 
 
@@ -74,9 +75,10 @@ def report(
         if name is not None:
             raise click.UsageError(f"--list lists all reports: leave out {name}")
         with importing():
-            from pipebench.report.listing import list_reports
+            from pipebench.report.listing import listed
 
-        list_reports()
+        for line in listed():
+            click.echo(printable(line))
         return 0
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")

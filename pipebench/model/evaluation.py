@@ -14,7 +14,7 @@ class EvaluationPlan:
 
     Attributes:
         layers: per stage, indices in that graph, ascending; maybe none.
-        crossings: (source stage, target stage) to the layers whose output the target reads, ascending.
+        crossings: (source stage, target stage) to the layers whose output goes from one to the other, ascending.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -52,4 +52,4 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
                 f"read in stage {min(read_by, default=last)}; move parallelism.cuts or use fewer stages"
             )
     layers = tuple(tuple(i for i, own in enumerate(stages) if own == stage) for stage in range(last + 1))
-    return EvaluationPlan(layers, crossings(evaluation, stages, last))
+    return EvaluationPlan(layers, crossings(evaluation, stages, last, relay=plan.relay))

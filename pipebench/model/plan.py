@@ -44,7 +44,9 @@ class Plan:
         stages: at least one; together they hold every layer exactly once, in order of execution.
         depth: minibatches in flight per input-stage replica.
         chunks: stages per worker. With P positions in the pipeline, stages s and s + P share their devices.
-        crossings: (source stage, target stage) to the layers whose output the target reads, ascending.
+        crossings: (source stage, target stage) to the layers whose output goes from one to the other, ascending.
+        relay: whether what skips stages goes through all of those between, one after the other; else to each stage
+            that reads it.
     """
 
     mode: str
@@ -52,6 +54,7 @@ class Plan:
     depth: int
     chunks: int = 1
     crossings: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    relay: bool = False
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -118,6 +121,7 @@ def make_plan(
     depth: int | None = None,
     chunks: int = 1,
     memory: str | Sequence[str] = KEEP,
+    relay: bool = False,
 ) -> Plan:
     """Cut a graph.
 
@@ -130,6 +134,7 @@ def make_plan(
         depth: minibatches in flight per input-stage replica; None for NOAM.
         chunks: stages per worker.
         memory: policy of every layer, or one for all.
+        relay: whether what skips stages goes through all of those between.
 
     Raises:
         PlanError: an empty stage, or parameters or buffers that layers share in two stages.
@@ -145,8 +150,8 @@ def make_plan(
     )
     for problem in split_ties(graph, stages):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
-    crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1)
-    plan = Plan(mode, stages, depth or noam(widths), chunks, crossing)
+    crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
+    plan = Plan(mode, stages, depth or noam(widths), chunks, crossing, relay)
     return plan.on(range(sum(widths)) if devices is None else devices)
 
 
@@ -155,22 +160,24 @@ def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
     return [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
 
 
-def crossings(graph: Cuttable, stage_of: Sequence[int], last: int) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Return (source stage, target stage) to the layers whose output the target reads, ascending.
+def crossings(
+    graph: Cuttable, stage_of: Sequence[int], last: int, *, relay: bool
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return (source stage, target stage) to the layers whose output goes from one to the other, ascending.
 
     Args:
         graph: what is cut.
         stage_of: the stage of every layer.
         last: the last stage, which runs the loss.
+        relay: whether what skips stages goes from each to the next; else to every stage that reads it.
     """
     crossing: dict[tuple[int, int], set[int]] = {}
-    for index, layer in enumerate(graph.layers):
-        for read in layer.reads:
-            if stage_of[read] != stage_of[index]:
-                crossing.setdefault((stage_of[read], stage_of[index]), set()).add(read)
-    for index in graph.outputs:
-        if stage_of[index] != last:
-            crossing.setdefault((stage_of[index], last), set()).add(index)
+    reads = [(read, stage_of[index]) for index, layer in enumerate(graph.layers) for read in layer.reads]
+    for value, target in (*reads, *((index, last) for index in graph.outputs)):
+        source = stage_of[value]
+        hops = itertools.pairwise(range(source, target + 1)) if relay else [(source, target)] * (source != target)
+        for hop in hops:
+            crossing.setdefault(hop, set()).add(value)
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
 
 

@@ -27,8 +27,8 @@ def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
     return PlanForm(plan.mode, plan.depth, plan.chunks, tuple(stages))
 
 
-def plan_of(form: PlanForm, graph: Cuttable) -> Plan:
-    """Return the plan of a file whose layers are the model's; see `layer_problems`."""
+def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False) -> Plan:
+    """Return the plan of a file whose layers are the model's; see `layer_problems`, and `relay` of `make_plan`."""
     counts = [len(stage.layers) for stage in form.stages]
     return make_plan(
         graph,
@@ -39,6 +39,7 @@ def plan_of(form: PlanForm, graph: Cuttable) -> Plan:
         depth=form.depth,
         chunks=form.chunks,
         memory=[policy for stage in form.stages for policy in stage.layers.values()],
+        relay=relay,
     )
 
 

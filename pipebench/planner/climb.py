@@ -95,7 +95,9 @@ class _Climb:
         order = states.layers(0, len(states) - 1)
         policies = [of.memory_policies[layer] for layer in order]
         cost = WEIGHT_POLICIES[of.mode.weights].update_cost
-        self._floors = Floors(states, arranged(of.sizes, order), self._cluster, of.unit_size, policies, cost)
+        self._floors = Floors(
+            states, arranged(of.sizes, order), self._cluster, of.unit_size, policies, cost, of.request.relay
+        )
         self._places = {members.bit_count(): state for state, members in enumerate(states.members)}
         self._found: dict[Sketch, PlanEstimate] = {}
         self._queue: list[_Waiting] = []

@@ -163,7 +163,7 @@ class Estimator:
         in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
-            loops = loops_s(work, model, cluster, stages, devices, depth)
+            loops = loops_s(work, model, cluster, stages, devices, depth, relay=self.request.relay)
             seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
         if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
             seconds = [min(each, bottleneck_s) for each in seconds]
@@ -173,7 +173,15 @@ class Estimator:
         policies = [self.memory_policies[layer] for layer in order]
         places = [device for own in devices[: len(widths)] for device in own]
         plan = make_plan(
-            Rows.of(rows), starts, replicas, mode=self.name, devices=places, depth=depth, chunks=chunks, memory=policies
+            Rows.of(rows),
+            starts,
+            replicas,
+            mode=self.name,
+            devices=places,
+            depth=depth,
+            chunks=chunks,
+            memory=policies,
+            relay=self.request.relay,
         )
         estimates = []
         for index, stage in enumerate(stages):

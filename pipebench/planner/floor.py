@@ -64,8 +64,9 @@ class Floors:
     """Floors of plans for one model on one cluster, under 1F1B without flushes."""
 
     def __init__(
-        self, states: States, profile: Profile, cluster: Cluster, size: int, memory: Sequence[str], update_cost: float
-    ) -> None:
+        self, states: States, profile: Profile, cluster: Cluster, size: int, memory: Sequence[str], update_cost: float,
+        relay: bool = False,
+    ) -> None:  # fmt: skip
         """Take what the simulator is given.
 
         Args:
@@ -75,9 +76,10 @@ class Floors:
             size: samples of what travels.
             memory: policy of each of those layers.
             update_cost: what an update takes, in optimizer steps.
+            relay: whether what skips stages goes through all of those between.
         """
         self._profile, self._cluster, self._size, self._memory = profile, cluster, size, tuple(memory)
-        self._update_cost = update_cost
+        self._update_cost, self._relay = update_cost, relay
         self._limited = any(
             level.host_copy_bytes_per_s or level.message_cap_bytes_per_s < math.inf for level in cluster.levels
         )
@@ -131,8 +133,8 @@ class Floors:
             for value in self._crossing(start):
                 readers = self._readers[value]
                 at = bisect.bisect_left(readers, start)
-                if at < len(readers) and readers[at] < stop:
-                    edge = (bisect.bisect_right(places, value) - 1, target)
+                if self._relay or (at < len(readers) and readers[at] < stop):
+                    edge = (target - 1 if self._relay else bisect.bisect_right(places, value) - 1, target)
                     sent, returned, values = edges.get(edge, _NOTHING)
                     row = self.rows[value]
                     edges[edge] = _Crossing(sent + row.output_bytes, returned + row.gradient_bytes, values + 1)

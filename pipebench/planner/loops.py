@@ -52,6 +52,8 @@ def loops_s(
     stages: Sequence[SearchStage],
     devices: Sequence[Sequence[int]],
     depth: int,
+    *,
+    relay: bool = False,
 ) -> list[float]:
     """Return the seconds per minibatch of the slowest loop from each stage on, under 1F1B without flushes.
 
@@ -62,12 +64,13 @@ def loops_s(
         stages: the plan.
         devices: of every stage's replicas.
         depth: minibatches in flight per input-stage replica.
+        relay: whether what skips stages goes through all of those between.
     """
     replicas = tuple(stage.replicas for stage in stages)
     depths = Pipeline(replicas, chain(len(stages)), ONE_F_ONE_B, False, depth).warmups
     states = work.states
     both = states.forward_s + states.backward_s
-    ways = [_way(work, cluster, stages, devices, index) for index in range(len(stages) - 1)]
+    ways = [_way(work, cluster, stages, devices, index, relay=relay) for index in range(len(stages) - 1)]
     slowest = []
     for first, upper in enumerate(stages):
         grid = StageGrid(work, np.array([upper.start]), upper.stop)
@@ -92,14 +95,20 @@ def loops_s(
 
 
 def _way(
-    work: Work, cluster: Cluster, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
+    work: Work,
+    cluster: Cluster,
+    stages: Sequence[SearchStage],
+    devices: Sequence[Sequence[int]],
+    index: int,
+    *,
+    relay: bool,
 ) -> _Way:
     """Return what the messages between a stage and the next come to, over the outermost level that some cross."""
-    states = work.states
-    before = states.layers(stages[index].start, stages[index].stop)
-    after = states.layers(stages[index + 1].start, stages[index + 1].stop)
+    states, last = work.states, len(stages) - 1
+    start, stop = (0, stages[last].stop) if relay else (stages[index].start, stages[index + 1].stop)
+    before, after = states.layers(start, stages[index].stop), states.layers(stages[index + 1].start, stop)
     read = {value for reader in after for value in states.rows[reader].reads}
-    if stages[index + 1].stop == len(states) - 1:
+    if stop == len(states) - 1:
         read.update(states.rows[-1].reads)  # the loss belongs to the last stage
     crossing = [states.rows[value] for value in before if value in read]
     sent, returned = sum(row.output_bytes for row in crossing), sum(row.gradient_bytes for row in crossing)

@@ -27,6 +27,7 @@ class Request:
         memory: policy of every layer; None for the mode's.
         streams: for text, which is carried on from minibatch to minibatch: every stage's replicas divide it.
         unsuited: modes that the training can't run in, and why.
+        relay: whether what skips stages goes through all of those between.
     """
 
     profile: Profile
@@ -41,6 +42,7 @@ class Request:
     memory: tuple[str, ...] | None = None
     streams: int | None = None
     unsuited: Mapping[str, str] = field(default_factory=dict)
+    relay: bool = False
 
 
 @dataclass(frozen=True)

@@ -409,6 +409,14 @@ def _all_reduce(kind: str, cluster: Any) -> Problems:
         yield "engine.kind", f"got {kind} with cluster {cluster.name}, {why}: allowed is {others}"
 
 
+@rule("engine.kind", "parallelism.relay")
+def _relay(kind: str, relay: bool) -> Problems:
+    if relay and ENGINES[kind].trains:
+        others = " or ".join(name for name, each in ENGINES.items() if not each.trains)
+        why = f"got true with engine {kind}, which hands values to the stages that read them"
+        yield "parallelism.relay", f"{why}: allowed is false, or engine.kind: {others}"
+
+
 @rule("engine.timing", "@cluster")
 def _timing(timing: str, cluster: Any) -> Problems:
     is_local = cluster.device == "local"

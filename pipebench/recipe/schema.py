@@ -172,7 +172,7 @@ class ParallelismRecipe:
         flush: whether every update empties the pipeline.
         weights: `one`, `stash`, `stash-vertical-sync`, `double-buffer`, `predict`, `correct`, `newest-pulled` or
             `none`.
-        sync: how replicas agree: `all-reduce`, `all-reduce-after` (once a backward is over), `parameter-server` or
+        sync: how replicas agree: `all-reduce`, `parameter-server`, either with `-after` (once a backward is over), or
             `asynchronous`.
         push_order: the artifact `push-order.json` of another run, to repeat its order; sync `asynchronous` only.
         chunks: stages per worker (`interleaved` and `all-forwards`).
@@ -180,6 +180,8 @@ class ParallelismRecipe:
         annealing_epochs: weights `correct` only: epochs over which late stages' learning rates grow to the recipe's,
             PipeMare's K; null: five warm-ups, or a quarter of the time until the rate first falls.
         correction_decay: weights `correct` only: PipeMare's D; null: 0.135.
+        relay: let what skips stages go through all of those between, as the PipeDream artifact does; else it goes to
+            the stages that read it. In simulations only.
     """
 
     mode: str = MISSING
@@ -200,6 +202,7 @@ class ParallelismRecipe:
     backward: str | None = None
     annealing_epochs: float | None = None
     correction_decay: float | None = None
+    relay: bool = False
 
     @property
     def accumulate_given(self) -> int | None:

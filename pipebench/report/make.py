@@ -15,7 +15,7 @@ from pipebench.report.progress import RunsProgress, guess
 from pipebench.report.recipes import Asked
 from pipebench.report.render import Rendered, render
 from pipebench.run.runner import draw
-from pipebench.show.terminal import print_plain, standard_output
+from pipebench.show.terminal import standard_output
 from pipebench.tracking import RunLog, Tracking, require_writable
 from pipebench.tracking.connection import default_uri, shown_uri
 from pipebench.tracking.ui import DEFAULT_PORT, HOST
@@ -136,4 +136,4 @@ def _server() -> str:
 
 
 def _say(text: str) -> None:
-    print_plain(standard_output(), Text(printable(text)))
+    standard_output().print(Text(printable(text)), soft_wrap=True)

@@ -12,7 +12,7 @@ from pipebench.errors import printable
 from pipebench.formats import seconds
 from pipebench.recipe.engines import engine_kind
 from pipebench.report.recipes import Asked
-from pipebench.show.terminal import is_terminal, print_plain, standard_output
+from pipebench.show.terminal import is_terminal, standard_output
 
 SIMULATION_S = 1.5  # about; what a first guess is made of
 _WEIGHT = 4  # the first guess counts as so many runs: the first one is slow, since all has to be imported
@@ -83,4 +83,4 @@ class RunsProgress:
             self._bar.update(self._bar.task_ids[0], completed=done, description=f"{text}  {left} left")
         elif now_s >= self._next_line_s:
             self._next_line_s = now_s + _EVERY_S
-            print_plain(self._console, Text(f"{done + 1} of {self._total}  {text}  {left} left"))
+            self._console.print(Text(f"{done + 1} of {self._total}  {text}  {left} left"), soft_wrap=True)

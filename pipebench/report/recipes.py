@@ -62,10 +62,11 @@ class _Loader:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._folder = report.path.absolute().parent
+        self._names = recipe_names()
         self._loaded: dict[tuple[str, ...], LoadedRecipe | RecipeError] = {}
         self._told: dict[str, Fault] = {}
         self._clusters: set[str] = set()  # that the recipes are on, before columns change them
-        self._taken: set[tuple[str, str]] = set()  # (column, word) of optional words that a recipe takes
+        self._taken: dict[tuple[str, str], bool] = {}  # whether any recipe takes an optional word, by (column, word)
 
     @property
     def faults(self) -> list[Fault]:
@@ -76,7 +77,7 @@ class _Loader:
         kind = run.engine if engine is None or run.same else engine
         key = f"rows.{row.name}.runs.{name}"
         try:
-            path = find(run.words[0], recipe_names(), self._folder) if run.words else None
+            path = find(run.words[0], self._names, self._folder) if run.words else None
             if path is None or path.is_dir():
                 raise RecipeError([Fault(display(path or self._folder), "", "is a folder; one recipe is needed")])
             beside = os.path.exists(self._folder / run.words[0])
@@ -98,14 +99,16 @@ class _Loader:
         words += column.words
         if cluster in column.clusters:
             words += (f"cluster.name={self._anchored(column.clusters[cluster])}",)
+        self._load(path, words)  # what is wrong without the optional words isn't theirs
         for word in column.optional:
+            self._taken.setdefault((column.name, word), False)
             try:
                 self._load(path, (*words, word))
             except RecipeError as error:
                 key = word.partition("=")[0]
                 if all(fault.key == key and fault.problem.startswith("unknown ") for fault in error.faults):
                     continue
-            self._taken.add((column.name, word))
+            self._taken[column.name, word] = True
             words += (word,)
         return words
 
@@ -139,7 +142,7 @@ class _Loader:
                         file, key, f"no run is on this cluster, they are on {allowed}{nearest(cluster, self._clusters)}"
                     )
             for word in column.optional:
-                if (column.name, word) not in self._taken and self._loaded:
+                if not self._taken.get((column.name, word), True):
                     yield Fault(file, f"columns.{column.name}.set", f"got '?{word}', which no run's recipe takes")
         for constant in self._report.calibration.constants if self._report.calibration else ():
             yield from self._cluster_faults(constant.cluster, f"calibration.constants.{constant.name}.cluster")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 ALL_REDUCE, PARAMETER_SERVER, ASYNCHRONOUS = "all-reduce", "parameter-server", "asynchronous"
-ALL_REDUCE_AFTER = "all-reduce-after"
+ALL_REDUCE_AFTER, PARAMETER_SERVER_AFTER = "all-reduce-after", "parameter-server-after"
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ SYNCS: Final[dict[str, Sync]] = {
         "every replica is the server of a share: it sums what all send, and hands it back",
         PARAMETER_SERVER,
         PARAMETER_SERVER,
+    ),
+    PARAMETER_SERVER_AFTER: Sync(
+        "every replica is the server of a share, and is sent it once the backward is over",
+        PARAMETER_SERVER,
+        PARAMETER_SERVER,
+        overlaps=False,
     ),
     ASYNCHRONOUS: Sync(
         "a server applies every gradient as it comes, replicas pull the newest weights",

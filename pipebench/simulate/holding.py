@@ -182,8 +182,9 @@ class Holding:
         self._units[it.number] = it.version, memory.unit[size]
         if it.version >= 0:
             self._versions.use(it.version)
-        yield Change(RECEIVED, -memory.received[size], False)
+        yield Change(RECEIVED, memory.relayed[size] - memory.received[size], False)
         yield Change(ACTIVATIONS, memory.unit[size], False)
+        yield Change(RECEIVED, -memory.relayed[size], True)
 
     def _backward(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size == 0:

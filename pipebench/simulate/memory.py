@@ -42,6 +42,7 @@ class StageMemory:
         rest: kept of it between the two parts of a split backward.
         early_gradients: gradients that the input part of a split backward computes already.
         received, returned: of its activations and of their gradients, what comes from other workers.
+        relayed: of what is received, what it doesn't keep and sends on when its forward is over.
     """
 
     weights: int
@@ -56,6 +57,7 @@ class StageMemory:
     early_gradients: int
     received: Bytes
     returned: Bytes
+    relayed: Bytes
 
 
 def stage_memories(
@@ -107,6 +109,7 @@ def _of_stage(
         early_gradients=weights - sum(split.values()) if pipeline.backward == SPLIT else 0,
         received=_crossing(profile, plan, pipeline, index, gradients=False),
         returned=_crossing(profile, plan, pipeline, index, gradients=True),
+        relayed=_relayed(profile, plan, pipeline, index),
     )
 
 
@@ -173,4 +176,19 @@ def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, g
             if positions[source] == positions[target] or index != (source if gradients else target):
                 continue
             total[size] += sum(at[value].gradient_bytes if gradients else at[value].output_bytes for value in values)
+    return total
+
+
+def _relayed(profile: Profile, plan: Plan, pipeline: Pipeline, index: int) -> dict[Size, int]:
+    """Return what a stage receives from another worker, doesn't keep for its backward, and sends on."""
+    positions, stage = pipeline.positions, plan.stages[index]
+    come = {
+        v for (s, t), values in plan.crossings.items() for v in values if t == index and positions[s] != positions[t]
+    }
+    on = {value for (source, _), values in plan.crossings.items() for value in values if source == index}
+    total = _nothing()
+    for size, at in profile.by_size.items():
+        kept = {holder for i in _layers(at, stage) for holder, _ in at[i].saved_with}
+        kept |= {source for i in _recomputed(at, stage) for source in at[i].reads}
+        total[size] = sum(at[value].output_bytes for value in (come & on) - kept)
     return total

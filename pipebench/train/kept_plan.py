@@ -35,7 +35,7 @@ def kept_plan(
     """
     refuse(source, [*form_problems(form, parallelism, num_workers), *layer_problems(form, graph)], f"; {ANEW}")
     refuse(source, _other_than_asked(form, parallelism, num_workers, graph, streams), f"; {ANEW}")
-    return plan_of(form, graph)
+    return plan_of(form, graph, relay=parallelism.relay)
 
 
 def _other_than_asked(

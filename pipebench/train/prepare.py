@@ -365,6 +365,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
         depth=mode.depth or planner.request.depth,
         chunks=mode.chunks,
         memory=planner.memory_policies,
+        relay=parallelism.relay,
     )
     return plan.on(planner.devices_of(replicas, starts))
 
@@ -381,7 +382,7 @@ def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerG
     if problem is not None:
         problems.append(("stages", f"train.streams is {problem}"))
     refuse(parallelism.plan, [*problems, *layer_problems(form, graph)])
-    return plan_of(form, graph)
+    return plan_of(form, graph, relay=parallelism.relay)
 
 
 def _over(graph: LayerGraph, plan: Plan) -> Plan:
@@ -395,4 +396,5 @@ def _over(graph: LayerGraph, plan: Plan) -> Plan:
         depth=plan.depth,
         chunks=plan.chunks,
         memory=[policy for stage in plan.stages for policy in stage.memory],
+        relay=plan.relay,
     )

@@ -55,4 +55,5 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         memory=None if parallelism.recompute_layers is None else memory_of(names, parallelism.recompute_layers),
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
         unsuited=unsuited_modes(recipe.train),
+        relay=parallelism.relay,
     )

@@ -17,6 +17,9 @@ TWO = {
     "single-stage dp": Case("conv", (), (2,), {"weights": "one", "depth": 1}),
     "dp, parameter servers": Case("conv", (), (2,), {"weights": "one", "depth": 1, "sync": "parameter-server"}),
     "dp, gradients summed after the backward": Case("conv", (), (2,), {"weights": "one", "sync": "all-reduce-after"}),
+    "dp, parameter servers after the backward": Case(
+        "skip", (), (2,), {"weights": "one", "sync": "parameter-server-after"}
+    ),
     "dp, accumulated": Case("skip", (), (2,), {"weights": "one", "depth": 1, "accumulate": 2}),
     "model": Case("conv", (4,), (1, 1), {"weights": "one", "depth": 1}),
     "gpipe": Case("skip", (4,), (1, 1), {"weights": "one", "order": "all-forwards", "microbatches": 3}),

@@ -14,7 +14,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.engine.ring import server_sum
 from pipebench.planner.predict import payload
 from pipebench.schedule.modes import MODES
-from pipebench.schedule.syncs import PARAMETER_SERVER
+from pipebench.schedule.syncs import PARAMETER_SERVER, PARAMETER_SERVER_AFTER
 from pipebench.simulate.network import Network
 from pipebench.simulate.sums import traffic
 from tests.models import SkipNet
@@ -59,14 +59,17 @@ def test_the_oracle_is_the_published_formula(machines: int) -> None:
 def test_weights_are_a_ring_s_and_bytes_the_formula_s(plan: Any, columns: dict[str, Any]) -> None:
     """Engine, prediction and oracle agree; so do the weights, to the order in which sums are added."""
     engines = []
-    for sync in ("all-reduce", PARAMETER_SERVER):
+    for sync in ("all-reduce", PARAMETER_SERVER, PARAMETER_SERVER_AFTER):
         engine = make_engine(make_setup(SkipNet(), plan, dataset=Blobs(num_train=48), sync=sync, **columns))
         engine.train(0, 12)
         engines.append(engine)
-    ring, servers = engines
+    ring, servers, late = engines
     for name, parameter in parameters_of(servers).items():
         torch.testing.assert_close(parameter, parameters_of(ring)[name], rtol=1e-12, atol=1e-13)
-    assert servers.num_bytes == servers.network.num_bytes
+    for name, parameter in parameters_of(servers).items():
+        assert torch.equal(parameter, parameters_of(late)[name])
+    assert late.num_bytes == servers.num_bytes == servers.network.num_bytes
+    assert late.now_s >= servers.now_s
     setup = servers.setup
     found = sum(v for (kind, _), v in servers.num_bytes.items() if kind == PARAMETER_SERVER)
     expected = 0.0

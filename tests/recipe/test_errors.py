@@ -104,6 +104,10 @@ OVERRIDES = [
     ("cluster.name=no/such.yaml", "cluster.name: no/such.yaml: no such file"),
     ("parallelism.mode=pipedraem", "parallelism.mode: got 'pipedraem', allowed are .*did you mean 'pipedream'"),
     ("parallelism.order=1f2b", "parallelism.order: got '1f2b', allowed are all-forwards, 1f1b"),
+    (
+        "parallelism.relay=true",
+        "parallelism.relay: got true with engine virtual, which hands .* engine.kind: simulated",
+    ),
     ("parallelism.sync=parameter-servers", "parallelism.sync: got .*did you mean 'parameter-server'"),
     ("parallelism.weights=stashed", "parallelism.weights: got 'stashed', allowed are .*did you mean 'stash'"),
     ("train.optimizer.name=lambb", "train.optimizer.name: got 'lambb', allowed are adadelta, .*did you mean 'lamb'"),

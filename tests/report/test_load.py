@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipebench.errors import RecipeError
 from pipebench.report.catalog import find_report, report_names
 from pipebench.report.definition import Published, RunReference
 from pipebench.report.load import load_report
@@ -53,10 +54,21 @@ def test_columns_change_clusters_and_words_of_all_but_what_is_the_same(write: Wr
 
 
 def test_an_option_that_not_all_take_is_left_out_where_it_is_not_taken(write: Write) -> None:
-    """mnist5k has no option `path`; text_lines, which a run may have, does: refused only where nobody takes it."""
-    words = ["?model.batch_norm=false", "?model.hidden=64"]
-    with pytest.raises(ValueError, match=r"got '\?model.hidden=64', which no run's recipe takes"):
-        load_report(write(changed(columns__slow__set=words)))
+    other = "s2vt/4x1-c-dp"
+    rows = [{"name": "first", "runs": {"dp": "dp.yaml", "straight": other}}]
+    words = ["?model.batch_norm=false"]
+    data = changed(rows=rows, columns__slow={"set": words}, calibration=None, pictures=None, claims=None)
+    _, asked = load_report(write(data))
+    taken = {each.run: "model.batch_norm=false" in each.words for each in asked if each.column == "slow"}
+    assert taken == {"dp": True, "straight": False}
+
+
+def test_what_is_wrong_without_an_optional_word_is_told_alone(write: Write) -> None:
+    words = ["?model.batch_norm=false", "parallelism.mod=dp"]
+    with pytest.raises(RecipeError) as caught:
+        load_report(write(changed(columns__slow={"set": words})))
+    assert not any("batch_norm" in str(fault) for fault in caught.value.faults)
+    assert any("parallelism.mod: unknown key" in str(fault) for fault in caught.value.faults)
 
 
 def test_another_engine_for_all_that_columns_may_change(write: Write) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipebench.cli.main import cli
-from pipebench.report import collect
+from pipebench.report import catalog, collect
 from pipebench.report.recipes import Asked
 from tests.report.conftest import RECIPE, Write, changed
 
@@ -107,7 +107,7 @@ def test_an_interrupted_report_goes_on(make: Make, ran: list[str], monkeypatch: 
 def test_a_killed_report_goes_on(make: Make, ran: list[str]) -> None:
     killed = """\
 import os, signal
-from pipebench.report import collect
+from pipebench.report import catalog, collect
 run_one, done = collect.run_one, []
 def killed(*given):
     if len(done) == 3:
@@ -200,6 +200,21 @@ def test_a_schedule_is_drawn_as_text(make: Make, write: Write) -> None:
     write(changed(rows=[changed()["rows"][0]], pictures=pictures))
     assert make("small.yaml")[0] == 0
     assert "pipedream, plan straight, one column" in Path("rendered/small/report.md").read_text()
+
+
+def test_reports_are_listed_with_what_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "reports_folder", Path.cwd)
+    for name in ("dp", "straight"):  # beside the report, and none themselves
+        Path(f"{name}.yaml").rename(Path.cwd().parent / f"{name}.yaml")
+    Path("small.yaml").write_text(
+        Path("small.yaml").read_text().replace("dp.yaml", "../dp.yaml").replace("straight.yaml", "../straight.yaml")
+    )
+    code, said = make("--list")
+    assert code == 0
+    assert said.splitlines() == ["small  A small table", "       3 rows, 0 of 12 results, the rest takes about 18.0 s"]
+    assert make("small", "--only", "first", "--out", "there")[0] == 0
+    assert "3 rows, 4 of 12 results, the rest takes about 12.0 s" in make("--list")[1]
+    assert "4 recorded in MLflow" in make("small", "--only", "first", "--out", "there")[1]
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,22 @@ def test_all_reduce_overlaps_the_backward() -> None:
     assert network.num_bytes == {("all-reduce", "server"): 2 * (2 - 1) * 60}
 
 
-@pytest.mark.parametrize(("sync", "ends_s"), [("all-reduce", 9.0), ("all-reduce-after", 11.0)])
-def test_gradients_that_are_summed_after_the_backward_are_not_hidden_by_it(sync: str, ends_s: float) -> None:
-    """As above; late, the first bucket takes 5..9 and the second 9..11."""
+@pytest.mark.parametrize(
+    ("sync", "ends_s", "kind"),
+    [
+        ("all-reduce", 9.0, "all-reduce"),
+        ("all-reduce-after", 11.0, "all-reduce"),
+        ("parameter-server", 9.0, "parameter-server"),
+        ("parameter-server-after", 11.0, "parameter-server"),
+    ],
+)
+def test_gradients_that_are_summed_after_the_backward_are_not_hidden_by_it(sync: str, ends_s: float, kind: str) -> None:
+    """As above; late, the first bucket takes 5..9 and the second 9..11. Servers of two take what a ring of two does."""
     cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
     pipeline = Pipeline((2,), (), "1f1b", True, 1, sync=sync)
     events, network = simulate(pipeline, 2, [stage(1.0, 4.0, 0.0, 0.0, Bucket(40, 0.5), Bucket(20, 1.0))], 0, cluster)
     assert [e.end_s for e in events if e.instruction.op is Op.WAIT_ALL_REDUCE] == [ends_s] * 2
-    assert network.num_bytes == {("all-reduce", "server"): 2 * (2 - 1) * 60}
+    assert network.num_bytes == {(kind, "server"): 2 * (2 - 1) * 60}
 
 
 def test_waiting_for_a_slow_replica_is_a_bubble_and_no_stall() -> None:
