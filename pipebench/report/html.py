@@ -24,19 +24,21 @@ pre { overflow-x: auto; padding: .7rem; background: #f6f7f9; border-radius: 4px;
 nav { font-size: .92rem; }
 nav a { margin-right: 1rem; white-space: nowrap; }
 .wide { overflow-x: auto; margin: .6rem 0; }
-table { border-collapse: collapse; font-size: .92rem; }
+table { border-collapse: separate; border-spacing: 0; font-size: .92rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th { border-bottom: 2px solid var(--pale); text-align: right; }
 .word { text-align: left; }
 td:first-child { min-width: 9rem; position: sticky; left: 0; background: #fff; }
 tbody tr:hover { background: #f6f7f9; }
 td code { overflow-wrap: anywhere; }
-.runs { display: block; font-size: .75em; color: var(--pale); }
+.runs { display: block; max-width: 15rem; margin-left: auto; font-size: .75em; color: var(--pale); }
 .runs > * { margin-left: .5em; white-space: nowrap; }
+.word .runs { margin-left: 0; }
 .word .runs > * { margin: 0 .5em 0 0; }
 figure { margin: 1rem 0; }
 figure img { max-width: 100%; height: auto; }
 figcaption, footer { color: var(--pale); font-size: .87rem; }
+@media (min-width: 50rem) { td:first-child { white-space: nowrap; } }
 summary { cursor: pointer; color: var(--link); }
 footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem; }
 """
@@ -107,7 +109,7 @@ def _side(table: Table, index: int) -> str:
 
 def _entry(entry: Entry, server: str) -> str:
     text, links = _inline(entry.text), _known(entry.links, server)
-    return f'{text}<span class="runs">{"".join(links)}</span>' if links else text
+    return f'{text}<span class="runs">{" ".join(links)}</span>' if links else text
 
 
 def _known(links: Sequence[Link], server: str) -> list[str]:
