@@ -27,7 +27,7 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
         metrics=_metrics(setup, per_epoch, totals),
         stages=tuple(describe_stages(job)),
-        notes=recipe_notes(job) | ({EPOCHS: _estimated(totals, per_epoch)} if totals.num_simulated else {}),
+        notes=recipe_notes(job) | ({EPOCHS: _estimated(setup, totals, per_epoch)} if totals.num_simulated else {}),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
 
@@ -57,9 +57,10 @@ def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, fl
     }
 
 
-def _estimated(totals: Totals, num_minibatches: int) -> str:
+def _estimated(setup: Setup, totals: Totals, num_minibatches: int) -> str:
     """Return of how many minibatches an epoch's time is known, and how well."""
+    why = "lengths vary" if setup.sampler.varies else "no state repeats itself"
     return (
-        f"lengths vary: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "
+        f"{why}: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "
         f"taken for the others; standard error {totals.error_s / totals.end_s:.2%}"
     )
