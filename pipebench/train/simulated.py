@@ -5,7 +5,7 @@ from pipebench.simulate.meter import EPOCHS, Meter, fractions
 from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
-from pipebench.train.prepare import Job
+from pipebench.train.prepare import Job, left_over_note
 from pipebench.train.result import COMPLETED, RunResult
 from pipebench.train.watch import Watch
 
@@ -27,7 +27,7 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
         metrics=_metrics(setup, per_epoch, totals),
         stages=tuple(describe_stages(job)),
-        notes=recipe_notes(job) | ({EPOCHS: _estimated(totals, per_epoch)} if totals.num_simulated else {}),
+        notes=recipe_notes(job) | _epoch_notes(totals, per_epoch, job.left_over),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
 
@@ -57,8 +57,15 @@ def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, fl
     }
 
 
+def _epoch_notes(totals: Totals, num_minibatches: int, left_over: int) -> dict[str, str]:
+    """Return of how many minibatches an epoch's time is known, and how well; and what isn't part of it."""
+    told = [left_over_note(left_over)] if left_over else []
+    if totals.num_simulated:
+        told.append(_estimated(totals, num_minibatches))
+    return {EPOCHS: "; ".join(told)} if told else {}
+
+
 def _estimated(totals: Totals, num_minibatches: int) -> str:
-    """Return of how many minibatches an epoch's time is known, and how well."""
     return (
         f"lengths vary: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "
         f"taken for the others; standard error {totals.error_s / totals.end_s:.2%}"
