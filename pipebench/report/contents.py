@@ -6,7 +6,7 @@ from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.judgement import claims, scores
 from pipebench.report.origins import origins
-from pipebench.report.page import Block, Image, Page, Text, Verbatim
+from pipebench.report.page import Block, Heading, Image, Page, Text, Verbatim
 from pipebench.report.tables import tables
 
 
@@ -19,7 +19,8 @@ def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
     """
     report = evaluated.report
     blocks: list[Block] = [*_head(evaluated), *tables(evaluated)]
-    blocks += [block for picture in report.pictures for block in _picture(evaluated, picture, drawn)]
+    pictures = [block for picture in report.pictures for block in _picture(evaluated, picture, drawn)]
+    blocks += [Heading("Pictures"), *pictures] if pictures else []
     blocks += [*scores(evaluated), *claims(evaluated), *origins(evaluated)]
     return Page(evaluated.command, report.title, tuple(blocks))
 

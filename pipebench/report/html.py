@@ -24,7 +24,7 @@ pre { overflow-x: auto; padding: .7rem; background: #f6f7f9; border-radius: 4px;
 nav { font-size: .92rem; }
 nav a { margin-right: 1rem; white-space: nowrap; }
 .wide { overflow-x: auto; margin: .6rem 0; }
-table { border-collapse: collapse; font-size: .92rem; }
+table { border-collapse: separate; border-spacing: 0; font-size: .92rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th { border-bottom: 2px solid var(--pale); text-align: right; }
 .word { text-align: left; }
@@ -37,6 +37,7 @@ td code { overflow-wrap: anywhere; }
 figure { margin: 1rem 0; }
 figure img { max-width: 100%; height: auto; }
 figcaption, footer { color: var(--pale); font-size: .87rem; }
+@media (min-width: 50rem) { td:first-child { white-space: nowrap; } }
 summary { cursor: pointer; color: var(--link); }
 footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .5rem; }
 """

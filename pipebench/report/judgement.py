@@ -36,6 +36,7 @@ def scores(evaluated: Evaluated) -> list[Block]:
 def claims(evaluated: Evaluated) -> list[Block]:
     """Return which claims hold: a row per claim, an answer per column, and why."""
     columns = evaluated.report.columns
+    wheres = any(claim.where for claim in evaluated.report.claims)
     rows = []
     for claim in evaluated.report.claims:
         found = {verdict.column: verdict for verdict in evaluated.verdicts if verdict.claim == claim}
@@ -45,11 +46,11 @@ def claims(evaluated: Evaluated) -> list[Block]:
         )
         rows.append((
             Entry(claim.text),
-            Entry(claim.where),
+            *((Entry(claim.where),) if wheres else ()),
             *(Entry(UNKNOWN if verdict is None else verdict.answer) for verdict in answers),
             Entry("; ".join(each for each in why if each)),
         ))  # fmt: skip
-    headings = ("claim", "where", *(column.title for column in columns), "why")
+    headings = ("claim", *(("where",) if wheres else ()), *(column.title for column in columns), "why")
     return [Heading("Claims"), Table(headings, tuple(rows), left=len(headings))] if rows else []
 
 

@@ -1,51 +1,51 @@
 """How every cell was obtained: the runs behind it, and where each had its durations and its data from."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pipebench.formats import UNKNOWN
 from pipebench.report.evaluated import KEPT, Evaluated, Origin
 from pipebench.report.page import Block, Entry, Heading, Link, Table, Text
+from pipebench.report.wording import several
 
-_KEPT = "kept: trained before, read back from `reports/kept`"
 _SEED = "train.seed="
 
 
 @dataclass(frozen=True)
 class _Way:
-    """What a line says: runs that differ in their column and seed only share it."""
+    """What a line says: runs that differ in their row, column and seed only share it."""
 
-    row: str
     run: str
     words: tuple[str, ...]
     engine: str
     timing: str
     data: str
-    kept: bool
 
 
 @dataclass
 class _Found:
     """Where a way was gone, in order and once."""
 
+    rows: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
     seeds: dict[int, None] = field(default_factory=dict)
     origins: dict[Origin, None] = field(default_factory=dict)
 
 
 def links(origins: Iterable[Origin]) -> tuple[Link, ...]:
-    """Return the records of some results, with their seeds where a run has several."""
+    """Return the records of some results, with their seeds where a run has several, and which were kept from before."""
     known = list(dict.fromkeys(origins))
-    seeds = Counter(each.name for each in known)
+    seeds = Counter(name for name, _ in {(each.name, each.seed) for each in known})
     names = (f"{each.name} {each.seed}" if seeds[each.name] > 1 else each.name for each in known)
     return tuple(
-        Link(name, _told(each), each.experiment_id, each.run_id) for name, each in zip(names, known, strict=True)
+        Link(f"{name} ({KEPT})" if each.reused == KEPT else name, _told(each), each.experiment_id, each.run_id)
+        for name, each in zip(names, known, strict=True)
     )
 
 
 def origins(evaluated: Evaluated) -> list[Block]:
-    """Return a line per run of a row; what is said of many runs is said once, under a number."""
+    """Return a line per run and what rows share it; what is said of many runs is said once, under a number."""
     report, ways = evaluated.report, _ways(evaluated)
     if not ways:
         return []
@@ -56,11 +56,11 @@ def origins(evaluated: Evaluated) -> list[Block]:
         ("row", "run", "column", "seeds", "engine", "durations", "data", "command"),
         tuple(
             (
-                Entry(rows[way.row]),
+                Entry(_among(found.rows, rows)),
                 Entry(way.run),
-                Entry("all" if len(found.columns) == len(columns) else ", ".join(columns[c] for c in found.columns)),
+                Entry(_among(found.columns, columns)),
                 Entry(", ".join(f"{seed}" for seed in found.seeds)),
-                Entry(way.engine + (", kept" if way.kept else "")),
+                Entry(way.engine),
                 Entry(timings.get(way.timing, UNKNOWN)),
                 Entry(data.get(way.data, UNKNOWN)),
                 Entry(_command(way, found), links(found.origins)),
@@ -70,7 +70,7 @@ def origins(evaluated: Evaluated) -> list[Block]:
         left=8,
         long=True,
     )
-    told = [_list("Durations", timings), _list("Data", data), _KEPT if any(way.kept for way in ways) else ""]
+    told = [_list("Durations", timings), _list("Data", data)]
     return [Heading("How every cell was obtained"), table, *(Text(text) for text in told if text)]
 
 
@@ -78,12 +78,17 @@ def _ways(evaluated: Evaluated) -> dict[_Way, _Found]:
     ways: dict[_Way, _Found] = {}
     for cell in evaluated.cells:
         for each in cell.origins:
-            kept = each.reused == KEPT
             words = tuple(word for word in each.words if not word.startswith(_SEED))
-            way = _Way(cell.row, each.name, words, each.engine, each.timing, each.data, kept)
-            found = ways.setdefault(way, _Found())
-            found.columns[cell.column] = found.seeds[each.seed] = found.origins[each] = None
+            found = ways.setdefault(_Way(each.name, words, each.engine, each.timing, each.data), _Found())
+            found.rows[cell.row] = found.columns[cell.column] = found.seeds[each.seed] = found.origins[each] = None
     return ways
+
+
+def _among(names: Collection[str], titles: Mapping[str, str]) -> str:
+    """Return the titles of some of several, in few words where they are many."""
+    if len(names) == len(titles) > 1:
+        return "all"
+    return several([titles[name] for name in names])
 
 
 def _command(way: _Way, found: _Found) -> str:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
-_NAMES_IN, _PANEL_IN = 2.2, 4.2
+_NAMES_IN, _PANEL_IN, _MOST_IN = 2.0, 4.4, 12.0  # the last is of all together
+_MOST_TICKS = 6  # that have room beside each other
 _FULL = 0.86  # of a bar's place
 _ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # of the longest bar, for the values behind the bars
 
@@ -30,14 +31,16 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     publishes = any(_published(row, measure) is not None for row in rows for measure in measures)
     num_bars = len(report.columns) + publishes
     height_in = _FRAME_IN + len(rows) * (num_bars * _BAR_IN + _GAP_IN)
-    figure = Figure(figsize=(_NAMES_IN + _PANEL_IN * len(measures), height_in), layout="constrained")
+    width_in = min(_NAMES_IN + _PANEL_IN * len(measures), _MOST_IN)
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
     panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
     for axes, measure in zip(panels, measures, strict=True):
         _draw(axes, evaluated, rows, measure, publishes=publishes)
     panels[0].set_yticks(range(len(rows)), [plain(row.title) for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=num_bars, frameon=False, fontsize=SMALL)
+    if num_bars > 1:
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=num_bars, frameon=False, fontsize=SMALL)
     return figure
 
 
@@ -61,6 +64,7 @@ def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Meas
     ranges = any(cell.measure == measure.name and cell.low != cell.high for cell in evaluated.cells)
     axes.set_xlim(0, (1 + (_ROOM_FOR_RANGES if ranges else _ROOM)) * max(ends) or 1.0)
     axes.set_xlabel(plain(label_of(measure), 70), fontsize=NORMAL)
+    axes.locator_params(axis="x", nbins=_MOST_TICKS)
     write_values(axes.xaxis, measure)
     finish(axes, grid="x")
     axes.tick_params(axis="y", length=0)

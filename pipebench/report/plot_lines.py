@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.9, 2.4, 0.6
-_MOST_BESIDE = 4
+_WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.4, 2.3, 0.6
+_MOST_BESIDE = 5
 _WIDE = 8.0  # from here on, in greatest over least, the horizontal axis is logarithmic
 _PUBLISHED = {
     "exact": ("o", "published"),
@@ -28,7 +28,8 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     from matplotlib.figure import Figure
 
     report = evaluated.report
-    rows = [row for row in report.rows if picture.x in row.at]
+    measure = report.measure(picture.measures[0])
+    rows = [row for row in report.rows if picture.x in row.at and _has(evaluated, row, measure)]
     if not rows:
         return None
     groups = list(dict.fromkeys(row.at.get(picture.group, "") for row in rows))
@@ -37,7 +38,6 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     size = (max(5.0, _WIDTH_IN * beside), _FRAME_IN + max(3.2 if below == 1 else 0.0, _HEIGHT_IN * below))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(below, beside, sharex=True, sharey=True, squeeze=False).ravel().tolist()
-    measure = report.measure(picture.measures[0])
     places = _places(rows, picture.x)
     for axes, group in zip(panels, groups, strict=False):
         own = [row for row in rows if row.at.get(picture.group, "") == group]
@@ -54,6 +54,11 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
         found.values(), found.keys(), loc="outside upper left", ncols=len(found), frameon=False, fontsize=SMALL
     )
     return figure
+
+
+def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
+    cells = (evaluated.cell(row.name, measure.name, column.name) for column in evaluated.report.columns)
+    return measure.name in row.published or any(cell is not None for cell in cells)
 
 
 def _places(rows: Sequence[Row], key: str) -> dict[_Place, float]:

@@ -24,7 +24,7 @@ _FIGURES: Mapping[str, Callable[[Evaluated, Picture], "Figure | None"]] = {
     "curves": curves_figure,
 }
 _TOLD = {
-    "bars": "published beside reproduced",
+    "bars": "every row",
     "scatter": "reproduced against published",
     "lines": "along {x}",
     "curves": "{metric} as it was trained",

@@ -7,6 +7,7 @@ from pipebench.report.definition import Measure, Row
 from pipebench.report.evaluated import Cell, Evaluated
 from pipebench.report.origins import links
 from pipebench.report.page import Block, Entry, Heading, Table, Text
+from pipebench.report.reasons import same_plan
 from pipebench.report.wording import (
     CONSTRUCTED,
     FITTED,
@@ -17,6 +18,7 @@ from pipebench.report.wording import (
     plan_class,
     published_text,
     reproduced_text,
+    several,
 )
 
 _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
@@ -25,12 +27,11 @@ _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
 def tables(evaluated: Evaluated) -> list[Block]:
     """Return what was published beside what was reproduced: a table per measure that anybody has published."""
     report, grid = evaluated.report, _Grid(evaluated)
-    numbers = [measure for measure in report.measures if measure.plan_of is None]
-    compared = [measure for measure in numbers if any(measure.name in row.published for row in report.rows)]
-    own = [measure for measure in numbers if measure not in compared]
-    blocks = [block for measure in compared for block in _compared(grid, measure)]
+    compared = [measure for measure in report.measures if any(measure.name in row.published for row in report.rows)]
+    own = [measure for measure in report.measures if measure not in compared]
+    blocks = [block for measure in compared if measure.plan_of is None for block in _compared(grid, measure)]
     blocks += _own(grid, own)
-    blocks += [block for measure in report.measures if measure.plan_of for block in _plans(grid, measure)]
+    blocks += [block for measure in compared if measure.plan_of is not None for block in _plans(grid, measure)]
     return [*blocks, *_legend(evaluated), *_notes(report.rows)]
 
 
@@ -144,7 +145,7 @@ def _agrees_in(cell: Cell | None) -> str | None:
     published = cell.published.value if cell is not None and cell.published is not None else None
     if cell is None or not isinstance(cell.value, str) or not isinstance(published, str):
         return None
-    if cell.value.lower() == published.lower():
+    if same_plan(cell.value, published):
         return "plan"
     return "class" if plan_class(cell.value) == plan_class(published) else "nothing"
 
@@ -171,17 +172,20 @@ def _value(cell: Cell | None, measure: Measure) -> Entry:
 
 
 def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
-    """Return what is to be known of single cells: a line per remark, said once for all columns that share it."""
-    told: dict[tuple[str, str], list[str]] = {}
+    """Return what is to be known of single cells: a line per remark, for all rows and columns that share it."""
+    columns_of: dict[tuple[str, str], dict[str, None]] = {}
     for row in grid.rows:
         for measure in measures:
             for column in grid.columns:
                 for remark in _remarks_on(grid.cell(row, measure, column.name)):
-                    told.setdefault((row.title, remark), []).append(column.title)
+                    columns_of.setdefault((row.title, remark), {})[column.title] = None
+    titles: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (title, remark), found in columns_of.items():
+        titles.setdefault((remark, tuple(found)), []).append(title)
     lines = []
-    for (title, remark), columns in told.items():
-        where = f", {' and '.join(dict.fromkeys(columns))}" if len(set(columns)) < len(grid.columns) else ""
-        lines.append(f"- {title}{where}: {remark}")
+    for (remark, columns), told in titles.items():
+        where = f" ({' and '.join(columns)})" if len(columns) < len(grid.columns) else ""
+        lines.append(f"- {several(told)}{where}: {remark}")
     return [Text("\n".join(lines))] if lines else []
 
 

@@ -1,8 +1,8 @@
 """How a report writes what it has: published and reproduced values in their unit, and the marks beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
+from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.report.definition import Measure, Published
 from pipebench.report.evaluated import Cell
 
@@ -12,11 +12,16 @@ MARKS = {
     FITTED: "a constant of the column was fitted on this cell; all others are predictions",
     SUPPOSED: "rests on a hypothesis, named below the table",
 }
+_MOST_TITLES = 4
 _BOUNDS = {"exact": "", "about": "about ", "at_least": "≥ ", "at_most": "≤ "}
 
 
 def _count(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else number(value)
+
+
+def _share(value: float) -> str:
+    return f"{number(100 * value)}%"
 
 
 def _printed_share(value: float) -> str:
@@ -30,7 +35,7 @@ def _rate(value: float) -> str:
 _Format = Callable[[float], str]
 _REPRODUCED: dict[str, _Format] = {
     "x": ratio,
-    "share": percent,
+    "share": _share,
     "s": seconds,
     "bytes": num_bytes,
     "samples/s": _rate,
@@ -94,3 +99,8 @@ def plan_class(plan: str) -> str:
     if plan.lower() == "straight" or (len(replicas) > 1 and set(replicas) == {"1"}):
         return "straight"
     return "data parallel" if len(replicas) == 1 else "replicated"
+
+
+def several(titles: Sequence[str]) -> str:
+    """Return the titles of rows in a line; many by the first of them, and how many more there are."""
+    return "; ".join(titles) if len(titles) <= _MOST_TITLES else f"{titles[0]} and {len(titles) - 1} more"

@@ -110,7 +110,7 @@ def test_cells_lead_to_their_runs(rendered: Rendered) -> None:
         assert links.count(address) == 3  # a cell in either column, and how it was obtained
     places = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     inside = [link.removeprefix("#") for link in links if link.startswith("#")]
-    assert len(inside) == 6
+    assert len(inside) == 7
     assert {*inside} <= places
 
 
@@ -134,6 +134,7 @@ def test_the_summary_is_the_tables(rendered: Rendered) -> None:
         ("x", 14.9, "14.90x", "14.9x"),
         ("share", 0.9, "90.0%", "90%"),
         ("share", 0.345, "34.5%", "34.5%"),
+        ("share", 0.00774, "0.774%", "0.774%"),
         ("s", 0.25, "250 ms", "250 ms"),
         ("bytes", 2.9e9, "2.90 GB", "2.90 GB"),
         ("samples/s", 1547.2, "1,547 samples/s", "1,547 samples/s"),
