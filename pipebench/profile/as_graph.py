@@ -1,18 +1,27 @@
 """A profile as a layer graph: a model of which nothing is known but its costs. It can be cut, planned and simulated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx, nn
 
 from pipebench.model.graph import Layer, LayerGraph
+from pipebench.profile.lengths import of_every_length
 from pipebench.profile.model import LayerProfile, Profile
 from zoo.registry import Dataset
 
 
-def working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
-    """Return the rows that do work, without what only stands for a model input, or picks out what nobody reads."""
+def work_of(profile: Profile) -> Profile:
+    """Return a profile without rows that only stand for a model input, or pick out what nobody reads."""
+
+    def working(given: Mapping[int, tuple[LayerProfile, ...]]) -> dict[int, tuple[LayerProfile, ...]]:
+        return {size: _working(rows) for size, rows in given.items()}
+
+    return replace(profile, layers=working(profile.layers), lengths=of_every_length(profile.lengths, working))
+
+
+def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
     read = {index for row in rows for index in row.reads}
     kept = [
         index
@@ -64,6 +73,7 @@ class InputsOf(Dataset):
     def __init__(self, data: Dataset, profile: Profile, inputs: Sequence[str]) -> None:
         self.inputs, self.metrics = tuple(inputs), data.metrics
         self.num_train, self.num_eval, self.sequential = data.num_train, data.num_eval, data.sequential
+        self.lengths, self._data, self._profile = data.lengths, data, profile
         self._bytes = {
             size: {row.name: row.output_bytes for row in rows if row.is_input} for size, rows in profile.layers.items()
         }
@@ -72,6 +82,11 @@ class InputsOf(Dataset):
         """Return tensors as large as the inputs are, at the sizes that the profile knows."""
         sizes = self._bytes.get(num_samples, {})
         return {name: torch.empty(sizes.get(name, 0), dtype=torch.uint8, device="meta") for name in self.inputs}
+
+    def of_length(self, columns: int) -> Dataset:
+        """Return the data with inputs of a length that the profile has costs of."""
+        layers = next(each.layers for each in self._profile.lengths if each.columns == columns)
+        return InputsOf(self._data, replace(self._profile, layers=layers), self.inputs)
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0

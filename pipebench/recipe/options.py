@@ -11,7 +11,7 @@ from pipebench.errors import nearest
 from pipebench.recipe.skeletons import skeleton
 from pipebench.recipe.typecheck import checkable, in_words, problem_with
 
-RESERVED = ("name", "target", "leaves", "profile")
+RESERVED = ("name", "target", "leaves")
 # Keys of `dataset` that are no arguments of its target.
 OF_PAIRS = ("loss", "metrics", "loader_processes")
 

@@ -28,7 +28,7 @@ from pipebench.planner.compare import compare
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison
 from pipebench.planner.predict import Course, make_pipeline
-from pipebench.profile.as_graph import InputsOf, graph_of, working
+from pipebench.profile.as_graph import InputsOf, graph_of, work_of
 from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_measured, profile_for, profile_of_file
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
@@ -323,7 +323,7 @@ def left_over_note(left_over: int) -> str:
 def _data(recipe: Recipe) -> tuple[Dataset, int]:
     """Return a recipe's data, and how many samples of an epoch aren't in it: those the profile has no times for."""
     dataset: Dataset = make_dataset(recipe.dataset)
-    if engine_kind(recipe).trains or not has_one_size(recipe):
+    if dataset.sequential or engine_kind(recipe).trains or not has_one_size(recipe):  # pieces of a text are all whole
         return dataset, 0
     whole = whole_minibatches(dataset, recipe.train.minibatch_size)
     return whole, dataset.num_train - whole.num_train
@@ -332,12 +332,11 @@ def _data(recipe: Recipe) -> tuple[Dataset, int]:
 def _model_of_file(recipe: Recipe, data: Dataset, left_over: int, device: torch.device) -> ProfiledModel:
     """Return the model that is a profile."""
     found = profile_of_file(recipe, data)
-    layers = {size: working(rows) for size, rows in found.layers.items()}
-    graph = graph_of(next(iter(layers.values())))
+    costs = work_of(found)
+    graph = graph_of(next(iter(costs.layers.values())))
     dataset = InputsOf(data, found, graph.inputs)
     check_sizes(found, str(recipe.model["profile"]), travelling_sizes(recipe, dataset))
-    profile = _noted(replace(found, layers=layers), left_over)
-    return ProfiledModel(dataset, graph, device, profile, left_over)
+    return ProfiledModel(dataset, graph, device, _noted(costs, left_over), left_over)
 
 
 def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:

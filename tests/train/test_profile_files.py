@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from pipebench.errors import ProfileError, RecipeError
-from pipebench.profile.graph_txt import write_graph_txt
+from pipebench.model.splitting import unsplit
+from pipebench.profile.as_graph import graph_of, work_of
+from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
 from pipebench.profile.load import load_profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import load
@@ -25,6 +27,15 @@ parallelism: {mode: pipedream, plan: 3-1}
 engine: {kind: simulated}
 """
 OF_FILE = RECIPE.replace(RECIPE.split("model: ")[1].split("\n")[0], "{profile: own.graph.txt}")
+TRANSLATOR = """
+name: small
+model: {name: gnmt8, hidden_size: 16, source_vocabulary: 64, target_vocabulary: 64}
+dataset: {name: wmt16, vocabulary: 64, num_train: 1024, num_eval: 16, lengths: declared}
+train: {minibatch_size: 16, max_epochs: 1, optimizer: {name: adam, lr: 0.02}}
+cluster: {name: cluster-a}
+parallelism: {mode: dp}
+engine: {kind: simulated}
+"""
 # The artifact's style: inputs of their own, a list of sizes, in-place layers, an output that nobody reads.
 ARTIFACT = """node1 -- Input0 -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=4000.0, parameter_size=0.0
 node2 -- LSTM(8, 8) -- forward_compute_time=3.0, backward_compute_time=5.0, activation_size=[6400.0; 800.0; 800.0], parameter_size=2304.0
@@ -143,6 +154,25 @@ def test_a_json_profile_is_a_model_too_at_every_size(folder: Path) -> None:
     assert job.setup.sampler.num_samples == 4000
     found, expected = simulate_epoch(job)[0].metrics, simulate_epoch(own)[0].metrics
     assert found == pytest.approx(expected)
+
+
+def test_a_model_of_a_profile_has_minibatches_of_the_lengths_that_it_has(folder: Path) -> None:
+    (folder / "own.yaml").write_text(TRANSLATOR, encoding="utf-8")
+    own = job_of(folder / "own.yaml")
+    (folder / "own.profile.json").write_text(write_profile(own.profile), encoding="utf-8")
+    of_file = TRANSLATOR.replace(TRANSLATOR.split("model: ")[1].split("\n")[0], "{profile: own.profile.json}")
+    (folder / "file.yaml").write_text(of_file, encoding="utf-8")
+    job = job_of(folder / "file.yaml")
+    assert len(job.setup.dataset.lengths) > 1
+    found, expected = simulate_epoch(job)[0].metrics, simulate_epoch(own)[0].metrics
+    assert found["epoch_time_s"] == pytest.approx(expected["epoch_time_s"])
+
+
+def test_a_model_of_a_profile_says_which_backwards_run_whole() -> None:
+    """Those of kinds that can't be split, by the descriptions; a normalisation's are no loss, and count as split."""
+    text = ARTIFACT.replace("-- Linear(8, 4) --", "-- BatchNorm1d(8) --")
+    graph = graph_of(work_of(read_graph_txt(text, "own.graph.txt")).layers[1])
+    assert unsplit(graph) == "node2 (LSTM(8, 8))"
 
 
 @pytest.mark.parametrize(
