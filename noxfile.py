@@ -95,6 +95,15 @@ def lab(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def ui(session: nox.Session) -> None:
+    """Look at recorded runs in headless Chromium; skips where there is none with its driver. Arguments go to pytest."""
+    python = python_with_pipebench(session)
+    wanted = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["ui"]
+    session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+    session.run(python, "-m", "pytest", "-m", "browser", *session.posargs, env=ONE_THREAD, external=True)
+
+
+@nox.session(venv_backend="none")
 def reports(session: nox.Session) -> None:
     """Render the reports in `reports/*.yaml` into `reports/rendered/` again, or those named as arguments.
 

@@ -31,8 +31,9 @@ th { border-bottom: 2px solid var(--pale); text-align: right; }
 td:first-child { min-width: 9rem; position: sticky; left: 0; background: #fff; }
 tbody tr:hover { background: #f6f7f9; }
 td code { overflow-wrap: anywhere; }
-.runs { display: block; font-size: .75em; color: var(--pale); }
+.runs { display: block; max-width: 15rem; margin-left: auto; font-size: .75em; color: var(--pale); }
 .runs > * { margin-left: .5em; white-space: nowrap; }
+.word .runs { margin-left: 0; }
 .word .runs > * { margin: 0 .5em 0 0; }
 figure { margin: 1rem 0; }
 figure img { max-width: 100%; height: auto; }
@@ -108,7 +109,7 @@ def _side(table: Table, index: int) -> str:
 
 def _entry(entry: Entry, server: str) -> str:
     text, links = _inline(entry.text), _known(entry.links, server)
-    return f'{text}<span class="runs">{"".join(links)}</span>' if links else text
+    return f'{text}<span class="runs">{" ".join(links)}</span>' if links else text
 
 
 def _known(links: Sequence[Link], server: str) -> list[str]:

@@ -53,9 +53,16 @@ def curves_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
 def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, str, list[RunResult]]]:
     """Yield what has curves: the position of its run and of its column, its name, and a result per seed.
 
-    Results that all columns share are drawn once.
+    Results that all columns share are drawn once. Runs go by their modes, or by their own names where modes are alike.
     """
     columns = evaluated.report.columns
+    modes = {
+        (run, evaluated.results[picture.row, run, column.name][0].mode)
+        for run in picture.runs
+        for column in columns
+        if evaluated.results.get((picture.row, run, column.name))
+    }
+    differ = len({mode for _, mode in modes}) == len(modes) == len({run for run, _ in modes})
     for index, run in enumerate(picture.runs):
         seen: list[tuple[RunResult, ...]] = []
         for number, column in enumerate(columns):
@@ -63,7 +70,8 @@ def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, 
             told = [result for result in results if any(picture.metric in point.metrics for point in result.points)]
             if told and results not in seen:
                 where = f", {column.title}" if seen else ""
-                yield index, number, plain(f"{run} ({told[0].plan}){where}{_reached(told)}", 60), told
+                name = told[0].mode if differ else run
+                yield index, number, plain(f"{name} ({told[0].plan}){where}{_reached(told)}", 60), told
                 seen.append(results)
 
 

@@ -115,3 +115,17 @@ def test_a_version_is_of_all_source_files() -> None:
     files = sorted((root / "pipebench").rglob("*.py")) + sorted((root / "zoo").rglob("*.py"))
     content = b"".join(f"{path.relative_to(root)}\0".encode() + path.read_bytes() for path in files)
     assert (number, digits) == (pipebench.__version__, hashlib.sha256(content).hexdigest()[:12])
+
+
+def test_own_code_counts_by_the_module_that_a_target_names(tmp_path: Path) -> None:
+    code = "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
+    (tmp_path / "own_counted.py").write_text(code)
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("extends: quickstart/dp\nmodel: {name: null, target: 'own_counted:net', width: null}\n")
+    # What the base gives to its own model an own one doesn't take.
+    extended = load("quickstart/dp").recipe.model
+    nothing = [f"model.{key}=null" for key in extended if key not in ("name", "target", "width")]
+    before = recipe_hash(load(str(recipe), nothing, builds=False))
+    assert before == recipe_hash(load(str(recipe), nothing, builds=False))
+    (tmp_path / "own_counted.py").write_text(f"{code}\n")
+    assert before != recipe_hash(load(str(recipe), nothing, builds=False))

@@ -1,0 +1,155 @@
+"""What people see of recorded runs: MLflow's pages in headless Chromium, as `pipebench ui` serves them.
+
+In a session of its own (`nox -s ui`): a browser is large, and its pages are MLflow's to change.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+pytestmark = pytest.mark.browser
+T = TypeVar("T")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--proxy-server=direct://",
+    "--window-size=3600,1600",  # columns that don't fit are not there
+)  # fmt: skip
+PIPEBENCH = (sys.executable, "-m", "pipebench")
+SHORT = ("train.max_epochs=1", "train.evaluate_every={minibatches: 40}", "train.target.value=0.2")
+PATIENCE_S = 120.0
+COLUMNS = (
+    "Run Name", "Duration", "outcome", "time_to_accuracy_s", "speedup_over_dp", "comm_bytes_per_sample",
+    "peak_memory_bytes_max", "bubble_fraction", "mode", "plan", "model.name", "Dataset",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a comparison of two runs, as a user makes one."""
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("there is no chromium with chromedriver")
+    pytest.importorskip("selenium", reason="the extra `ui` is not installed")
+    path = tmp_path_factory.mktemp("work")
+    words = ["run", "quickstart/dp", "quickstart/pipedream", *SHORT]
+    done = subprocess.run([*PIPEBENCH, *words], cwd=path, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """The address of the experiment's table that `pipebench ui` prints."""
+    command = [*PIPEBENCH, "ui"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment()) as server:
+        assert server.stdout is not None
+        lines = (line.strip() for line in server.stdout)
+        try:
+            yield next(line.split(": ", 1)[1] for line in lines if line.startswith("quickstart: "))
+        finally:
+            server.send_signal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def wait(browser: Any, look: Callable[[], T]) -> T:
+    """Return what is seen as soon as it is something."""
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    waiting: Any = WebDriverWait(browser, PATIENCE_S, ignored_exceptions=[StaleElementReferenceException])
+    found: T = waiting.until(lambda _: look())
+    return found
+
+
+def texts(browser: Any, selector: str) -> list[str]:
+    return [element.text for element in browser.find_elements("css selector", selector)]
+
+
+def go(browser: Any, address: str) -> None:
+    browser.get("about:blank")  # else only the part after # changes, and the page stays
+    browser.get(address)
+
+
+def page_of(address: str, run_id: str, page: str = "") -> str:
+    return re.sub(r"/runs\?.*", f"/runs/{run_id}{page}?workflowType=machine_learning", address)
+
+
+def id_of(folder: Path, name: str) -> str:
+    """Return MLflow's id of the run whose name begins so."""
+    from mlflow.tracking import MlflowClient
+
+    runs = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_runs(["1"])
+    return next(str(run.info.run_id) for run in runs if str(run.info.run_name).startswith(name))
+
+
+def numbers(browser: Any, column: str) -> list[float]:
+    """Return the numbers in a column of the table of runs, from top to bottom."""
+    cells = texts(browser, f".ag-cell[col-id*={column}]")
+    return [float(text) for text in cells if re.fullmatch(r"[\d.]+", text)]
+
+
+def picture_width(browser: Any, name: str) -> int:
+    """Return how many pixels a picture of a description has; 0 as long as it isn't there."""
+    widths = "[...document.images].filter(each => each.src.includes(arguments[0])).map(each => each.naturalWidth)"
+    return int(browser.execute_script(f"return Math.max(0, ...{widths})", name))
+
+
+def test_the_address_opens_a_table_of_what_decides_the_first_to_its_target_on_top(browser: Any, address: str) -> None:
+    go(browser, address)
+    names = wait(browser, lambda: [name for name in texts(browser, ".ag-row a") if ", " in name])
+    wait(browser, lambda: all(column in " ".join(texts(browser, ".ag-header-cell")) for column in COLUMNS))
+    assert {*names[:2]} == {"pipedream straight, seed 0", "dp 4, seed 0"}
+    assert re.fullmatch(r"dp, pipedream, \d{4}-\d\d-\d\d \d\d:\d\d", names[2]), "of the comparison"
+    times_s, speed_ups = (numbers(browser, column) for column in ("time_to_accuracy_s", "speedup_over_dp"))
+    assert len(times_s) == len(speed_ups) == 2
+    assert times_s == sorted(times_s)
+    assert speed_ups[names.index("dp 4, seed 0")] == 1.0
+    assert speed_ups == pytest.approx([times_s[names.index("dp 4, seed 0")] / time_s for time_s in times_s], rel=1e-4)
+    assert sum("mnist5k" in text for text in texts(browser, ".ag-cell[col-id*=Dataset]")) == 2
+
+
+def test_a_run_s_charts_begin_with_its_curves(browser: Any, address: str, folder: Path) -> None:
+    go(browser, page_of(address, id_of(folder, "pipedream"), "/model-metrics"))
+    wait(browser, lambda: len(browser.find_elements("css selector", ".js-plotly-plot .scatterlayer .point")) >= 6)
+    body = " ".join(browser.find_element("css selector", "body").text.split())
+    assert re.search(r" curves \(\d\) .* Model metrics \(\d+\) ", body), body
+    assert "stage_0" not in body
+
+
+def test_a_comparison_is_described_by_its_table_and_its_picture(browser: Any, address: str, folder: Path) -> None:
+    go(browser, page_of(address, id_of(folder, "dp, pipedream")))
+    wait(browser, lambda: "time to accuracy" in " ".join(texts(browser, "table")))
+    wait(browser, lambda: picture_width(browser, "top1.png") > 100)
+
+
+def test_a_run_is_described_by_its_sentence_and_its_timeline(browser: Any, address: str, folder: Path) -> None:
+    go(browser, page_of(address, id_of(folder, "dp 4")))
+    wait(browser, lambda: "reached top1 0.2" in browser.find_element("css selector", "body").text)
+    wait(browser, lambda: picture_width(browser, "timeline.png") > 100)
+    assert "mnist5k" in browser.find_element("css selector", "body").text
