@@ -6,6 +6,7 @@ Heavy imports (torch, mlflow) wait until a command needs them: `--help` is immed
 import click
 
 from pipebench import __version__
+from pipebench.cli.calibrate import calibrate
 from pipebench.cli.compare import compare
 from pipebench.cli.draw import draw
 from pipebench.cli.export import export
@@ -36,6 +37,7 @@ def cli() -> None:
       pipebench profile quickstart         what every layer costs, as a table and a picture
       pipebench plan quickstart            which layers make a stage, on how many workers, and why
       pipebench report --list              published tables and figures beside what is reproduced
+      pipebench calibrate table1           a report's constants, fitted on the cells that it names
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
       pipebench compare RUN RUN            recorded runs side by side
@@ -49,7 +51,7 @@ def cli() -> None:
     """
 
 
-for command in (run, report, show, draw, profile_, plan, compare, export, lab, list_, ui):
+for command in (run, report, calibrate, show, draw, profile_, plan, compare, export, lab, list_, ui):
     cli.add_command(command)
 
 

@@ -136,6 +136,16 @@ class Planner(Estimator):
         devices = [stage.devices for stage in plan.stages]
         return self.with_prediction(self.estimate("the plan's file", stages, devices, depth=plan.depth))
 
+    def bottleneck_of(self, plan: Plan) -> float:
+        """Return the seconds per minibatch of a plan's slowest stage, by the cost model alone: nothing is simulated.
+
+        Raises:
+            PlanError: the cost model has no place to cut where the plan is cut.
+        """
+        stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
+        devices = [stage.devices for stage in plan.stages]
+        return self.estimate("the recipe", stages, devices, depth=plan.depth).bottleneck_s
+
     def starts_of(self, replicas: Sequence[int]) -> list[int]:
         """Return the first layers of the stages after the first of a plan with these replicas, cut best.
 

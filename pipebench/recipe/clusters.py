@@ -64,7 +64,7 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     reader, keys = _Reader(), files.keys
     device = reader.quantity(keys.at("device"), _text)
     memory = reader.quantity(keys.at("memory"), lambda value: None if value is None else parse_bytes(value))
-    all_reduce = reader.optional(keys.at("all_reduce"), _all_reduce, RING)
+    all_reduce = reader.optional(keys.at("all_reduce"), _one_of(ALL_REDUCES), RING)
     levels = tuple(level for level in (_level(each, reader) for each in files.levels) if level is not None)
     most, file, key = keys.at("max_servers")
     if most is not None and (problem_with(most, int) or not isinstance(most, int) or most < 1):
@@ -120,7 +120,7 @@ def _level(keys: Keys, reader: _Reader) -> Level | None:
     host_copy, flow, ring, p2p = (
         reader.optional(keys.at(name), parse_bandwidth, None) for name in ("host_copy", "flow", "ring", "p2p")
     )
-    connections = reader.optional(keys.at("connections"), _connections, PER_PAIR)
+    connections = reader.optional(keys.at("connections"), _one_of(CONNECTIONS), PER_PAIR)
     if count is None or bandwidth is None or latency is None or efficiency is None or connections is None:
         return None
     name = str(keys.at("name").value)
@@ -152,15 +152,13 @@ def _fraction(value: object) -> float:
     return float(value)
 
 
-def _all_reduce(value: object) -> str:
-    if value not in ALL_REDUCES:
-        hint = nearest(str(value)[:60], ALL_REDUCES)
-        raise UnitError(f"got {shown(value)}, allowed are {', '.join(ALL_REDUCES)}{hint}")
-    return str(value)
+def _one_of(allowed: Sequence[str]) -> Callable[[object], str]:
+    """Return what reads one of some words."""
 
+    def read(value: object) -> str:
+        if value not in allowed:
+            hint = nearest(str(value)[:60], allowed)
+            raise UnitError(f"got {shown(value)}, allowed are {', '.join(allowed)}{hint}")
+        return str(value)
 
-def _connections(value: object) -> str:
-    if value not in CONNECTIONS:
-        hint = nearest(str(value)[:60], CONNECTIONS)
-        raise UnitError(f"got {shown(value)}, allowed are {', '.join(CONNECTIONS)}{hint}")
-    return str(value)
+    return read

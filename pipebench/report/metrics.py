@@ -35,6 +35,7 @@ _TRAINED = (
     "staleness_mean",
     "staleness_max",
 )
+_SIMULATED = ("planned_throughput_samples_per_s",)
 _ALWAYS_LIKE = re.compile(r"comm_bytes_level_\w+")
 _TRAINED_LIKE = re.compile(r"(best|final)_\w+")  # metrics of the data set, by their own names
 _MEASURED_LIKE = re.compile(r"predicted_\w+|prediction_error|waiting_\w+|comm_(time|transfers)_\w+")
@@ -50,11 +51,13 @@ def metric_problem(metric: str, engine: str) -> str | None:
     kind = ENGINES[engine]
     if metric in _ALWAYS or _ALWAYS_LIKE.fullmatch(metric):
         return None
+    if metric in _SIMULATED:
+        return None if not kind.trains else f"has no {metric}: its engine is {engine}, and only simulated runs have it"
     if metric in _TRAINED or _TRAINED_LIKE.fullmatch(metric):
         return None if kind.trains else f"has no {metric}: its engine is {engine}, which trains nothing"
     if _MEASURED_LIKE.fullmatch(metric):
         return None if kind.measures else f"has no {metric}: its engine is {engine}, which measures nothing"
-    names = [*_ALWAYS, *(_TRAINED if kind.trains else ())]
+    names = [*_ALWAYS, *(_TRAINED if kind.trains else _SIMULATED)]
     more = ", comm_bytes_level_*" + (", best_* and final_* of the data set's metrics" if kind.trains else "")
     return f"unknown metric {metric[:60]!r}, allowed are {', '.join(names)}{more}{nearest(metric[:60], names)}"
 

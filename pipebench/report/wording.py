@@ -6,13 +6,15 @@ from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.report.definition import Measure, Published
 from pipebench.report.evaluated import Cell
 
-CONSTRUCTED, FITTED, SUPPOSED = "=", "*", "?"
+CONSTRUCTED, FITTED, SUPPOSED, REMARKED = "=", "*", "?", "!"
 MARKS = {
     CONSTRUCTED: "holds by construction: such cells are counted apart",
     FITTED: "a constant of the column was fitted on this cell; all others are predictions",
     SUPPOSED: "rests on a hypothesis, named below the table",
+    REMARKED: "stands under a remark below the table: it wouldn't fit in memory, or some seeds missed",
 }
 _MOST_TITLES = 4
+_LEAST_SHARE = 0.0001  # below, a share is as good as nothing
 _BOUNDS = {"exact": "", "about": "about ", "at_least": "≥ ", "at_most": "≤ "}
 
 
@@ -21,7 +23,7 @@ def _count(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    return f"{number(100 * value)}%"
+    return f"<{100 * _LEAST_SHARE:g}%" if 0 < value < _LEAST_SHARE else f"{number(100 * value)}%"
 
 
 def _printed_share(value: float) -> str:
@@ -85,7 +87,7 @@ def marks(cell: Cell | None) -> str:
     """Return the marks of a cell, in the order of `MARKS`."""
     if cell is None:
         return ""
-    told = {CONSTRUCTED: cell.by_construction, FITTED: cell.fitted, SUPPOSED: cell.hypothesis}
+    told = {CONSTRUCTED: cell.by_construction, FITTED: cell.fitted, SUPPOSED: cell.hypothesis, REMARKED: cell.remarks}
     return "".join(mark for mark, holds in told.items() if holds)
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,6 @@ from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 if TYPE_CHECKING:
     from pipebench.checkpoint.store import Checkpoints
     from pipebench.recipe.load import LoadedRecipe
-    from pipebench.recipe.schema import Recipe
 
 RUNS = Path("pipebench-runs")
 _RUN, _RECIPE = "run.json", "recipe.yaml"
@@ -256,20 +256,13 @@ def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, "LoadedRecip
         raise UserError(f"--resume: run {folder.run_id} has no checkpoint; run its recipe anew")
     before = folder.recipe()
     loaded = folder.recipe(overrides)
-    changed = [key for key in _FIXED if _value(before.recipe, key) != _value(loaded.recipe, key)]
+    changed = [key for key in _FIXED if attrgetter(key)(before.recipe) != attrgetter(key)(loaded.recipe)]
     if changed:
         raise UserError(
             f"command line: {changed[0]}: a run that goes on keeps it, because its weights or its clock depend on it; "
             f"allowed are changes outside {', '.join(_FIXED)}"
         )
     return folder, loaded
-
-
-def _value(recipe: "Recipe", key: str) -> Any:
-    value: Any = recipe
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _listed(run_ids: Sequence[str]) -> str:

@@ -8,10 +8,11 @@ Where minibatches vary in length nothing repeats; then enough are simulated to k
 import itertools
 import math
 import operator
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pipebench.cluster import Cluster
@@ -28,6 +29,8 @@ from pipebench.simulate.simulation import Event
 
 _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
+_PATIENCE = 2048  # minibatches after which the mean of the later half has to do
+_BATCHES = 8  # parts of that half, whose means tell its standard error
 _TOLERANCE = 1e-9  # relative; times are sums of floats
 
 
@@ -113,7 +116,11 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
         return totals
     # What travels doesn't depend on time; and in time, neighbouring periods need not send at the same moments.
     num_bytes = _simulated(_Run(course, found.period, ends_epoch=False)).num_bytes
-    return totals.extended(Totals(found.shift_s, found.busy_s, found.stall_s, num_bytes), found.left_out)
+    extended = totals.extended(Totals(found.shift_s, found.busy_s, found.stall_s, num_bytes), found.left_out)
+    if not found.error_s:
+        return extended
+    simulated = num_minibatches - found.left_out * found.period
+    return replace(extended, error_s=found.error_s * found.left_out, num_simulated=simulated)
 
 
 def _estimated(course: Course, run: "_Run", num_minibatches: int) -> Totals:
@@ -273,6 +280,7 @@ class _Steady:
         busy_s: of all workers in a period, like that of `Totals`; so is the next.
         stall_s: likewise.
         left_out: periods that need not be simulated.
+        error_s: standard error of a period, where it doesn't repeat itself and its mean stands for the others.
     """
 
     period: int
@@ -280,6 +288,7 @@ class _Steady:
     busy_s: float
     stall_s: float
     left_out: int
+    error_s: float = 0.0
 
 
 class _Watch:
@@ -309,7 +318,16 @@ class _Watch:
             # Workers at rates of their own fill or empty a queue, which comes to its end some day.
             if max(shifts) - min(shifts) <= _TOLERANCE * ends[0][-1]:
                 return self._found(blocks, shifts[0], num_minibatches)
-        return None
+        return self._mean(num_minibatches) if len(ends[0]) // own[0] * self._block >= _PATIENCE else None
+
+    def _mean(self, num_minibatches: int) -> _Steady | None:
+        """Return the later half of what was simulated as if it repeated itself, with its standard error."""
+        ends, own = self._ends[0], self._own[0]
+        blocks = len(ends) // own // 2 // _BATCHES * _BATCHES
+        marks = ends[len(ends) - 1 - own * blocks :: own * blocks // _BATCHES]
+        parts = [b - a for a, b in itertools.pairwise(marks)]
+        found = self._found(blocks, ends[-1] - ends[-1 - own * blocks], num_minibatches)
+        return found and replace(found, error_s=statistics.stdev(parts) * math.sqrt(_BATCHES))
 
     def later_half_s(self) -> float:
         """Return the seconds per minibatch of the slowest worker, over the later half of what it ended."""

@@ -150,11 +150,6 @@ class RecordedRuns:
             raise UserError(f"MLflow at {store} can't be read: {' '.join(str(error).split())}") from error
 
 
-def newest_run(recipe_hash: str, version: str) -> Recorded | None:
-    """Return the newest result of a recipe in the store where runs are recorded; see `RecordedRuns.newest`."""
-    return RecordedRuns().newest(recipe_hash, version)
-
-
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:
     """Return the runs that a user names.
 

@@ -1,11 +1,14 @@
 """The simulated engine's answer: an epoch's time, bytes and bubble from durations alone; no accuracy, no TTA."""
 
 from pipebench.engine.setup import Setup
+from pipebench.errors import PlanError
+from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions
 from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
 from pipebench.train.prepare import Job, left_over_note
+from pipebench.train.request import plan_request
 from pipebench.train.result import COMPLETED, RunResult
 from pipebench.train.watch import Watch
 
@@ -25,11 +28,28 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
         **describe(job),
         outcome=COMPLETED,
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
-        metrics=_metrics(setup, per_epoch, totals),
+        metrics=_metrics(setup, per_epoch, totals) | planned_metrics(job),
         stages=tuple(describe_stages(job)),
-        notes=recipe_notes(job) | _epoch_notes(totals, per_epoch, job.left_over),
+        notes=recipe_notes(job) | _epoch_notes(job, totals, per_epoch),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
+
+
+def planned_metrics(job: Job) -> dict[str, float]:
+    """Return the throughput that the recipe's cost model expects of the plan, as the optimizer of a paper predicts it.
+
+    Its slowest stage sets it (PipeDream, section 3.1). That says nothing about flushes, so that of pipelines that flush
+    nothing is returned, nor of plans that are cut where the cost model has no place to.
+    """
+    recipe, setup = job.recipe, job.setup
+    if setup.pipeline.flushes and len(setup.plan.stages) > 1:
+        return {}
+    planner = Planner(plan_request(recipe, job.cluster, job.profile, setup.dataset), recipe.parallelism.mode)
+    try:
+        bottleneck_s = planner.bottleneck_of(setup.plan)
+    except PlanError:
+        return {}
+    return {"planned_throughput_samples_per_s": setup.sampler.size(0) / bottleneck_s}
 
 
 def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = None) -> dict[str, float]:
@@ -57,16 +77,17 @@ def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, fl
     }
 
 
-def _epoch_notes(totals: Totals, num_minibatches: int, left_over: int) -> dict[str, str]:
+def _epoch_notes(job: Job, totals: Totals, num_minibatches: int) -> dict[str, str]:
     """Return of how many minibatches an epoch's time is known, and how well; and what isn't part of it."""
-    told = [left_over_note(left_over)] if left_over else []
+    told = [left_over_note(job.left_over)] if job.left_over else []
     if totals.num_simulated:
-        told.append(_estimated(totals, num_minibatches))
+        told.append(_estimated(job.setup, totals, num_minibatches))
     return {EPOCHS: "; ".join(told)} if told else {}
 
 
-def _estimated(totals: Totals, num_minibatches: int) -> str:
+def _estimated(setup: Setup, totals: Totals, num_minibatches: int) -> str:
+    why = "lengths vary" if setup.sampler.varies else "no state repeats itself"
     return (
-        f"lengths vary: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "
+        f"{why}: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "
         f"taken for the others; standard error {totals.error_s / totals.end_s:.2%}"
     )

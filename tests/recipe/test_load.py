@@ -28,7 +28,7 @@ COUNTS = {
     "gnmt8": 10,
     "gnmt16": 13,
     "awd_lm": 7,
-    "s2vt": 5,
+    "s2vt": 6,
     "lab": 4,
     "uniform": 4,
     **dict.fromkeys((f"small/{name}" for name in SMALL), 6),

@@ -49,6 +49,12 @@ def row_name(row: Any) -> str:
     return f"{FOLDERS[row['model']]}/{row['servers']}x{row['gpus_per_server']}-{cluster}"
 
 
+def global_minibatch(name: str) -> int | None:
+    """Return the samples of an update that a recipe's name ends with, as `awd_lm/1x4-a-dp-80`'s does: 80."""
+    last = name.rpartition("-")[2]
+    return int(last) if last.isdigit() else None
+
+
 def test_every_row_has_its_two_recipes() -> None:
     names = {*recipe_names()}
     for row in table_rows():
@@ -84,17 +90,39 @@ def test_training_is_as_section_5_1_says(model: str) -> None:
     mine = [name for name in recipe_names() if name.startswith(f"{FOLDERS[model]}/")]
     assert mine
     for name in mine:
-        train = load(name).recipe.train
-        assert train.minibatch_size == printed["per_gpu_minibatch"]
+        recipe = load(name).recipe
+        train, wanted = recipe.train, printed["per_gpu_minibatch"]
+        if global_minibatch(name) is not None:
+            assert global_minibatch(name) == wanted
+            assert recipe.parallelism.plan == {"dp": "auto", "pipedream": "straight"}[recipe.parallelism.mode]
+            every_worker = load_cluster(recipe.cluster.name, recipe.cluster.servers).num_workers
+            assert train.minibatch_size * (every_worker if recipe.parallelism.mode == "dp" else 1) == wanted
+        else:
+            assert train.minibatch_size == wanted
         if printed["optimizer"] is not None:
             assert train.optimizer.name == printed["optimizer"].lower()
             assert train.optimizer.lr == printed["initial_learning_rate"]
 
 
 def test_modes_of_one_model_share_what_they_train() -> None:
-    """A comparison varies one thing: nothing of model, data or training differs between the files of a folder."""
+    """A comparison varies one thing: nothing of model, data or training differs between the files of a folder.
+
+    Recipes that read the minibatch as the update's are a comparison of their own, of updates that are alike.
+    """
     for folder in (*FOLDERS.values(), "inception_v3"):
-        flats = [load(name).flat for name in recipe_names() if name.startswith(f"{folder}/")]
-        for flat in flats:
-            differing = {key for key in flat if flat[key] != flats[0].get(key)}
-            assert {key.split(".")[0] for key in differing} <= {"name", "cluster", "parallelism"}, folder
+        names = [name for name in recipe_names() if name.startswith(f"{folder}/")]
+        for reading in {global_minibatch(name) for name in names}:
+            flats = [load(name).flat for name in names if global_minibatch(name) == reading]
+            for flat in flats:
+                differing = {key for key in flat if flat[key] != flats[0].get(key)}
+                differing -= set() if reading is None else {"train.minibatch_size"}
+                assert {key.split(".")[0] for key in differing} <= {"name", "cluster", "parallelism"}, folder
+
+
+def test_another_reading_of_the_minibatch_changes_only_it_and_how_long_samples_are() -> None:
+    variants = [name for name in recipe_names() if name.split("/")[0] in FOLDERS.values() and global_minibatch(name)]
+    assert variants
+    for name in variants:
+        other, known = load(name).flat, load(name.rpartition("-")[0]).flat
+        differing = {key for key in other if other[key] != known.get(key)}
+        assert differing <= {"name", "dataset.bptt", "train.minibatch_size"}

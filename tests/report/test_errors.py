@@ -53,6 +53,13 @@ KEYS: list[tuple[dict[str, Any], str]] = [
         "measures.twice.value: dp.epochs_to_target: run dp has no epochs_to_target: its engine is simulated, which tr",
     ),
     (
+        {
+            "rows__0__runs__dp": {"recipe": "dp.yaml", "engine": "virtual"},
+            "measures__twice__value": "dp.planned_throughput_samples_per_s",
+        },
+        "measures.twice.value: dp.planned_throughput_samples_per_s: run dp has no planned_.*, and only simulated",
+    ),
+    (
         {"measures__twice__value": "dp.prediction_error"},
         "measures.twice.value: dp.prediction_error: run dp has no prediction_error: its engine is simulated, which me",
     ),

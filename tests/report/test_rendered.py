@@ -16,7 +16,7 @@ OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 
 # Of a few runs, or of runs that are kept; the others are made again with what is slow.
-QUICK = {"four_modes", "quickstart", "figure13", "asp"}
+QUICK = {"four_modes", "quickstart", "figure10_11", "figure13", "asp"}
 
 
 def test_the_example_of_a_user_s_own_table_is_among_them() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipebench.cluster import Cluster, Level
-from pipebench.simulate import sharing
+from pipebench.simulate import sharing, steady
 from pipebench.simulate.costs import StageCosts
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.sharing import Flow, fair_rates
@@ -39,6 +39,22 @@ def test_extrapolation_is_exact(plan: tuple[list[int], list[int]], columns: dict
     assert short.busy_s == pytest.approx(whole.busy_s, rel=1e-9)
     assert short.stall_s == pytest.approx(whole.stall_s, rel=1e-6, abs=1e-6)
     assert short.num_bytes == whole.num_bytes
+
+
+@pytest.mark.parametrize("plan", [([2, 4, 6], [1] * 4), ([4], [3, 1])], ids=str)
+def test_where_no_state_repeats_itself_the_later_half_stands_for_the_rest(
+    plan: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No period is tried here, as if none were there."""
+    monkeypatch.setattr(steady, "_BLOCKS", ())
+    monkeypatch.setattr(steady, "_PATIENCE", 48)
+    setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=400 * 12 + 3, num_eval=4))
+    num_minibatches = setup.sampler.minibatches_per_epoch
+    whole, mean = simulate_all(setup, num_minibatches), simulate_segment(setup, num_minibatches)
+    assert 48 <= mean.num_simulated < num_minibatches / 2
+    assert mean.end_s == pytest.approx(whole.end_s, rel=1e-3)
+    assert abs(mean.end_s - whole.end_s) <= 3 * mean.error_s + 1e-9 * whole.end_s
+    assert mean.num_bytes == whole.num_bytes
 
 
 @pytest.mark.parametrize("plan", [([2], [1, 3]), ([4], [3, 1]), ([2], [2, 2])], ids=str)

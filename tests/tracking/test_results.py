@@ -12,7 +12,7 @@ import pipebench
 from pipebench.errors import UserError
 from pipebench.recipe.load import load
 from pipebench.tracking import RunLog, Tracking, recipe_hash, source_version
-from pipebench.tracking.results import RecordedRuns, newest_run
+from pipebench.tracking.results import RecordedRuns
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 from tests.tracking.records import RESULT
 
@@ -31,12 +31,12 @@ def test_the_newest_run_of_a_recipe_is_found(tracking: Tracking) -> None:
     recorded(tracking, "two", replace(RESULT, sentence="the first"))
     second = recorded(tracking, "two", replace(RESULT, sentence="the second"))
     recorded(tracking, "three", RESULT)
-    found = newest_run("two", VERSION)
+    runs = RecordedRuns()
+    found = runs.newest("two", VERSION)
     assert found is not None
     assert (found.run_id, found.experiment_id) == (second.run_id, tracking.store.experiment_id)
     assert (found.name, found.result) == ("found", replace(RESULT, sentence="the second"))
     assert found.result.points == RESULT.points
-    runs = RecordedRuns()
     assert runs.newest("two", "0+other") is None
     assert runs.newest("none", VERSION) is None
     assert runs.newest("two", VERSION) == found
@@ -52,16 +52,16 @@ def test_what_has_no_result_of_this_recipe_is_passed_over(tracking: Tracking, fo
     shutil.rmtree(folder / "mlartifacts" / "suite" / str(lost.run_id))
     goes_on = tracking.start("found", params={}, tags={"recipe_hash": "passed", "pipebench_version": VERSION})
     goes_on.result(RESULT)
-    found = newest_run("passed", VERSION)
+    found = RecordedRuns().newest("passed", VERSION)
     assert found is not None
     assert found.run_id == good.run_id
     goes_on.finish()
-    assert newest_run("passed", VERSION) != found
+    assert RecordedRuns().newest("passed", VERSION) != found
 
 
 def test_a_run_that_diverged_is_found_because_it_would_again(tracking: Tracking) -> None:
     run = recorded(tracking, "diverged", replace(RESULT, outcome=DIVERGED))
-    found = newest_run("diverged", VERSION)
+    found = RecordedRuns().newest("diverged", VERSION)
     assert found is not None
     assert found.run_id == run.run_id
 

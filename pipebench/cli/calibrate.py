@@ -1,0 +1,36 @@
+"""`pipebench calibrate`: a report's constants, fitted on the cells that it names and on no others."""
+
+import click
+
+from pipebench.cli.group import tracebacks
+from pipebench.cli.imports import importing
+
+
+@click.command(short_help="Fit a report's constants on the cells that it names.")
+@click.argument("name", metavar="REPORT")
+@click.option("--write", "writes", is_flag=True, help="Write the fitted numbers into the clusters' files.")
+@tracebacks
+def calibrate(name: str, writes: bool) -> int:
+    """Fit the constants that a report names under `calibration`, each on the cells that are named for it.
+
+    Prints the constants, every cell with a published number as fitted or predicted, and geometric-mean errors and rank
+    correlations: of the fitted cells, of the others, and of all of them where each is predicted by constants that were
+    fitted without it.
+
+    \b
+    Examples:
+      pipebench calibrate table1
+      pipebench calibrate table1 --write
+
+    \b
+    Exit codes: 0 fitted, 2 a mistake in what was given, 3 an internal failure, 130
+    interrupted.
+    """
+    from pipebench.report.catalog import find_report
+    from pipebench.report.load import load_report
+
+    report, asked = load_report(find_report(name))
+    with importing():
+        from pipebench.report.calibrating import print_calibration
+
+    return print_calibration(report, asked, writes=writes)

@@ -1,0 +1,114 @@
+"""Finds constants that make computed cells what was published: least squares of logarithms, one constant at a time.
+
+Pure: what a cell comes to is asked of a function. Constants are few and cells depend on them smoothly, so each is found
+by Gauss-Newton steps whose slopes are those between the last two values that were tried, and by golden section where
+steps don't settle, as beside a value beyond which nothing changes. Several constants take turns until none moves.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+_SETTLED = 2e-3  # in logarithms: 0.2 % of a constant
+_STEPS, _ROUNDS = 10, 5
+_FIRST_STEP = 0.1
+_LONGEST_STEP = 1.0
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+Cell = tuple[str, str]  # row and measure
+Error = Callable[[Mapping[str, float], Cell], float]  # ln(reproduced / published) of a cell, with these constants
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A constant that is sought.
+
+    Attributes:
+        name: of the constant.
+        low: the least it may be, above 0.
+        high: the most.
+        cells: that it is fitted on.
+    """
+
+    name: str
+    low: float
+    high: float
+    cells: tuple[Cell, ...]
+
+
+def fit(sought: Sequence[Sought], error: Error, start: Mapping[str, float]) -> dict[str, float]:
+    """Return the constants with which their cells come nearest to what was published.
+
+    Args:
+        sought: the constants; one without cells stays as it is.
+        error: of a cell.
+        start: what all constants are at first.
+    """
+    values = dict(start)
+    several = sum(bool(each.cells) for each in sought) > 1
+    for _ in range(_ROUNDS if several else 1):
+        before = dict(values)
+        for each in sought:
+            if each.cells:
+                values[each.name] = _best(each, error, values)
+        if all(abs(math.log(values[name] / before[name])) < _SETTLED for name in values):
+            break
+    return values
+
+
+def left_out(sought: Sequence[Sought], error: Error, fitted: Mapping[str, float]) -> dict[Cell, float | None]:
+    """Return the error of every fitted cell with its constants fitted without it; None where one has no other cell.
+
+    Constants that weren't fitted on the cell stay as they are.
+
+    Args:
+        sought: the constants.
+        error: of a cell.
+        fitted: what they are with all cells.
+    """
+    found: dict[Cell, float | None] = {}
+    for cell in dict.fromkeys(cell for each in sought for cell in each.cells):
+        own = [each for each in sought if cell in each.cells]
+        others = [replace(each, cells=tuple(other for other in each.cells if other != cell)) for each in own]
+        found[cell] = error(fit(others, error, fitted), cell) if all(each.cells for each in others) else None
+    return found
+
+
+def _best(sought: Sought, error: Error, values: Mapping[str, float]) -> float:
+    """Return the best value of one constant, the others as they are."""
+    low, high = math.log(sought.low), math.log(sought.high)
+
+    def errors(x: float) -> list[float]:
+        return [error({**values, sought.name: math.exp(x)}, cell) for cell in sought.cells]
+
+    x = min(max(math.log(values[sought.name]), low), high)
+    step = _FIRST_STEP if x + _FIRST_STEP <= high else -_FIRST_STEP
+    now = errors(x)
+    for _ in range(_STEPS):
+        before, x = (x, now), min(max(x + step, low), high)
+        if abs(x - before[0]) < _SETTLED:
+            return math.exp(x)
+        now = errors(x)
+        slopes = [(a - b) / (x - before[0]) for a, b in zip(now, before[1], strict=True)]
+        steepness = math.fsum(slope * slope for slope in slopes)
+        if steepness == 0:
+            break
+        step = -math.fsum(a * slope for a, slope in zip(now, slopes, strict=True)) / steepness
+        step = min(max(step, -_LONGEST_STEP), _LONGEST_STEP)
+    return math.exp(_by_golden_section(lambda at: math.fsum(each * each for each in errors(at)), low, high))
+
+
+def _by_golden_section(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a function that falls and then rises is least."""
+    a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_a, at_b = function(a), function(b)
+    while high - low > _SETTLED:
+        if at_a <= at_b:
+            high, b, at_b = b, a, at_a
+            a = high - _GOLDEN * (high - low)
+            at_a = function(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + _GOLDEN * (high - low)
+            at_b = function(b)
+    return (low + high) / 2

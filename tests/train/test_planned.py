@@ -1,0 +1,53 @@
+"""What the cost model expects of a plan, beside what is simulated of it: PipeDream's prediction, section 3.1."""
+
+from pathlib import Path
+
+import pytest
+
+from pipebench.recipe.load import load
+from pipebench.train.prepare import Job, prepare
+from pipebench.train.simulated import simulate_epoch
+
+METRIC = "planned_throughput_samples_per_s"
+RECIPE = """\
+name: small
+model: {name: vgg16, width: 0.25}
+dataset: {name: synthetic, shape: [3, 224, 224], num_train: 6400}
+train: {minibatch_size: 32, optimizer: {lr: 1}, max_epochs: 1}
+cluster: {name: fast.yaml}
+parallelism: {mode: pipedream, plan: straight}
+engine: {kind: simulated}
+"""
+FAST = """\
+device: {value: V100, assumed: a test}
+memory: {value: 16 GB, assumed: a test}
+levels:
+  - name: server
+    count: {value: 4, assumed: a test}
+    bandwidth: {value: 1000000 GB/s, assumed: a test}
+    latency: {value: 0 us, assumed: a test}
+    efficiency: {value: 1, assumed: a test}
+"""
+
+
+def job_of(folder: Path, *words: str) -> Job:
+    (folder / "fast.yaml").write_text(FAST)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    loaded = load(str(folder / "recipe.yaml"), list(words))
+    return prepare(loaded.recipe, loaded.cluster)
+
+
+@pytest.mark.parametrize(("plan", "is_all"), [("straight", True), ("2-1-1", False), ("3-1", False)])
+def test_planned_is_what_the_slowest_stage_lets_through(tmp_path: Path, plan: str, is_all: bool) -> None:
+    """Where links are free: its forward, backward and update; or less, where too few minibatches are in flight."""
+    result, _ = simulate_epoch(job_of(tmp_path, f"parallelism.plan={plan}"))
+    slowest_s = max((row["forward_s"] + row["backward_s"] + row["update_s"]) / row["replicas"] for row in result.stages)
+    planned, simulated = result.metrics[METRIC], result.metrics["throughput_samples_per_s"]
+    assert simulated <= 1.001 * planned <= 1.003 * 32 / slowest_s
+    assert not is_all or planned == pytest.approx(32 / slowest_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["model", "gpipe"])
+def test_nothing_is_planned_of_pipelines_that_flush(tmp_path: Path, mode: str) -> None:
+    result, _ = simulate_epoch(job_of(tmp_path, f"parallelism.mode={mode}"))
+    assert METRIC not in result.metrics
