@@ -97,6 +97,7 @@ def test_training_is_as_section_5_1_says(model: str) -> None:
             assert recipe.parallelism.plan == {"dp": "auto", "pipedream": "straight"}[recipe.parallelism.mode]
             every_worker = load_cluster(recipe.cluster.name, recipe.cluster.servers).num_workers
             assert train.minibatch_size * (every_worker if recipe.parallelism.mode == "dp" else 1) == wanted
+            assert train.streams in (None, wanted // train.minibatch_size)  # as many rows of a text
         else:
             assert train.minibatch_size == wanted
         if printed["optimizer"] is not None:
@@ -107,7 +108,8 @@ def test_training_is_as_section_5_1_says(model: str) -> None:
 def test_modes_of_one_model_share_what_they_train() -> None:
     """A comparison varies one thing: nothing of model, data or training differs between the files of a folder.
 
-    Recipes that read the minibatch as the update's are a comparison of their own, of updates that are alike.
+    Recipes that read the minibatch as the update's are a comparison of their own: as many samples an update, from
+    as many rows of the text, however many replicas share them.
     """
     for folder in (*FOLDERS.values(), "inception_v3"):
         names = [name for name in recipe_names() if name.startswith(f"{folder}/")]
@@ -115,14 +117,14 @@ def test_modes_of_one_model_share_what_they_train() -> None:
             flats = [load(name).flat for name in names if global_minibatch(name) == reading]
             for flat in flats:
                 differing = {key for key in flat if flat[key] != flats[0].get(key)}
-                differing -= set() if reading is None else {"train.minibatch_size"}
+                differing -= set() if reading is None else {"train.minibatch_size", "train.streams"}
                 assert {key.split(".")[0] for key in differing} <= {"name", "cluster", "parallelism"}, folder
 
 
-def test_another_reading_of_the_minibatch_changes_only_it_and_how_long_samples_are() -> None:
+def test_another_reading_of_the_minibatch_changes_only_how_samples_are_cut_and_shared() -> None:
     variants = [name for name in recipe_names() if name.split("/")[0] in FOLDERS.values() and global_minibatch(name)]
     assert variants
     for name in variants:
         other, known = load(name).flat, load(name.rpartition("-")[0]).flat
         differing = {key for key in other if other[key] != known.get(key)}
-        assert differing <= {"name", "dataset.bptt", "train.minibatch_size"}
+        assert differing <= {"name", "dataset.bptt", "train.minibatch_size", "train.streams"}
