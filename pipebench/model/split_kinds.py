@@ -1,5 +1,17 @@
 """The kinds of layers whose backwards can be split, by name: read off a profile, a kind is only a name."""
 
+from collections.abc import Iterable
+
 SPLITTABLE = (
     "Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",
 )  # fmt: skip
+# Normalisations: their parameters' gradients are sums that their input's needs anyway.
+BY_THE_WAY = (
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d",
+    "LayerNorm", "GroupNorm",
+)  # fmt: skip
+
+
+def is_kind_of(kind: str, names: Iterable[str]) -> bool:
+    """Return whether a description is of one of these kinds: `Linear(8, 8)` is a `Linear`."""
+    return kind.split("(")[0] in names

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
-from pipebench.model.graph import LayerGraph
-from pipebench.model.split_kinds import SPLITTABLE
+from pipebench.model.graph import Layer, LayerGraph
+from pipebench.model.split_kinds import BY_THE_WAY, SPLITTABLE, is_kind_of
 
 _NAMED = 8  # layers in a message
 _SPLIT: tuple[type[nn.Module], ...] = tuple(getattr(nn, name) for name in SPLITTABLE)
-_BY_THE_WAY = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+_BY_THE_WAY = (nn.modules.batchnorm._NormBase, *(getattr(nn, name) for name in BY_THE_WAY))
 
 
 def splittable(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
@@ -29,16 +29,14 @@ def splittable(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
 def unsplit(graph: LayerGraph) -> str:
     """Return the layers whose backwards would take two parts and can't: some of them, and how many more."""
     split = {*splittable(graph.root, graph.graph)}
-    modules = {
-        layer: graph.root.get_submodule(str(layer.node.target)) if layer.node.op == "call_module" else None
-        for layer in graph.layers
-        if layer.parameters
-    }
-    found = [
-        f"{layer.name} ({layer.kind})"
-        for layer, module in modules.items()
-        if not (isinstance(module, _BY_THE_WAY) or (module is not None and layer.node.target in split))
-    ]
+
+    def is_whole(layer: Layer) -> bool:
+        if layer.node.op != "call_module":  # a function, or of a profile and no more than a description
+            return not is_kind_of(layer.kind, (*SPLITTABLE, *BY_THE_WAY))
+        target = str(layer.node.target)
+        return target not in split and not isinstance(graph.root.get_submodule(target), _BY_THE_WAY)
+
+    found = [f"{layer.name} ({layer.kind})" for layer in graph.layers if layer.parameters and is_whole(layer)]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return ", ".join(found[:_NAMED]) + more
 

@@ -21,6 +21,7 @@ from pipebench.cluster import Cluster
 from pipebench.errors import ProfileError
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
+from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached
 from pipebench.profile.devices import DEVICES, LOCAL, find_device, is_computed, local_device_name
@@ -31,6 +32,7 @@ from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.walk import LOSS
 from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.targets import targets_of
 from zoo.registry import Dataset
@@ -114,6 +116,50 @@ def _profile_for(
     )
 
 
+def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
+    """Return the profile that `model.profile` names, of a model of which no more is known.
+
+    Args:
+        recipe: the recipe.
+        dataset: whose lengths the profile has to have.
+
+    Raises:
+        ProfileError: it can't be read, or isn't of this precision or these lengths.
+    """
+    path = str(recipe.model["profile"])
+    found = load_profile(path, recipe.train.minibatch_size)
+    _check_precision(found, path, recipe.train.precision)
+    _check_lengths(found, path, dataset)
+    if not _says_samples(found):
+        found = replace(found, state_bytes_per_byte=state_bytes_per_byte(recipe.train.optimizer))
+    return replace(found, precision=recipe.train.precision)
+
+
+def has_one_size(recipe: Recipe) -> bool:
+    """Return whether a recipe's profile is a `graph.txt`, which has times of whole minibatches only.
+
+    Raises:
+        ProfileError: its profile is a file that can't be read.
+    """
+    path = recipe.model.get("profile") or recipe.engine.timing
+    return path not in TIMINGS and not _says_samples(load_profile(path))
+
+
+def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
+    """Refuse a profile that lacks a size that travels.
+
+    Raises:
+        ProfileError: names the sizes.
+    """
+    missing = sorted(set(sizes) - set(profile.layers))
+    if missing:
+        raise ProfileError(
+            f"profile {path} has no times for {', '.join(map(str, missing))} samples, only for "
+            f"{', '.join(map(str, sorted(profile.layers)))}; nothing is scaled, so profile those sizes too"
+            + ("" if _says_samples(profile) else " (a graph.txt holds one size, taken to be train.minibatch_size)")
+        )
+
+
 def _check_precision(profile: Profile, path: str, precision: str) -> None:
     if _says_samples(profile) and profile.precision != precision:
         raise ProfileError(f"profile {path} is of precision {profile.precision}, train.precision is {precision}")
@@ -121,7 +167,7 @@ def _check_precision(profile: Profile, path: str, precision: str) -> None:
 
 def is_measured(recipe: Recipe, cluster: Cluster) -> bool:
     """Return whether a recipe's profile is measured here, which takes a model with weights, and data."""
-    return _timing(recipe, cluster) == "measured"
+    return recipe.model.get("profile") is None and _timing(recipe, cluster) == "measured"
 
 
 def _timing(recipe: Recipe, cluster: Cluster) -> str:
@@ -143,13 +189,7 @@ def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]
     Raises:
         ProfileError: it is of another model, or lacks a size.
     """
-    missing = sorted(set(sizes) - set(profile.layers))
-    if missing:
-        raise ProfileError(
-            f"profile {path} has no times for {', '.join(map(str, missing))} samples, only for "
-            f"{', '.join(map(str, sorted(profile.layers)))}; nothing is scaled, so profile those sizes too"
-            + ("" if _says_samples(profile) else " (a graph.txt holds one size, taken to be train.minibatch_size)")
-        )
+    check_sizes(profile, path, sizes)
 
     def fitted(given: Mapping[int, tuple[LayerProfile, ...]]) -> dict[int, tuple[LayerProfile, ...]]:
         return {size: _fitting_rows(profile, rows, path, graph) for size, rows in given.items()}

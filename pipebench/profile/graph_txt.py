@@ -16,6 +16,7 @@ from decimal import Decimal
 from pathlib import PurePath
 
 from pipebench.errors import ProfileError
+from pipebench.profile.kept import with_kept_bytes
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.parts import with_usual_part
 from pipebench.profile.stored import check_profile
@@ -54,7 +55,7 @@ def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
     nodes = _Lines(source).read(text)
     _order(nodes, source)
     ordered = sorted(nodes.values(), key=lambda node: node.index)
-    rows = tuple(_row(node, nodes) for node in ordered)
+    rows = with_kept_bytes([_row(node, nodes) for node in ordered])
     if all(row.is_input for row in rows):
         raise ProfileError(f"{source} has inputs only, a layer is needed")
     loss = _missing_loss(rows)
@@ -64,7 +65,8 @@ def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
         source="file",
         note=(
             f"read from {PurePath(source).name}, which says neither device nor samples (taken as {num_samples}); "
-            "every output is taken to have a gradient of its size and to be kept for the backward"
+            "every output is taken to have a gradient of its size; what is kept for the backward is told from the "
+            "descriptions"
         ),
         layers={num_samples: rows if loss is None else (*rows, loss)},
         update_s_per_byte=0.0,
@@ -90,7 +92,8 @@ def write_graph_txt(profile: Profile, num_samples: int) -> str:
     if num_samples not in profile.layers:
         raise ProfileError(f"no times for {num_samples} samples, only for {', '.join(map(str, profile.layers))}")
     rows = tuple(replace(row, kind=_writable_kind(row)) for row in profile.layers[num_samples])
-    if any(not row.is_input for row in rows[:-1]) and rows[-1] == _missing_loss(rows[:-1]):
+    loss = _missing_loss(rows[:-1]) if any(not row.is_input for row in rows[:-1]) else None
+    if loss is not None and replace(rows[-1], saved_bytes=loss.saved_bytes, saved_with=()) == loss:
         rows = rows[:-1]
     named = {row.name for row in rows}
     made = dict.fromkeys(name for row in rows for name in row.inputs if name not in named)
@@ -273,7 +276,6 @@ def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
         reads=tuple(each.index for each in sources if not each.is_input),
         inputs=tuple(each.name for each in sources if each.is_input),
         parameter_sizes={node.name: node.parameter_bytes} if node.parameter_bytes else {},
-        saved_bytes=output_bytes,
         output_parts=node.sizes if len(node.sizes) > 1 else (),
         is_input=node.is_input,
     )
@@ -300,7 +302,8 @@ def _missing_loss(rows: Sequence[LayerProfile]) -> LayerProfile | None:
     if len(_losses(rows)) == 1:
         return None
     reads = tuple(index for index in _sinks(rows) if not rows[index].kind.startswith(_GETITEM))
-    return LayerProfile(_free_name({row.name for row in rows}), _LOSS, 0.0, 0.0, 0, 0, reads)
+    kept = sum(rows[read].output_bytes for read in reads)  # the logarithms of probabilities, as many as it reads
+    return LayerProfile(_free_name({row.name for row in rows}), _LOSS, 0.0, 0.0, 0, 0, reads, saved_bytes=kept)
 
 
 def _free_name(taken: Iterable[str]) -> str:

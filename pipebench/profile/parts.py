@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipebench.model.split_kinds import SPLITTABLE
+from pipebench.model.split_kinds import SPLITTABLE, is_kind_of
 from pipebench.profile.model import LayerProfile
 
 
@@ -12,6 +12,6 @@ def with_usual_part(row: LayerProfile) -> LayerProfile:
     Half of the backward of a layer that can be split, as its two products are equally large; all of it where the layer
     reads no other, since there is nothing before it to have a gradient.
     """
-    if not row.parameters or row.kind.split("(")[0] not in SPLITTABLE:
+    if not row.parameters or not is_kind_of(row.kind, SPLITTABLE):
         return replace(row, weight_s=0.0)
     return replace(row, weight_s=row.backward_s / 2 if row.reads else row.backward_s)

@@ -345,9 +345,9 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths that are seen from their recipe's folder absolute, so that the recipe means the same anywhere."""
     named = (("parallelism", name) for name in ("plan", "order", "push_order"))
-    for key in (("cluster", "name"), ("engine", "timing"), *named):
+    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), *named):
         section, leaf = resolved[key[0]], found.get(key)
-        given = section[key[1]] if isinstance(section, dict) else None
+        given = section.get(key[1]) if isinstance(section, dict) else None
         if leaf is not None and isinstance(given, str) and "." in given:
             beside = os.path.join(leaf.folder, given)
             section[key[1]] = os.path.abspath(beside) if os.path.isfile(beside) else given

@@ -31,7 +31,8 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
         raise RecipeError(loaded.pending)
     engine = loaded.recipe.engine
     local = loaded.cluster.device == "local"
-    measured = engine.timing == "measured" or (engine.timing == "auto" and local)
+    of_file = loaded.recipe.model.get("profile") is not None
+    measured = not of_file and (engine.timing == "measured" or (engine.timing == "auto" and local))
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
     _refuse(loaded, _targets(loaded))  # first: everything else may call them
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
@@ -112,12 +113,12 @@ def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _timing(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    timing = loaded.recipe.engine.timing
-    if timing in TIMINGS:
-        return
-    try:
-        with Path(timing).open("rb"):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        yield "engine.timing", f"the profile file {timing!r} can't be read: {reason}"
+    timing, of_file = loaded.recipe.engine.timing, loaded.recipe.model.get("profile")
+    for key, path in (("engine.timing", None if timing in TIMINGS else timing), ("model.profile", of_file)):
+        try:
+            if path is not None:
+                with Path(path).open("rb"):
+                    pass
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            yield key, f"the profile file {path!r} can't be read: {reason}"

@@ -34,7 +34,9 @@ def _model(draft: Draft) -> Problems:
     problem = problem_with(model.get("leaves"), list[str] | None)
     if problem is not None:
         yield "model.leaves", problem
-    if (name is None) == (target is None):
+    if model.get("profile") is not None:
+        yield from _model_of_profile(model)
+    elif (name is None) == (target is None):
         given = "neither" if name is None else "both"
         yield "model", f"got {given} of name and target, allowed is one of the names {', '.join(MODELS)} or a target"
     elif target is not None:
@@ -44,6 +46,26 @@ def _model(draft: Draft) -> Problems:
         yield "model.name", choice(shown(name).strip("'"), MODELS)
     else:
         yield from _options(draft, "model", skeleton(MODELS[name].target), model)
+
+
+def _model_of_profile(model: Mapping[str, Any]) -> Problems:
+    """Check a model of which no more is known than its costs: it has no options."""
+    if not isinstance(model["profile"], str):
+        yield "model.profile", f"got {shown(model['profile'])}, allowed is a profile's file"
+    for key, value in model.items():
+        if key != "profile" and value is not None:
+            yield f"model.{key}", f"got {shown(value)} beside profile, which says all that is known: allowed is null"
+
+
+@rule("model", "engine.kind", "engine.timing")
+def _profile_only(model: Mapping[str, Any], kind: str, timing: str) -> Problems:
+    if model.get("profile") is None:
+        return
+    if kind in ENGINES and ENGINES[kind].trains:
+        given = f"got a profile, which is for engine.kind simulated: kind {kind} trains"
+        yield "model.profile", f"{given}, and costs can't be trained; give a name or a target"
+    if timing != "auto":
+        yield "engine.timing", f"got {timing}, and model.profile has times of its own: allowed is auto"
 
 
 @rule("@draft")

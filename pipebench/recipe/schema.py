@@ -256,7 +256,7 @@ class Recipe:
     Attributes:
         name: names the run; letters, digits, `.`, `_`, `-`.
         model: `name` (of the zoo) or `target` (`package.module:function`), `leaves` (modules not traced into), and
-            the model's own options.
+            the model's own options; or `profile`, a file with the costs of a model that isn't here.
         dataset: `name`, `root` and `loader_processes` where the dataset takes them, and its own options; or `target`
             (`package.module:function`), `loss`, `metrics` and `loader_processes` where it returns a pair of torch's
             data sets, and the function's own options.

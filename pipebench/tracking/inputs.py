@@ -9,6 +9,7 @@ from pipebench.recipe.load import LoadedRecipe
 from zoo.registry import Dataset
 
 _DIGITS = 8
+_NAMES = ("target", "name", "profile")  # what a section is known by
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Inputs:
 def _named(flat: Mapping[str, str], section: str) -> tuple[str, dict[str, str]]:
     """Return what a section of a recipe names, and its options."""
     given = {key.removeprefix(section): value for key, value in flat.items() if key.startswith(section)}
-    options = {key: value for key, value in given.items() if value != "null" and key not in ("name", "target")}
-    return next(given[key] for key in ("target", "name") if given.get(key, "null") != "null"), options
+    options = {key: value for key, value in given.items() if value != "null" and key not in _NAMES}
+    return next(given[key] for key in _NAMES if given.get(key, "null") != "null"), options
 
 
 def _digest(described: object) -> str:

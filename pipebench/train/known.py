@@ -60,7 +60,8 @@ def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph
         GraphError, PlanError, ProfileError: it can't be traced or profiled, or isn't fed by the data set.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
-    if needs_graph or loaded.has_targets or not is_computed(recipe.engine.timing, cluster):
+    is_file = recipe.model.get("profile") is not None
+    if needs_graph or is_file or loaded.has_targets or not is_computed(recipe.engine.timing, cluster):
         return _made(loaded, on_progress)
     dataset: Dataset = make_dataset(recipe.dataset)
     profile = cached(_determining(recipe, cluster, dataset), lambda: _made(loaded, on_progress).profile)

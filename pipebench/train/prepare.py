@@ -28,7 +28,8 @@ from pipebench.planner.compare import compare
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison
 from pipebench.planner.predict import Course, make_pipeline
-from pipebench.profile.choose import fitting, is_measured, profile_for
+from pipebench.profile.as_graph import InputsOf, graph_of, work_of
+from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_measured, profile_for, profile_of_file
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
@@ -46,7 +47,7 @@ from pipebench.simulate.memory import stage_memories
 from pipebench.train.kept_plan import ANEW, kept_plan
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
-from pipebench.train.request import plan_request, samplers, travelling_sizes
+from pipebench.train.request import plan_request, samplers, travelling_sizes, whole_minibatches
 from zoo.plain import seeded
 from zoo.registry import Dataset
 
@@ -64,6 +65,7 @@ class Job:
         profile: layer costs at every size that travels.
         setup: what the engine takes.
         comparison: the modes that were compared, if the recipe left the mode to the planner.
+        left_over: samples of an epoch that aren't run, since the profile has times of whole minibatches only.
     """
 
     recipe: Recipe
@@ -71,6 +73,7 @@ class Job:
     profile: Profile
     setup: Setup
     comparison: Comparison | None = None
+    left_over: int = 0
 
 
 class Decision(NamedTuple):
@@ -165,7 +168,7 @@ def prepare(
         push_order=_order_of_pushes(recipe.parallelism, pipeline),
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
     )
-    return Job(recipe, cluster, profile, setup, comparison)
+    return Job(recipe, cluster, profile, setup, comparison, known.left_over)
 
 
 def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
@@ -239,12 +242,14 @@ class ProfiledModel:
         graph: the layer graph, with its initial weights where they are needed; else on the meta device.
         device: where arithmetic happens.
         profile: layer costs at every size that travels.
+        left_over: samples of an epoch that the profile has no times for, and the data not, therefore.
     """
 
     dataset: Dataset
     graph: LayerGraph
     device: torch.device
     profile: Profile
+    left_over: int = 0
 
 
 def profile_model(
@@ -270,7 +275,9 @@ def profile_model(
         GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
     """
     device = choose_device(recipe.engine.device)
-    dataset: Dataset = make_dataset(recipe.dataset)
+    dataset, left_over = _data(recipe)
+    if recipe.model.get("profile") is not None:
+        return _model_of_file(recipe, dataset, left_over, device)
     measures = kept is None and is_measured(recipe, cluster)
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
@@ -300,7 +307,36 @@ def profile_model(
     decides = kept is None and (trains or engine_kind(recipe).in_processes)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs as it is, and the zoo's models are tested
         check_traced(*exact, sizes)
-    return ProfiledModel(dataset, graph, device, profile)
+    return ProfiledModel(dataset, graph, device, _noted(profile, left_over), left_over)
+
+
+def _noted(profile: Profile, left_over: int) -> Profile:
+    """Return a profile that says which samples of an epoch it has no times for."""
+    return replace(profile, note=f"{profile.note}; {left_over_note(left_over)}") if left_over else profile
+
+
+def left_over_note(left_over: int) -> str:
+    """Return in words that some samples aren't run."""
+    return f"the {left_over} samples of an epoch that fill no minibatch aren't run: there are no times for so few"
+
+
+def _data(recipe: Recipe) -> tuple[Dataset, int]:
+    """Return a recipe's data, and how many samples of an epoch aren't in it: those the profile has no times for."""
+    dataset: Dataset = make_dataset(recipe.dataset)
+    if dataset.sequential or engine_kind(recipe).trains or not has_one_size(recipe):  # pieces of a text are all whole
+        return dataset, 0
+    whole = whole_minibatches(dataset, recipe.train.minibatch_size)
+    return whole, dataset.num_train - whole.num_train
+
+
+def _model_of_file(recipe: Recipe, data: Dataset, left_over: int, device: torch.device) -> ProfiledModel:
+    """Return the model that is a profile."""
+    found = profile_of_file(recipe, data)
+    costs = work_of(found)
+    graph = graph_of(next(iter(costs.layers.values())))
+    dataset = InputsOf(data, found, graph.inputs)
+    check_sizes(found, str(recipe.model["profile"]), travelling_sizes(recipe, dataset))
+    return ProfiledModel(dataset, graph, device, _noted(costs, left_over), left_over)
 
 
 def layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str]) -> LayerGraph:

@@ -1,5 +1,7 @@
 """What a recipe asks of the planner, and which sizes travel: known without its model, and without torch."""
 
+import copy
+
 from pipebench.cluster import Cluster
 from pipebench.model.plan import memory_of
 from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microbatch_sizes
@@ -33,6 +35,14 @@ def travelling_sizes(recipe: Recipe, dataset: Dataset, *, whole_minibatches: boo
     units = {part for n in training for part in microbatch_sizes(n, recipe.parallelism.microbatches)}
     whole = {min(recipe.train.minibatch_size, dataset.num_train)} if whole_minibatches else set()
     return tuple(sorted((units | held_out | whole) - {0}))
+
+
+def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
+    """Return a data set without the samples that don't fill a minibatch, and with one minibatch to evaluate on."""
+    whole = copy.copy(dataset)
+    whole.num_train -= whole.num_train % minibatch_size
+    whole.num_eval = minibatch_size
+    return whole
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:

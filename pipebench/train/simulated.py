@@ -7,7 +7,7 @@ from pipebench.simulate.meter import EPOCHS, Meter, fractions
 from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
-from pipebench.train.prepare import Job
+from pipebench.train.prepare import Job, left_over_note
 from pipebench.train.request import plan_request
 from pipebench.train.result import COMPLETED, RunResult
 from pipebench.train.watch import Watch
@@ -30,7 +30,7 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
         metrics=_metrics(setup, per_epoch, totals) | planned_metrics(job),
         stages=tuple(describe_stages(job)),
-        notes=recipe_notes(job) | ({EPOCHS: _estimated(setup, totals, per_epoch)} if totals.num_simulated else {}),
+        notes=recipe_notes(job) | _epoch_notes(job, totals, per_epoch),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
 
@@ -77,8 +77,15 @@ def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, fl
     }
 
 
+def _epoch_notes(job: Job, totals: Totals, num_minibatches: int) -> dict[str, str]:
+    """Return of how many minibatches an epoch's time is known, and how well; and what isn't part of it."""
+    told = [left_over_note(job.left_over)] if job.left_over else []
+    if totals.num_simulated:
+        told.append(_estimated(job.setup, totals, num_minibatches))
+    return {EPOCHS: "; ".join(told)} if told else {}
+
+
 def _estimated(setup: Setup, totals: Totals, num_minibatches: int) -> str:
-    """Return of how many minibatches an epoch's time is known, and how well."""
     why = "lengths vary" if setup.sampler.varies else "no state repeats itself"
     return (
         f"{why}: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "

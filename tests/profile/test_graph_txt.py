@@ -45,7 +45,7 @@ def test_rows_are_in_topological_order_with_edges_inputs_and_a_loss() -> None:
     lstm = rows[1]
     assert (lstm.kind, lstm.forward_s, lstm.backward_s) == ("LSTM(8, 8)", 0.018335, 0.0025)
     assert (lstm.weight_s, rows[3].kind, rows[3].weight_s) == (0, "Linear(8, 8, bias=True)", rows[3].backward_s / 2)
-    assert (lstm.output_parts, lstm.output_bytes, lstm.gradient_bytes, lstm.saved_bytes) == ((6, 1, 1), 8, 8, 8)
+    assert (lstm.output_parts, lstm.output_bytes, lstm.gradient_bytes, lstm.saved_bytes) == ((6, 1, 1), 8, 8, 6 + 5 * 6)
     assert lstm.parameter_sizes == {"node2": 4}
     assert profile.load_s == {16: 0.000125}
     assert (profile.source, profile.device) == ("file", "not said by the file")

@@ -397,6 +397,14 @@ FILES: list[tuple[str | bytes, str]] = [
     (VALID + "extends: r.yaml\n", "r.yaml: extends: goes round in a circle: r.yaml -> r.yaml"),
     (VALID + "extends: bas.yaml\n", "r.yaml: extends: bas.yaml: no such file"),
     (VALID + "extends: [a]\n", r"r.yaml: extends: got \['a'\], allowed is a file beside this one"),
+    (
+        VALID.replace(VALID.split("\n")[1], "model: {profile: x.graph.txt}"),
+        "model.profile: got a profile, which is for engine.kind simulated: kind virtual trains, and costs can't be",
+    ),
+    (
+        VALID.replace(VALID.split("\n")[1], "model: {profile: x.graph.txt, name: vgg16}") + "engine: {kind: simulated}",
+        "model.name: got 'vgg16' beside profile, which says all that is known: allowed is null",
+    ),
     (VALID + "extends: recipes/quickstart\n", "r.yaml: extends: got 'recipes/quickstart', which is a folder"),
 ]
 

@@ -1,0 +1,99 @@
+"""A profile as a layer graph: a model of which nothing is known but its costs. It can be cut, planned and simulated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx, nn
+
+from pipebench.model.graph import Layer, LayerGraph
+from pipebench.profile.lengths import of_every_length
+from pipebench.profile.model import LayerProfile, Profile
+from zoo.registry import Dataset
+
+
+def work_of(profile: Profile) -> Profile:
+    """Return a profile without rows that only stand for a model input, or pick out what nobody reads."""
+
+    def working(given: Mapping[int, tuple[LayerProfile, ...]]) -> dict[int, tuple[LayerProfile, ...]]:
+        return {size: _working(rows) for size, rows in given.items()}
+
+    return replace(profile, layers=working(profile.layers), lengths=of_every_length(profile.lengths, working))
+
+
+def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
+    read = {index for row in rows for index in row.reads}
+    kept = [
+        index
+        for index, row in enumerate(rows)
+        if not row.is_input and (index in read or not row.kind.startswith("__getitem__"))
+    ]
+    place = {old: new for new, old in enumerate(kept)}
+    return tuple(
+        replace(
+            rows[index],
+            reads=tuple(place[source] for source in rows[index].reads),
+            saved_with=tuple((place[holder], num_bytes) for holder, num_bytes in rows[index].saved_with),
+        )
+        for index in kept
+    )
+
+
+def graph_of(rows: Sequence[LayerProfile]) -> LayerGraph:
+    """Return the graph whose layers are a profile's working rows; they compute nothing, in training and evaluation."""
+    *layers, loss = rows
+    graph = fx.Graph()
+    nodes = [graph.call_function(_unknown) for _ in layers]
+    made = tuple(
+        Layer(index, row.name, row.kind, node, row.reads, row.inputs, row.parameters, row.buffers)
+        for index, (row, node) in enumerate(zip(layers, nodes, strict=True))
+    )
+    graph.output(tuple(nodes[index] for index in loss.reads))
+    inputs = tuple(dict.fromkeys(name for row in layers for name in row.inputs))
+    traced = LayerGraph(nn.Module(), nn.Module(), graph, inputs, made, loss.reads, twins=tuple(range(len(made))))
+    return replace(traced, evaluation=traced)
+
+
+def _unknown() -> None:
+    """Stand for what a layer computes."""
+    raise AssertionError("nothing is known of a profile's layers but their costs")
+
+
+class InputsOf(Dataset):
+    """The data of a model that is a profile: how many samples there are, and how large the inputs of the profile.
+
+    Args:
+        data: whose samples are counted; what they are doesn't matter.
+        profile: of the model, with its inputs among the rows where it knows their sizes.
+        inputs: names of the model's inputs.
+    """
+
+    targets: Sequence[str] = ()
+
+    def __init__(self, data: Dataset, profile: Profile, inputs: Sequence[str]) -> None:
+        self.inputs, self.metrics = tuple(inputs), data.metrics
+        self.num_train, self.num_eval, self.sequential = data.num_train, data.num_eval, data.sequential
+        self.lengths, self._data, self._profile = data.lengths, data, profile
+        self._bytes = {
+            size: {row.name: row.output_bytes for row in rows if row.is_input} for size, rows in profile.layers.items()
+        }
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return tensors as large as the inputs are, at the sizes that the profile knows."""
+        sizes = self._bytes.get(num_samples, {})
+        return {name: torch.empty(sizes.get(name, 0), dtype=torch.uint8, device="meta") for name in self.inputs}
+
+    def of_length(self, columns: int) -> Dataset:
+        """Return the data with inputs of a length that the profile has costs of."""
+        layers = next(each.layers for each in self._profile.lengths if each.columns == columns)
+        return InputsOf(self._data, replace(self._profile, layers=layers), self.inputs)
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Refuse: nothing is trained."""
+        raise NotImplementedError("a model that is a profile reads no data")
+
+    def loss(self, output: object, targets: object) -> torch.Tensor:
+        """Refuse: nothing is trained."""
+        raise NotImplementedError("a model that is a profile has no outputs")

@@ -1,0 +1,125 @@
+"""What layers keep for their backwards, told from the descriptions of a `graph.txt`, which doesn't say it itself.
+
+Every layer keeps tensors: what it reads, what it puts out, or something of its own, as torch's kernels do. A tensor
+that several keep is there once; what works in place, or looks at a tensor in another way, has no tensor of its own.
+Numbers are taken to be of 4 bytes. A description that says nothing is taken to be of a layer that keeps its output.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipebench.profile.model import LayerProfile
+
+_NUMBER_BYTES, _MASK_BYTES, _INDEX_BYTES = 4, 1, 8
+_LOSS = "loss"  # keeps the logarithms of probabilities, as many as it reads
+
+
+class _Rule(NamedTuple):
+    """What a kind of layer keeps.
+
+    Attributes:
+        reads: whether it keeps what it reads.
+        output: whether it keeps what it puts out, of several tensors the first.
+        own: bytes of its own per byte that it puts out (of the first tensor).
+        own_in_place: likewise where it overwrites what it reads.
+        is_view: whether what it puts out is what it reads.
+    """
+
+    reads: bool = False
+    output: bool = False
+    own: float = 0.0
+    own_in_place: float = 0.0
+    is_view: bool = False
+
+
+_READS, _OUTPUT, _NOTHING, _VIEW = _Rule(reads=True), _Rule(output=True), _Rule(), _Rule(is_view=True)
+_INDICES = _Rule(reads=True, own=_INDEX_BYTES / _NUMBER_BYTES)
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(("conv", "convtranspose", "linear", "bilinear", "embedding"), _READS),
+    **dict.fromkeys(("mul", "div", "matmul", "bmm", "leakyrelu", "gelu", "silu", "hardtanh"), _READS),
+    **dict.fromkeys(("batchnorm", "layernorm", "groupnorm", "instancenorm", "localresponsenorm"), _READS),
+    **dict.fromkeys(("avgpool", "adaptiveavgpool"), _READS),
+    **dict.fromkeys(("relu", "relu6", "sigmoid", "tanh", "softmax", "logsoftmax", "elu"), _OUTPUT),
+    **dict.fromkeys(("maxpool", "adaptivemaxpool"), _INDICES),
+    **dict.fromkeys(("add", "sub", "concat", "cat", "stack", "pad", "hidden", "size"), _NOTHING),
+    **dict.fromkeys(("view", "flatten", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "identity"), _VIEW),
+    **dict.fromkeys(("expand", "contiguous", "chunk", "split", "unbind", "getitem"), _VIEW),
+    # A mask of bytes; in place, factors of the tensor's own type.
+    "dropout": _Rule(own=_MASK_BYTES / _NUMBER_BYTES, own_in_place=1.0),
+    # Every gate, and an LSTM's cell: what cuDNN reserves.
+    "lstm": _Rule(reads=True, output=True, own=5.0),
+    "gru": _Rule(reads=True, output=True, own=3.0),
+    "rnn": _Rule(reads=True, output=True, own=1.0),
+    _LOSS: _NOTHING,
+}
+_INNER = re.compile(r"\(\w+\): *(\w+)\(")
+_IN_PLACE = re.compile(r"\binplace(?!=False)\b")
+_PART = re.compile(r"__getitem__\((\d+)\)")
+
+_Tensor = tuple[int, int]  # the row that made it, and which of its tensors it is
+
+
+def with_kept_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
+    """Return a graph's rows with what each keeps for its backward, beyond what rows before it keep."""
+    index_of = {row.name: index for index, row in enumerate(rows)}
+    tensors: list[list[_Tensor]] = []  # that every row puts out
+    sizes: dict[_Tensor, int] = {}
+    holders: dict[_Tensor, int] = {}
+    found = []
+    for index, row in enumerate(rows):
+        read = [tensor for each in sorted({*row.reads, *(index_of[n] for n in row.inputs)}) for tensor in tensors[each]]
+        rule, in_place = rule_of(row.kind), bool(_IN_PLACE.search(row.kind))
+        made = [*_made(index, row)]
+        sizes |= made
+        tensors.append(_viewed(row, read) if (rule.is_view or in_place) and read else [tensor for tensor, _ in made])
+        kept = [*(read if rule.reads else ()), *(tensors[index][:1] if rule.output and not row.is_input else ())]
+        own = round((rule.own_in_place if in_place else rule.own) * made[0][1])
+        if _plain(row.kind) == _LOSS:
+            own = sum(sizes[tensor] for tensor in read)
+        saved = 0 if row.is_input else own
+        saved_with: Counter[int] = Counter()
+        for tensor in dict.fromkeys(kept):
+            if tensor in holders:
+                saved_with[holders[tensor]] += sizes[tensor]
+            else:
+                saved += sizes[tensor]
+            holders[tensor] = index
+        found.append(replace(row, saved_bytes=saved, saved_with=tuple(sorted(saved_with.items()))))
+    return tuple(found)
+
+
+def rule_of(kind: str) -> _Rule:
+    """Return what a layer keeps by its description; of a module with others in it, what these keep together."""
+    inner = _INNER.findall(kind)
+    rules = [_RULES.get(_plain(name)) for name in inner or [kind]]
+    known = [rule for rule in rules if rule is not None]
+    if len(known) < len(rules):
+        known.append(_OUTPUT)
+    return _Rule(
+        reads=any(rule.reads for rule in known),
+        output=any(rule.output for rule in known),
+        own=max(rule.own for rule in known),
+        own_in_place=max(rule.own_in_place for rule in known),
+        is_view=not inner and known[0].is_view,
+    )
+
+
+def _plain(kind: str) -> str:
+    """Return a kind's name as the table has it: `Conv2d(3, 64)` is `conv`, `__getitem__(0)` is `getitem`."""
+    return re.sub(r"[123]d$", "", kind.split("(")[0].replace("_", "").lower())
+
+
+def _made(index: int, row: LayerProfile) -> Iterator[tuple[_Tensor, int]]:
+    for part, size in enumerate(row.output_parts or (row.output_bytes,)):
+        yield (index, part), size
+
+
+def _viewed(row: LayerProfile, read: Sequence[_Tensor]) -> list[_Tensor]:
+    """Return the tensors that a row puts out that has none of its own."""
+    part = _PART.match(row.kind)
+    if part and int(part[1]) < len(read):
+        return [read[int(part[1])]]
+    return [read[0]]
