@@ -322,6 +322,9 @@ class _Watch:
 
     def _mean(self, num_minibatches: int) -> _Steady | None:
         """Return the later half of what was simulated as if it repeated itself, with its standard error."""
+        ended = [len(ends) // own for ends, own in zip(self._ends, self._own, strict=True)]
+        if (max(ended) - min(ended) - 1) * self._block > self._in_flight:
+            return None  # at rates of their own workers come to an end one by one, and the first's says nothing of it
         ends, own = self._ends[0], self._own[0]
         blocks = len(ends) // own // 2 // _BATCHES * _BATCHES
         marks = ends[len(ends) - 1 - own * blocks :: own * blocks // _BATCHES]
