@@ -97,6 +97,18 @@ def test_stages_at_rates_of_their_own_are_not_steady_yet() -> None:
     assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
 
 
+def test_workers_at_rates_of_their_own_are_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for each other, the worker that hosts the server is ahead of those across a slow link."""
+    monkeypatch.setattr(steady, "_PATIENCE", 48)
+    cluster = Cluster("slow", "unit", None, (Level("server", 2, 400.0, 1e-3), Level("cluster", 2, 20.0, 1e-2)))
+    columns: dict[str, Any] = {"weights": "newest-pulled", "sync": "asynchronous", "depth": 1}
+    setup = make_setup(Mlp(), ([], [4]), dataset=Blobs(num_train=400 * 12, num_eval=4), cluster=cluster, **columns)
+    num_minibatches = setup.sampler.minibatches_per_epoch
+    whole, short = simulate_all(setup, num_minibatches), simulate_segment(setup, num_minibatches)
+    assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
+    assert short.num_bytes == whole.num_bytes
+
+
 def _times(forward_s: float, costs: StageCosts) -> StageCosts:
     sizes = [*costs.forward_s]
     return replace(costs, forward_s=dict.fromkeys(sizes, forward_s), backward_s=dict.fromkeys(sizes, 1.5 * forward_s))
