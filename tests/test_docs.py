@@ -1,5 +1,6 @@
 """What the documentation shows is what the code does."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -91,9 +92,28 @@ def test_readme_s_pipeline_is_drawn_by_the_schedule() -> None:
     assert shown == drawn
 
 
+def test_table_1_of_readme_is_the_report_s() -> None:
+    """Each of its rows has the report's cells, in the report's order."""
+    page = (ROOT / "reports/rendered/table1/report.md").read_text()
+    rows = [line for line in (ROOT / "README.md").read_text().split("| row of Table 1 |")[1].splitlines()[2:] if line]
+    shown = {cells[0]: cells[2:] for cells in map(_cells, itertools.takewhile(lambda line: line[0] == "|", rows))}
+    epochs, times = (
+        {cells[0]: cells for cells in map(_cells, page.split(f"## {title}, higher")[1].split("\n\n")[1].splitlines())}
+        for title in ("Epoch time, stated plan", "Time to accuracy")
+    )
+    assert [*shown] == [name for name, cells in epochs.items() if cells[1].endswith("x")]
+    for name, cells in shown.items():
+        time = times.get(name, ["-"] * 5)
+        assert cells == [epochs[name][1], epochs[name][2], epochs[name][4], time[1], time[4]], name
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def test_pictures_are_there() -> None:
     text = (ROOT / "README.md").read_text()
-    for picture in re.findall(r"\]\((docs/\S+?)\)", text):
+    for picture in re.findall(r"\]\(((?:docs|reports)/\S+?)\)", text):
         assert (ROOT / picture).stat().st_size > 1000
 
 

@@ -41,7 +41,10 @@ def parse_rows(text: str) -> tuple[str, ...]:
     "--out", type=click.Path(path_type=Path), metavar="FOLDER", help="Write here.  [default: rendered/NAME/ beside it]"
 )
 @click.option(
-    "--list", "lists", is_flag=True, help="List the reports: rows, how many results are there, how long the rest takes."
+    "--list",
+    "lists",
+    is_flag=True,
+    help="List the reports; of NAME, say how many results are there, and how long the rest takes.",
 )
 @tracebacks
 def report(
@@ -72,12 +75,10 @@ def report(
     interrupted.
     """
     if lists:
-        if name is not None:
-            raise click.UsageError(f"--list lists all reports: leave out {name}")
         with importing():
-            from pipebench.report.listing import listed
+            from pipebench.report.listing import listed, what_is_there
 
-        for line in listed():
+        for line in listed() if name is None else what_is_there(name):
             click.echo(printable(line))
         return 0
     if name is None:

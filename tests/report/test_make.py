@@ -211,9 +211,11 @@ def test_reports_are_listed_with_what_is_there(make: Make, monkeypatch: pytest.M
     )
     code, said = make("--list")
     assert code == 0
-    assert said.splitlines() == ["small  A small table", "       3 rows, 0 of 12 results, the rest takes about 18.0 s"]
+    assert said.splitlines() == ["small    3 rows  A small table"]
+    there = "3 rows, 0 of 12 results, the rest takes about 18.0 s"
+    assert make("--list", "small") == (0, f"A small table\n{there}\n")
     assert make("small", "--only", "first", "--out", "there")[0] == 0
-    assert "3 rows, 4 of 12 results, the rest takes about 12.0 s" in make("--list")[1]
+    assert "3 rows, 4 of 12 results, the rest takes about 12.0 s" in make("--list", "small")[1]
     assert "4 recorded in MLflow" in make("small", "--only", "first", "--out", "there")[1]
 
 
@@ -221,7 +223,7 @@ def test_reports_are_listed_with_what_is_there(make: Make, monkeypatch: pytest.M
     ("words", "message"),
     [
         ([], "name a report, for example"),
-        (["--list", "small.yaml"], "--list lists all reports: leave out small.yaml"),
+        (["--list", "smal.yaml"], "no such report"),
         (["small.yaml", "--only", ","], "--only: got ',', allowed are names of rows or patterns"),
         (["small.yaml", "--only", "second"], "--only: got 'second', allowed are first, m8, m16, or patterns"),
         (["small.yaml", "--engine", "simulate"], "--engine: got 'simulate', allowed are .*did you mean 'simulated'"),
