@@ -60,4 +60,4 @@ def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
     record = recorded(tmp_path)
     (after,) = record["runs"]
     assert (after["id"], after["status"]) == (before["id"], "FINISHED")
-    assert [samples for samples, _ in record["metrics"]["top1"]] == [4000 * (each + 1) for each in range(epochs)]
+    assert [samples for samples, _ in record["metrics"]["curves/top1"]] == [4000 * (each + 1) for each in range(epochs)]
