@@ -53,9 +53,13 @@ Train = Callable[[Progress, OnPoint], tuple[RunResult, Timeline]]
 
 
 def run_title(request: RunRequest, job: Job) -> str:
-    """Return what MLflow calls a run: `pipedream straight, seed 0`, in a sweep with what varies."""
+    """Return what MLflow calls a run: `pipedream straight, seed 0`, in a sweep with what varies.
+
+    Of the many runs that are made for something else it says first which one of them it is.
+    """
     recipe, varied = job.recipe, request.loaded.varied_name
-    return ", ".join(filter(None, (f"{recipe.parallelism.mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}")))
+    told = filter(None, (f"{recipe.parallelism.mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
+    return f"{request.name}: {', '.join(told)}" if request.suite.brief else ", ".join(told)
 
 
 def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import yaml
 from pipebench.cli.main import cli
 from pipebench.report import catalog, collect
 from pipebench.report.recipes import Asked
+from pipebench.tracking.results import find_runs
 from tests.report.conftest import RECIPE, Write, changed
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,8 @@ def test_what_has_run_is_not_run_again(make: Make, ran: list[str], monkeypatch: 
     assert ran == ["first dp ideal", "first dp slow", "first straight ideal", "first straight slow"]
     page = Path("rendered/small/report.md").read_text()
     assert page.startswith("`pipebench report small.yaml --only first`")
+    (recorded,) = find_runs(["first straight, slow: pipedream straight, seed 0"], [])
+    assert recorded.result.plan == "straight"
 
     code, said = make("small.yaml", "--only", "first")
     assert code == 0
