@@ -15,7 +15,7 @@ from pipebench.planner.cost_models import CostModel
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.schedule.modes import Mode
+from pipebench.schedule.modes import SWAP, Mode
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
@@ -117,7 +117,8 @@ def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile])
     loads = tuple(
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
-    return replace(pipeline, edges=edges, loads=loads)
+    swaps = tuple(index for index, stage in enumerate(plan.stages) if SWAP in stage.memory)
+    return replace(pipeline, edges=edges, loads=loads, swaps=swaps)
 
 
 def course_of(
