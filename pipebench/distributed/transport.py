@@ -257,7 +257,7 @@ def channels_of(setup: Setup) -> Iterator[Channel]:
         returning[edge.source, edge.target] = edge.has_gradient
     if setup.repartitions:  # layers may move anywhere: what crosses then is not known yet
         stages = range(pipeline.num_stages)
-        returning = {edge: True for edge in itertools.combinations(stages, 2)}
+        returning = dict.fromkeys(itertools.combinations(stages, 2), True)
     for (source, target), has_gradient in sorted(returning.items()):
         units = range(pipeline.replicas[source] * pipeline.replicas[target])
         pairs = {(pipeline.worker(source, unit), pipeline.worker(target, unit)) for unit in units}
