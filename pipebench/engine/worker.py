@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipebench.checkpoint.handover import Claim
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.clipping import clipped, gradient_norm
@@ -17,7 +18,7 @@ from pipebench.engine.feed import Feed
 from pipebench.engine.prediction import AS_IT_IS, Move
 from pipebench.engine.protocols import Collectives, Transport, UnitLoss
 from pipebench.engine.replica import Replica, Values
-from pipebench.engine.replica_state import restore, state_of
+from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight, share_of
 from pipebench.engine.structure import CrossingError, flatten
@@ -26,7 +27,7 @@ from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT
+from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, SWAP_IN, SWAP_OUT
 
 Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's tensors
 _SCALE = -1  # in the place of a layer: the one number that these gradients are multiplied by, if they are
@@ -44,6 +45,7 @@ class Worker:
         replicas: its replica of every stage it has, by stage.
         replica_index: which replica of its stages it is.
         peak_bytes: the most bytes that they have held together.
+        host_peak_bytes: likewise on the host, of layers that are swapped.
     """
 
     def __init__(self, setup: Setup, index: int) -> None:
@@ -65,7 +67,7 @@ class Worker:
             )
             for stage in setup.pipeline.stages_of(index)
         }
-        self.peak_bytes = 0
+        self.peak_bytes = self.host_peak_bytes = 0
         self._note_memory()
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
         self._handlers: dict[Op, Callable[[Instruction, Transport, Collectives], UnitLoss | None]] = {
@@ -78,6 +80,8 @@ class Worker:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_GRADIENT: self._send_gradient,
+            Op.SWAP_OUT: self._swap_out,
+            Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
@@ -230,6 +234,16 @@ class Worker:
         if self._feed.size(it.number) > 0:
             transport.send(GRADIENT, it.number, it.stage, it.peer, self._gradient_for(it.stage, it.number, it.peer))
 
+    def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            transport.copied(SWAP_OUT, self.replicas[it.stage].swap_out(it.number))
+            self._note_memory()
+
+    def _swap_in(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            transport.copied(SWAP_IN, self.replicas[it.stage].swap_in(it.number))
+            self._note_memory()
+
     def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]
         if it.reduce >= 0:  # no backward of the round ran here
@@ -319,6 +333,19 @@ class Worker:
         """Go on from a checkpoint of the whole model, taken under any plan."""
         for stage, replica in self.replicas.items():
             restore(replica, state, self._shares[stage])
+
+    def held(self) -> ModelState:
+        """Return all that this worker holds of the model's state at a drain: references, not copies."""
+        return ModelState.merge(held_by(replica, self._shares[stage]) for stage, replica in self.replicas.items())
+
+    def claim(self) -> Claim:
+        """Return what this worker needs of a model's state."""
+        shares = self._shares
+        return Claim(
+            frozenset(shares[stage].names[n] for stage, replica in self.replicas.items() for n in names_in(replica)),
+            frozenset(path for replica in self.replicas.values() for path in replica.stage.stateful),
+            next(iter(shares.values())),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what `Replica.tensors` does of the stages that this worker speaks for."""
@@ -445,6 +472,7 @@ class Worker:
 
     def _note_memory(self) -> None:
         self.peak_bytes = max(self.peak_bytes, sum(replica.live_bytes() for replica in self.replicas.values()))
+        self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self.replicas.values()))
 
 
 def training_feed(setup: Setup, first: int, num_minibatches: int) -> tuple[Feed, list[float] | None]:
