@@ -71,7 +71,7 @@ OVERRIDES = [
         "parallelism.vpipe.moves: got .* with mode auto, which plans every mode: allowed is null",
     ),
     (
-        "parallelism={mode: interleaved, plan: straight, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [head]}]}}",
+        "parallelism={mode: interleaved, plan: straight, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [x]}]}}",
         "parallelism.vpipe.moves: layers move between workers that have one stage each",
     ),
     ("parallelism.vpipe={}", None),

@@ -75,7 +75,9 @@ def test_a_run_goes_on_under_the_cuts_it_asks_for() -> None:
     result, weights = run(job(WRITTEN))
     expected, moved = by_hand(job(None), [5, 7, 12, 14, 21, 24], {5: [4, 5], 12: [1, 6]})
     assert same(weights, expected)
-    assert [point.samples for point in result.points] == [7 * 4, 46 + 8, 46 + 36, 92], "evaluations stay where they were"
+    assert [point.samples for point in result.points] == [7 * 4, 46 + 8, 46 + 36, 92], (
+        "evaluations stay where they were"
+    )
     assert [(each.minibatch, each.was, each.cuts) for each in result.moves] == [
         (5, ("body_2", "body_4"), ("body_4", "body_5")),
         (12, ("body_4", "body_5"), LAST),
@@ -151,7 +153,7 @@ def test_policies_are_kept_with_the_cuts() -> None:
     [
         ([{"at": {"minibatches": 5}, "cuts": ["body_4"]}], r"moves\[0\].cuts: got 1, allowed are 2"),
         ([{"at": {"minibatches": 5}, "cuts": ["body_4", "body_x"]}], r"moves\[0\]: .*no layer 'body_x'"),
-        ([{"at": {"minibatches": 5}, "cuts": ["body_4", "body_4"]}], r"moves\[0\]: every stage needs at least one layer"),
+        ([{"at": {"minibatches": 5}, "cuts": ["body_4", "body_4"]}], r"moves\[0\]: every stage needs at least one"),
         ([WRITTEN[1], WRITTEN[0]], r"moves\[1\].at: got minibatch 5, allowed is one after 12, ascending"),
     ],
 )  # fmt: skip
