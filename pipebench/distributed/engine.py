@@ -30,7 +30,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, scale_metrics, training_feed
+from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_feed
 from pipebench.errors import DivergedError
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
 from pipebench.schedule.programs import forward_programs, programs
@@ -220,7 +220,7 @@ class DistributedEngine:
         if facts is not None:
             self.meter.restore(facts["meter"])
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
-            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"])
+            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"], *host_peaks(facts))
             for serving in self._collectives.serving.values():
                 serving.server.segments = [*facts["pushes"]]
 
@@ -237,6 +237,7 @@ class DistributedEngine:
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
             "peak_bytes": [self.worker.peak_bytes],
             "weight_versions_max": [self.worker.versions_max],
+            "host_peak_bytes": [self.worker.host_peak_bytes],
             "pushes": [
                 asdict(pushes) for serving in self._collectives.serving.values() for pushes in serving.server.segments
             ],

@@ -26,7 +26,7 @@ from pipebench.train.checkpointing import (
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves, TrainingLoss
 from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
-from pipebench.train.metrics import EarlierWorkers, describe, recipe_notes, run_metrics, stage_rows, sum_facts
+from pipebench.train.metrics import EarlierWorkers, describe, run_metrics, run_notes, stage_rows, sum_facts
 from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
@@ -232,7 +232,7 @@ class TrainingLoop:
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(self._job, facts), workers=measured.workers,
-            notes={**recipe_notes(self._job), **measured.notes}, pushes=tuple(facts["pushes"]),
+            notes={**run_notes(self._job, facts), **measured.notes}, pushes=tuple(facts["pushes"]),
         )  # fmt: skip
         return result, measured.timeline
 

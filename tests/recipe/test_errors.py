@@ -49,6 +49,15 @@ OVERRIDES = [
         "parallelism={mode: auto, plan: auto, recompute_layers: [head]}",
         r"parallelism.recompute_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
     ),
+    ("parallelism.swap_layers=head", "parallelism.swap_layers: got 'head', allowed is a list of text or null"),
+    (
+        "parallelism={mode: auto, plan: auto, swap_layers: [head]}",
+        r"parallelism.swap_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
+    ),
+    (
+        "parallelism={mode: zero-bubble, plan: straight, swap_layers: [head]}",
+        r"parallelism.swap_layers: got \['head'\] with backward split, whose weight parts keep what the layers read",
+    ),
     ("parallelism.recompute=off!", "parallelism.recompute: got 'off!', allowed is true or false or null"),
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),
