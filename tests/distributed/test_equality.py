@@ -89,6 +89,10 @@ TWO = {
     "swapped, dp": Case("skip", (), (2,), {"memory": SOME, "weights": "one", "depth": 1, "accumulate": 2}),
     "swapped, a named tuple of torch's crosses": Case("structures", (5,), (1, 1), {"memory": ["swap"] * 20}),
     "swapped, two chunks": Case("conv", (2, 4, 6), (1,) * 4, INTERLEAVED | {"memory": SOME, "microbatches": 4}),
+    "cut anew": Case("conv", (4,), (1, 1), {"recompute": {3, 4, 5}}, (7, 5, 6), recuts=((2,), (6,))),
+    "cut anew, sockets": Case("skip", (4,), (1, 1), {}, (7, 5, 6), shares_memory=False, recuts=((7,), (2,))),
+    "cut anew, a flush": Case("conv", (4,), (1, 1), {"weights": "one", "microbatches": 3}, recuts=((2,),)),
+    "cut anew, bf16": Case("conv", (4,), (1, 1), {"precision": "bf16"}, recuts=((2,),)),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
 }
 THREE = {
@@ -102,7 +106,9 @@ THREE = {
     "three stages, beyond NOAM, flush": Case(
         "conv", (3, 6), (1, 1, 1), {"depth": 5, "weights": "one", "microbatches": 4}
     ),
+    "three stages, cut anew, both ways": Case("skip", (3, 6), (1, 1, 1), {}, (7, 5, 6), recuts=((1, 8), (5, 6))),
     "2-1": Case("conv", (4,), (2, 1)),
+    "2-1, cut anew": Case("conv", (4,), (2, 1), {}, (7, 5, 6), recuts=((2,), (6,))),
     "2-1, beyond NOAM": Case("skip", (4,), (2, 1), {"depth": 4}, segments=(13, 5)),
     "1-2": Case("skip", (4,), (1, 2)),
     "three stages, predicted": Case("skip", (3, 6), (1, 1, 1), {"weights": "predict"}),
