@@ -243,7 +243,7 @@ class DistributedEngine:
             state = ModelState.merge([state, moved])
             self._note_migration(self._ranks.index(rank), state_bytes(moved), start_s)
         self.worker.restore(state)
-        self.worker.recall(old.peak_bytes, old.versions_max)
+        self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self._collectives = self._connected()
         self.turn_to("")
         self.settle()

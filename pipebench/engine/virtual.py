@@ -156,7 +156,7 @@ class VirtualEngine:
                 messages.append(self._migrate(giver, worker.index, state_bytes(moved)))
                 state = ModelState.merge([state, moved])
             worker.restore(state)
-            worker.recall(old.peak_bytes, old.versions_max)
+            worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self._arrive(messages)
 
     def restore(
