@@ -33,6 +33,7 @@ from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_meas
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
+from pipebench.recipe.moves import asked_moves
 from pipebench.recipe.plan_file import PlanForm, form_problems, is_plan_file, load_plan
 from pipebench.recipe.push_order import load_push_order
 from pipebench.recipe.schema import LARGEST, LossScaleRecipe, ParallelismRecipe, Recipe, TrainRecipe
@@ -47,6 +48,7 @@ from pipebench.simulate.memory import stage_memories
 from pipebench.train.kept_plan import ANEW, kept_plan
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
+from pipebench.train.moves import PlannedMove, planned_moves
 from pipebench.train.request import plan_request, samplers, travelling_sizes, whole_minibatches
 from zoo.plain import seeded
 from zoo.registry import Dataset
@@ -65,6 +67,7 @@ class Job:
         setup: what the engine takes.
         comparison: the modes that were compared, if the recipe left the mode to the planner.
         left_over: samples of an epoch that aren't run, since the profile has times of whole minibatches only.
+        moves: plans that the recipe asks for while it goes on.
     """
 
     recipe: Recipe
@@ -72,6 +75,7 @@ class Job:
     setup: Setup
     comparison: Comparison | None = None
     left_over: int = 0
+    moves: tuple[PlannedMove, ...] = ()
 
     @property
     def profile(self) -> Profile:
@@ -172,8 +176,11 @@ def prepare(
         loss_scale=(recipe.train.loss_scale or LossScaleRecipe()) if _scales(recipe.train) else None,
         push_order=_order_of_pushes(recipe.parallelism, pipeline),
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
+        repartitions=recipe.parallelism.moves,
     )
-    return Job(recipe, cluster, setup, comparison, known.left_over)
+    vpipe = recipe.parallelism.vpipe
+    moves = planned_moves(asked_moves(vpipe.moves), setup) if vpipe is not None else ()
+    return Job(recipe, cluster, setup, comparison, known.left_over, moves)
 
 
 def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipebench.schedule.pushes import Pushes
+from pipebench.schedule.repartitions import Repartition
 from pipebench.typed_json import Number
 
 # What the seeds of a recipe are summed up by, beside the best scores.
@@ -52,6 +53,7 @@ class RunResult:
         pushes: without waiting for all replicas, the order in which a server applied their gradients; kept apart from
             the rest once it is recorded, since it grows with the run.
         varied: of a run of a sweep, the keys that vary, full key to text; else empty.
+        moves: where the stages were cut anew while it went on; kept apart from the rest once it is recorded.
         notes: a sentence each on numbers that need one, by the fact in the summary that it stands beside.
     """
 
@@ -72,6 +74,7 @@ class RunResult:
     varied: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     pushes: tuple[Pushes, ...] = ()
+    moves: tuple[Repartition, ...] = ()
 
     @property
     def exit_code(self) -> int:
