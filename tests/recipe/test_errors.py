@@ -49,6 +49,10 @@ OVERRIDES = [
         "parallelism={mode: auto, plan: auto, recompute_layers: [head]}",
         r"parallelism.recompute_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
     ),
+    (
+        "parallelism={mode: pipedream, plan: straight, swap_layers: [head], vpipe: {}}",
+        r"parallelism.swap_layers: got \['head'\] beside vpipe, which chooses layer by layer: allowed is null, or vpipe",
+    ),
     ("parallelism.swap_layers=head", "parallelism.swap_layers: got 'head', allowed is a list of text or null"),
     (
         "parallelism={mode: auto, plan: auto, swap_layers: [head]}",
@@ -84,6 +88,27 @@ OVERRIDES = [
         "parallelism.vpipe.moves: layers move between workers that have one stage each",
     ),
     ("parallelism.vpipe={}", None),
+    (
+        "parallelism={mode: dp, plan: auto, vpipe: {swap: false}}",
+        "parallelism.vpipe.recompute: got true in mode dp, .*: allowed is false, or mode model or hybrid or gpipe",
+    ),
+    (
+        "parallelism={mode: gpipe, backward: split, vpipe: {swap: false}}",
+        "parallelism.vpipe.recompute: got true in mode gpipe, .*: allowed is false, or chunks: 1 and backward: whole",
+    ),
+    (
+        "parallelism={mode: auto, plan: auto, vpipe: {recompute: true}}",
+        "parallelism.vpipe: got a mapping with mode auto, which takes rows as they are: allowed is null",
+    ),
+    (
+        "parallelism={mode: gpipe, recompute: true, vpipe: {swap: false}}",
+        "parallelism.recompute: got true beside vpipe, which chooses layer by layer: allowed is null, or vpipe with",
+    ),
+    (
+        "parallelism={mode: gpipe, recompute_layers: [head], vpipe: {swap: false}}",
+        r"parallelism.recompute_layers: got \['head'\] beside vpipe, which chooses layer by layer: allowed is null",
+    ),
+    ("parallelism.vpipe={swap: 3}", "parallelism.vpipe.swap: got 3, allowed is true or false"),
     ("parallelism.recompute=off!", "parallelism.recompute: got 'off!', allowed is true or false or null"),
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),
