@@ -51,7 +51,7 @@ OVERRIDES = [
     ),
     (
         "parallelism={mode: pipedream, plan: straight, swap_layers: [head], vpipe: {}}",
-        r"parallelism.swap_layers: got \['head'\] beside vpipe, which chooses layer by layer: allowed is null, or vpipe",
+        r"parallelism.swap_layers: got \['head'\] beside vpipe, which chooses layer by layer: allowed is null",
     ),
     ("parallelism.swap_layers=head", "parallelism.swap_layers: got 'head', allowed is a list of text or null"),
     (
