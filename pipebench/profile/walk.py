@@ -7,7 +7,7 @@ alive what training keeps alive and no more: with more memory in use the same ad
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +121,7 @@ def walk(
         count_saved: whether to count the bytes kept for backwards; counting slows small layers down.
 
     Returns:
-        One profile per layer, then the loss.
+        One profile per layer, then the loss. What is idle costs nothing.
 
     Raises:
         ProfileError: a layer fails; names it.
@@ -168,11 +168,15 @@ def _forwards(
     can_be_split = {*splittable(root, graph.graph)}
     steps = []
     for layer in graph.layers:
+        if layer.idle:
+            steps.append(_Step(layer.name, layer.kind, {}, {}, (), ()))
+            continue
         own = {name: parameters[name] for name in layer.parameters}
         step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
         step.splits = str(layer.node.target) in can_be_split and layer.node.op == "call_module"
         step.masters = {name: exact[name] for name in own if name in exact}
-        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, kept)
+        counted = kept.counted(step, layer.index) if kept is not None else nullcontext()
+        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, counted)
         owners[layer.node] = step
         steps.append(step)
         for node in layer.node.all_input_nodes:
@@ -184,7 +188,8 @@ def _forwards(
     prediction = run_node(root, output, {node: _cut(value, loss, owners.get(node)) for node, value in env.items()})
     env.clear()
     targets = {name: samples[name] for name in dataset.targets}
-    _forward(loss, lambda: dataset.loss(prediction, targets), clock, kept)
+    counted = kept.counted(loss, len(steps)) if kept is not None else nullcontext()
+    _forward(loss, lambda: dataset.loss(prediction, targets), clock, counted)
     return [*steps, loss]
 
 
@@ -230,10 +235,10 @@ def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
     return tree_map_only(torch.Tensor, cut, value)
 
 
-def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: "_Kept | None") -> Any:
-    """Run the step's forward; `kept` counts what it keeps for its backward, if that is to be counted."""
+def _forward(step: _Step, call: Callable[[], Any], clock: Clock, counted: AbstractContextManager[Any]) -> Any:
+    """Run the step's forward, in a context that counts what it keeps for its backward, if that is to be counted."""
     try:
-        with kept.counted(step) if kept is not None else nullcontext():
+        with counted:
             value, step.forward_s = clock(call)
     except Exception as error:  # any module of the user's may raise anything
         raise ProfileError(_failed(step, "forward", error), step.name) from error
@@ -258,11 +263,9 @@ class _Kept:
 
     def __init__(self, there: Iterable[torch.Tensor]) -> None:
         self._holders: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in there}
-        self._num_steps = 0
 
-    def counted(self, step: _Step) -> torch.autograd.graph.saved_tensors_hooks:
-        """Count what the forward of the next step keeps."""
-        index, self._num_steps = self._num_steps, self._num_steps + 1
+    def counted(self, step: _Step, index: int) -> torch.autograd.graph.saved_tensors_hooks:
+        """Count what the forward of a step keeps, the layer of that index or, after all of them, the loss."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
