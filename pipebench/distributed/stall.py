@@ -20,6 +20,8 @@ _UNIT_WORDS = {
     Op.SEND_GRADIENT: "sends the gradient of {unit} to worker {peer}",
     Op.PUSH: "pushes the gradient of {unit} to the server",
     Op.PULL: "pulls weights of the server, up to {unit}",
+    Op.SWAP_OUT: "copies what it saved of {unit} to the host",
+    Op.SWAP_IN: "copies what it saved of {unit} back from the host",
 }
 _ROUND_WORDS = {
     Op.WAIT_ALL_REDUCE: "waits for the all-reduce of {round} with {others}",

@@ -38,7 +38,7 @@ from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, co
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, Transfer
+from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, PCIE, Transfer
 
 _TAGS = {ACTIVATION: 2, GRADIENT: 4}  # each and the next one, for what is too large; further edges have further ones
 _TAGS_OF_EDGE = 4
@@ -209,6 +209,10 @@ class ChannelTransport:
         )  # fmt: skip
         self.stall_s += max(0.0, message.arrived_s - max(start_s, message.sent_s))
         return message.values
+
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Count bytes between this worker's device and its host."""
+        self._num_bytes[kind, PCIE] += num_bytes
 
     def flush(self) -> None:
         """Wait until everything sent has left.

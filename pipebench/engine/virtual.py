@@ -34,7 +34,7 @@ from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Measured, Meter, fractions
 from pipebench.simulate.network import Message, Network
 from pipebench.simulate.simulation import Event, Simulation
-from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION
+from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION, PCIE
 
 _LOG = logging.getLogger("pipebench.engine")
 
@@ -304,6 +304,10 @@ class _Mailbox:
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Return what was sent; the clock has seen to it that it has arrived."""
         return self._mail.pop((kind, unit, source, target))
+
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Count bytes between a device and its host."""
+        self._num_bytes[kind, PCIE] += num_bytes
 
 
 class _Rings:

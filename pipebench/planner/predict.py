@@ -15,7 +15,7 @@ from pipebench.planner.cost_models import CostModel
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.schedule.modes import Mode
+from pipebench.schedule.modes import SWAP, Mode
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
@@ -105,6 +105,7 @@ def make_pipeline(
     return Pipeline(
         plan.replicas, edges, mode.order, mode.flush, plan.depth, microbatches, accumulate, loads, shares_norm,
         weights=mode.weights, chunks=plan.chunks, sync=mode.sync, backward=mode.backward,
+        swaps=tuple(index for index, stage in enumerate(plan.stages) if SWAP in stage.memory),
     )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ class Op(enum.IntEnum):
     BACKWARD_WEIGHT = 11
     PUSH = 12
     PULL = 13
+    SWAP_OUT = 14
+    SWAP_IN = 15
 
 
 _LETTERS = {
@@ -40,10 +42,14 @@ _LETTERS = {
     Op.BACKWARD_WEIGHT: "BW",
     Op.PUSH: "PUSH",
     Op.PULL: "PULL",
+    Op.SWAP_OUT: "SO",
+    Op.SWAP_IN: "SI",
 }
 # A backward in one piece or the two parts of one, and what a stage is done with a unit after.
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+# Copies between a device and its host: begun in turn, and over when they are.
+COPIES = (Op.SWAP_OUT, Op.SWAP_IN)
 _OPS = {letters: op for op, letters in _LETTERS.items()}
 _TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:([<>])(\d+))?(?:\+(\d+))?(?:@(\d+))?(?:~(-?\d+))?")
 
@@ -78,7 +84,8 @@ class Instruction(NamedTuple):
 
         `2F3@1` is the forward of unit 3 at stage 2 with version 1, `0SA3>1` sends its activation to stage 1, `1RA3<0`
         receives it there, `0B3+1@1` starts all-reduce 1, `0U1@2` makes update 1. `0BI3@1` is the input part of
-        a backward, `0BW3@1` its weight part. `0F3@1~2` predicts from version 1 what the weights are 2 updates later,
+        a backward, `0BW3@1` its weight part. `0SO3` copies what is saved of unit 3 to the host, `0SI3` back.
+        `0F3@1~2` predicts from version 1 what the weights are 2 updates later,
         `0B3@3~-2` takes version 3 back by 2.
         """
         arrow = ">" if self.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) else "<"

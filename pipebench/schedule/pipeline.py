@@ -56,6 +56,7 @@ class Pipeline:
         sync: how replicas of a stage agree, a name in `syncs.SYNCS`.
         backward: how a backward runs: `whole`, or `split` into its input part, whose gradients leave at once, and its
             weight part.
+        swaps: stages that keep a part of what they save of a unit on the host, between its forward and backward.
     """
 
     replicas: tuple[int, ...]
@@ -71,6 +72,7 @@ class Pipeline:
     chunks: int = 1
     sync: str = ALL_REDUCE
     backward: str = WHOLE
+    swaps: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:

@@ -6,14 +6,15 @@ passes a worker runs; here they get what belongs to them: messages, all-reduces,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
-from pipebench.schedule.instructions import ENDS, Instruction, Op
+from pipebench.schedule.instructions import COPIES, ENDS, Instruction, Op
 from pipebench.schedule.orders import order_of
-from pipebench.schedule.passes import forwards
+from pipebench.schedule.passes import Pass, forwards
 from pipebench.schedule.pipeline import SPLIT, Pipeline
+from pipebench.schedule.swaps import with_copies
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
@@ -55,12 +56,14 @@ def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
 def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
     """Pass after pass, with an update of a stage after the last backward of a round, or of all stages at a flush."""
     stages = {stage: _StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
-    passes, minibatch = order_of(p.order).passes, p.minibatch
+    minibatch = p.minibatch
     for units in _between_flushes(p, num_minibatches):
-        for stage, op, unit in passes(p, worker, units):
+        for stage, op, unit in _passes(p, worker, units):
             program = stages[stage]
             if op is Op.FORWARD:
                 yield program.forward(unit, *program.read(minibatch(unit)[0], unit))
+            elif op in COPIES:
+                yield [Instruction(op, stage, unit)]
             else:
                 yield program.backward(op, unit)
                 if program.left == 0 and not p.flushes:
@@ -79,15 +82,22 @@ def _pushing_program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator
     """
     (stage,) = p.stages_of(worker)
     program = _StageProgram(p, stage, worker, num_minibatches)
-    passes = order_of(p.order).passes(p, worker, range(num_minibatches))
-    for index, (_, op, unit) in enumerate(passes):
+    for index, (_, op, unit) in enumerate(_passes(p, worker, range(num_minibatches))):
         if op is Op.FORWARD:
             pull = [Instruction(Op.PULL, stage, unit)] if index > 0 else []
             yield pull + program.forward(unit, *program.read(unit, unit))
+        elif op in COPIES:
+            yield [Instruction(op, stage, unit)]
         else:
             yield [Instruction(op, stage, unit), Instruction(Op.PUSH, stage, unit)]
     if num_minibatches > 0:
         yield [Instruction(Op.PULL, stage, num_minibatches - 1, version=num_minibatches)]
+
+
+def _passes(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
+    """Return a worker's passes between two flushes, and what it copies to its host and back."""
+    passes = order_of(p.order).passes(p, worker, units)
+    return with_copies(passes, p.swaps) if p.swaps else passes
 
 
 def _between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int]]:
