@@ -33,7 +33,7 @@ from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REA
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import read, write
-from tests.support import Blobs, Mlp, flat_cluster, make_setup, unit_profile
+from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
 class Silent:
@@ -74,8 +74,7 @@ def recipe(**train: Any) -> Recipe:
 
 def prepared(given: Recipe, lr: float = 0.1, plan: Any = ([4], [2, 1]), num_train: int = 46) -> Job:
     setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=num_train), lr=lambda stage, before, own: lr)
-    profile = unit_profile(setup.graph, setup.dataset, range(1, setup.sampler.minibatch_size + 1))
-    return Job(given, flat_cluster(4), profile, setup)
+    return Job(given, flat_cluster(4), setup)
 
 
 def train(given: Job, progress: Silent | None = None) -> tuple[RunResult, Timeline, list[Point]]:
