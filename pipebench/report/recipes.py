@@ -62,7 +62,6 @@ class _Loader:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._folder = report.path.absolute().parent
-        self._names = recipe_names()
         self._loaded: dict[tuple[str, ...], LoadedRecipe | RecipeError] = {}
         self._told: dict[str, Fault] = {}
         self._clusters: set[str] = set()  # that the recipes are on, before columns change them
@@ -77,7 +76,7 @@ class _Loader:
         kind = run.engine if engine is None or run.same else engine
         key = f"rows.{row.name}.runs.{name}"
         try:
-            path = find(run.words[0], self._names, self._folder) if run.words else None
+            path = find(run.words[0], recipe_names, self._folder) if run.words else None
             if path is None or path.is_dir():
                 raise RecipeError([Fault(display(path or self._folder), "", "is a folder; one recipe is needed")])
             beside = os.path.exists(self._folder / run.words[0])

@@ -285,7 +285,7 @@ class TestCatalog:
 
     def test_what_is_here_comes_first(self, write: Write) -> None:
         write(VALID, "quickstart")
-        assert find("quickstart", []) == Path("quickstart")
+        assert find("quickstart", list) == Path("quickstart")
 
 
 def test_paths_in_a_recipe_are_seen_from_its_file(write: Write) -> None:
