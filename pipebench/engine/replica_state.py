@@ -98,9 +98,7 @@ def _as_cut(replica: Replica, share: Share) -> ModelState:
     return ModelState(parameters=parameters, buffers={n: t for n, t in idle.items() if n not in parameters})
 
 
-def _shelved(
-    replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share
-) -> ModelState:
+def _shelved(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
     """Return copies of what a state holds of the layers that are left out.
 
     Raises:

@@ -8,7 +8,6 @@ import copy
 import fnmatch
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -47,7 +46,7 @@ def find_cells(graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, S
     exits = _exits(graph.graph)
     found: dict[str, Cell] = {}
     for pattern in patterns:
-        names = [name for name in exits if _matches(name, pattern)]
+        names = [name for name in exits if named(name, pattern)]
         if not names:
             raise GraphError(
                 f"search.cells: no module of the model that is given a value and puts one out is called {pattern!r}"
@@ -79,6 +78,12 @@ def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Te
     return {name: copy.deepcopy(tensor) for name, tensor in idle.items() if id(tensor) not in there}
 
 
+def named(name: str, pattern: str) -> bool:
+    """Return whether a pattern stands for a qualified name: each of its parts between dots for one of the name's."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
 def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping[str, Sequence[str]]) -> Cell:
     """Return a module as a cell, once sure that it can be left out."""
     why = f"search.cells: {name} of the model can't be left out: "
@@ -95,14 +100,10 @@ def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping
         raise GraphError(f"{why}it carries a state from minibatch to minibatch, which would be lost meanwhile")
     passes = next((given for given in last.meta[CALLS][name] if forms.get(given) == forms[last.name]), None)
     if passes is None:
-        raise GraphError(f"{why}nothing that it is given has the shape of what it puts out, {', '.join(forms[last.name])}")
+        shape = ", ".join(forms[last.name])
+        raise GraphError(f"{why}nothing that it is given has the shape of what it puts out, {shape}")
     layers = tuple(layer.index for layer in graph.layers if name in _modules_around(layer.node))
     return Cell(name, layers, passes)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _exits(graph: fx.Graph) -> dict[str, list[fx.Node]]:

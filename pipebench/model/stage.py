@@ -138,9 +138,7 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     evaluation = cut(graph.evaluated, there, evaluated.crossings, memory=None)
     own = plan.stages[index]
     policies = {
-        i: policy
-        for i, policy in zip(range(own.start, own.stop), own.memory, strict=True)
-        if not graph.layers[i].idle
+        i: policy for i, policy in zip(range(own.start, own.stop), own.memory, strict=True) if not graph.layers[i].idle
     }
     trains = cut(graph, [*policies], plan.crossings, memory=[*policies.values()])
     return replace(trains, idle=idle_tensors(graph, own.start, own.stop), evaluation=evaluation)

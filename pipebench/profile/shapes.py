@@ -35,7 +35,8 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
         ProfileError: a layer can't be run without data; names it.
     """
     values = _values(graph, dataset, num_samples)
-    return {layer.index: sum(t.nbytes for t in _tensors(values[layer.node])) for layer in graph.layers if not layer.idle}
+    there = (layer for layer in graph.layers if not layer.idle)
+    return {layer.index: sum(tensor.nbytes for tensor in _tensors(values[layer.node])) for layer in there}
 
 
 def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[str, tuple[str, ...]]:

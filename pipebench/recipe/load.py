@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
-from pipebench.recipe import rules_named, rules_training, rules_zoo  # noqa: F401 # for the rules that they register
+from pipebench.recipe import rules_named, rules_search, rules_training, rules_zoo  # noqa: F401 # for the rules that they register
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.extending import chain
@@ -352,8 +352,8 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths that are seen from their recipe's folder absolute, so that the recipe means the same anywhere."""
     named = (("parallelism", name) for name in ("plan", "order", "push_order"))
-    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), *named):
-        section, leaf = resolved[key[0]], found.get(key)
+    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("search", "trace"), *named):
+        section, leaf = resolved.get(key[0]), found.get(key)
         given = section.get(key[1]) if isinstance(section, dict) else None
         if leaf is not None and isinstance(given, str) and "." in given:
             beside = os.path.join(leaf.folder, given)

@@ -20,9 +20,9 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, Progress
-from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
+from pipebench.train.searching import loop_for
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.train.watch import Watch
@@ -98,7 +98,7 @@ class VirtualRuns(EngineRuns):
 
             def train(progress: Progress, on_point: OnPoint) -> tuple[RunResult, Timeline]:
                 with stopping_on_signals(stop):
-                    return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
+                    return loop_for(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
             result = recorder.record(train)
         if result.outcome == INTERRUPTED and folder.made is not None:

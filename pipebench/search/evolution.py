@@ -70,6 +70,13 @@ class Individual:
         return self.scores[-1]
 
 
+def fittest(among: Sequence[Individual], *, larger_is_better: bool) -> Individual | None:
+    """Return the fittest of those that have a score; of equals, the first; None if nobody has one."""
+    sign = -1.0 if larger_is_better else 1.0
+    scored = (each for each in among if each.scores)
+    return min(scored, key=lambda each: (sign * each.fitness, each.number), default=None)
+
+
 class Evolution:
     """A search that goes on with every score that it is told.
 
@@ -93,11 +100,15 @@ class Evolution:
     @property
     def best(self) -> Individual | None:
         """The fittest of all that have a score; of equals, the first."""
-        scored = [each for each in self.individuals if each.scores]
-        return self._fittest(scored) if scored else None
+        return fittest(self.individuals, larger_is_better=self._rules.larger_is_better)
 
-    def tell(self, score: float) -> None:
-        """Take the current individual's score after another period; it is trained on, or another one's turn comes."""
+    def tell(self, score: float, done: int) -> None:
+        """Take the current individual's score after another period; it is trained on, or another one's turn comes.
+
+        Args:
+            score: that.
+            done: minibatches of the run so far, which evolution doesn't ask for.
+        """
         told = replace(self.current, scores=(*self.current.scores, score))
         self.individuals[-1] = told
         if self._gets_over(told):
@@ -135,7 +146,8 @@ class Evolution:
         draws = _Draws(self._rules.seed, "cells", number)
         if number < self._rules.population:
             return Individual(number, None, self._random(draws))
-        parent = self._fittest(self._tournament("parent", number))
+        parent = fittest(self._tournament("parent", number), larger_is_better=self._rules.larger_is_better)
+        assert parent is not None
         cells = set(parent.cells)
         changed: set[int] = set()
         for _ in range(self._rules.mutations):
@@ -158,9 +170,6 @@ class Evolution:
     def _tournament(self, what: str, number: int) -> list[Individual]:
         draws = _Draws(self._rules.seed, what, number)
         return [self.individuals[draws.one_of(self.population)] for _ in range(self._rules.tournament)]
-
-    def _fittest(self, among: Sequence[Individual]) -> Individual:
-        return min(among, key=lambda each: (self._badness(each), each.number))
 
     def _badness(self, each: Individual) -> float:
         return -each.fitness if self._rules.larger_is_better else each.fitness

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pipebench.checkpoint.state import ModelState
+from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.simulate.meter import Measured
 from pipebench.train.result import Point
@@ -45,6 +46,13 @@ class Engine(Protocol):
 
     def exchange(self, value: Any) -> list[Any]:
         """Return what every process gives, in the order of workers; JSON."""
+
+    @property
+    def setup(self) -> Setup:
+        """What it runs now."""
+
+    def take_up(self, setup: Setup) -> None:
+        """Go on with another setup of the same model, at a drain."""
 
     def parts(self) -> Sequence[tuple[str, ModelState]]:
         """Return what this process contributes to a checkpoint, by name."""

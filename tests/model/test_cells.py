@@ -131,8 +131,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("pattern", "sentence"),
     [
-        ("wide", "search.cells: wide of the model can't be left out: nothing that it is given has the shape of what "
-                 r"it puts out, float64 \[4, 8\]"),
+        ("wide", r"nothing that it is given has the shape of what it puts out, float64 \[4, 8\]"),
         ("twice", "search.cells: twice of the model can't be left out: it is called 2 times"),
         ("peeked.0", "search.cells: peeked.0 of the model can't be left out: it is called 2 times"),
         ("head*", "search.cells: head of the model can't be left out: nothing that it is given has the shape"),

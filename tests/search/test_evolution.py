@@ -25,7 +25,7 @@ def searched(rules: Rules, periods: int, sign: float = 1.0) -> Evolution:
     evolution = Evolution(rules)
     for _ in range(periods):
         it = evolution.current
-        evolution.tell(sign * fitness(it.number, it.cells, len(it.scores) + 1))
+        evolution.tell(sign * fitness(it.number, it.cells, len(it.scores) + 1), 0)
     return evolution
 
 
@@ -61,7 +61,8 @@ def test_smaller_scores_can_be_the_better_ones() -> None:
     larger = searched(RULES, 40)
     smaller = searched(dataclasses.replace(RULES, larger_is_better=False), 40, sign=-1.0)
     assert [each.cells for each in larger.individuals] == [each.cells for each in smaller.individuals]
-    assert larger.best is not None and smaller.best is not None
+    assert larger.best is not None
+    assert smaller.best is not None
     assert larger.best.number == smaller.best.number
 
 
