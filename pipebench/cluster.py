@@ -34,6 +34,8 @@ class Level:
         p2p_bytes_per_s: the payload that one message from worker to worker gets at most; None likewise.
         connections: PER_PAIR: the values of a message share one connection, and what that gets; PER_VALUE: each has its
             own.
+        over_pcie: whether what crosses this level leaves and enters devices over the lanes to their hosts; NVLink
+            doesn't.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Level:
     ring_bytes_per_s: float | None = None
     p2p_bytes_per_s: float | None = None
     connections: str = PER_PAIR
+    over_pcie: bool = True
 
     def copy_s(self, num_bytes: float) -> float:
         """Return the seconds that one end of a message waits for its copy from, or to, its host."""
@@ -95,6 +98,8 @@ class Cluster:
         levels: innermost first.
         all_reduce: how replicas sum: RING, or TWO_LEVEL: the sums of servers (the components of the outermost level
             that joins the replicas) are formed in a ring inside each, and added up in a ring among them.
+        pcie_bytes_per_s: what a device copies to its host and, at the same time, back; None where that isn't known.
+        host_memory_bytes: memory of one host, a component of the level below the outermost; None for no limit.
     """
 
     name: str
@@ -102,6 +107,8 @@ class Cluster:
     memory_bytes: int | None
     levels: tuple[Level, ...]
     all_reduce: str = RING
+    pcie_bytes_per_s: float | None = None
+    host_memory_bytes: int | None = None
 
     @property
     def num_workers(self) -> int:

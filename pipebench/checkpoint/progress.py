@@ -83,6 +83,8 @@ class Facts(TypedDict):
     weight_versions_max: list[Count]
     busy_s: NotRequired[Amount]
     stall_s: NotRequired[Finite]
+    again_s: NotRequired[Amount]  # the first checkpoints didn't say so; so it is with the next
+    swap_stall_s: NotRequired[Finite]
     evaluation_s: NotRequired[Amount]
     meter: NotRequired[MeterState]
     pushes: NotRequired[list[Pushes]]

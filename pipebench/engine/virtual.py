@@ -33,7 +33,7 @@ from pipebench.schedule.programs import forward_programs
 from pipebench.schedule.pushes import Turns
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.meter import Measured, Meter, fractions
+from pipebench.simulate.meter import Measured, Meter, fractions, pcie_fractions
 from pipebench.simulate.network import Message, Network
 from pipebench.simulate.simulation import Event, Simulation
 from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION, MIGRATION, PCIE
@@ -77,7 +77,7 @@ class VirtualEngine:
         self._observe = observe
         self._on_loss = on_loss
         self._on_unit = on_unit
-        self._meter = meter or Meter(setup.pipeline)
+        self._meter = meter or Meter(setup.pipeline, costs=setup.costs)
         self._stop = stop or StopRequest()
         self._cut_stages(setup)
 
@@ -185,6 +185,7 @@ class VirtualEngine:
             for worker, peak_bytes, versions_max in columns:
                 worker.recall(peak_bytes, versions_max)
             self._meter.busy_s, self._meter.stall_s = facts["busy_s"], facts["stall_s"]
+            self._meter.again_s, self._meter.swap_stall_s = facts.get("again_s", 0.0), facts.get("swap_stall_s", 0.0)
             self._evaluation_s = facts["evaluation_s"]
             for server in self._rings.servers:
                 server.segments = [*facts["pushes"]]
@@ -197,6 +198,8 @@ class VirtualEngine:
             "weight_versions_max": [worker.versions_max for worker in self.workers],
             "busy_s": self._meter.busy_s,
             "stall_s": self._meter.stall_s,
+            "again_s": self._meter.again_s,
+            "swap_stall_s": self._meter.swap_stall_s,
             "evaluation_s": self._evaluation_s,
             "pushes": [asdict(pushes) for server in self._rings.servers for pushes in server.segments],
         }
@@ -204,7 +207,11 @@ class VirtualEngine:
     def measured(self, training_s: float) -> Measured:
         """Return what the workers did, on the virtual clock."""
         meter = self._meter
-        metrics = fractions(meter.busy_s, meter.stall_s, len(self.workers), training_s)
+        num_workers, swaps = len(self.workers), bool(self.setup.pipeline.swaps)
+        metrics = fractions(
+            meter.busy_s, meter.stall_s, num_workers, training_s,
+            again_s=meter.again_s, swap_stall_s=meter.swap_stall_s if swaps else None,
+        ) | pcie_fractions(self.setup.cluster, self.num_bytes, num_workers, training_s)  # fmt: skip
         return Measured(metrics, (), meter.timeline(), meter.busy_s, meter.stall_s, Counter(self.num_bytes))
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
@@ -222,6 +229,7 @@ class VirtualEngine:
         )
         lists = [admitted_program(pipeline, index, num_minibatches, admission) for index in range(len(self.workers))]
         self._rings.begin(first_minibatch)
+        self._meter.begin(self._feed.size)
         turns = Turns(self.setup.push_order.get(first_minibatch), lambda: admission.limit)
         self._play(pipeline, self.setup.costs, lists, turns)
         if admission.limit > 0:

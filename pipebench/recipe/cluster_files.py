@@ -11,8 +11,11 @@ from pipebench.recipe.extending import chain
 from pipebench.recipe.typecheck import shown
 
 LEVELS = "levels"
-KEYS = ("device", "memory", LEVELS, "max_servers", "all_reduce")
-LEVEL_KEYS = ("name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "p2p", "connections")
+KEYS = ("device", "memory", "pcie", "host_memory", LEVELS, "max_servers", "all_reduce")
+LEVEL_KEYS = (
+    "name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "p2p", "connections",
+    "over_pcie",
+)  # fmt: skip
 
 
 class Given(NamedTuple):

@@ -64,6 +64,8 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     reader, keys = _Reader(), files.keys
     device = reader.quantity(keys.at("device"), _text)
     memory = reader.quantity(keys.at("memory"), lambda value: None if value is None else parse_bytes(value))
+    pcie = reader.optional(keys.at("pcie"), parse_bandwidth, None)
+    host_memory = reader.optional(keys.at("host_memory"), parse_bytes, None)
     all_reduce = reader.optional(keys.at("all_reduce"), _one_of(ALL_REDUCES), RING)
     levels = tuple(level for level in (_level(each, reader) for each in files.levels) if level is not None)
     most, file, key = keys.at("max_servers")
@@ -75,7 +77,7 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     _check_servers(servers, most, levels, display(path))
     outermost = levels[-1]
     grown = replace(outermost, count=outermost.count * servers)
-    return Cluster(path.stem, device, memory, (*levels[:-1], grown), all_reduce)
+    return Cluster(path.stem, device, memory, (*levels[:-1], grown), all_reduce, pcie, host_memory)
 
 
 def as_text(path: Path) -> str:
@@ -97,7 +99,8 @@ def _lines(keys: Keys, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         value = keys.at(name).value
         if isinstance(value, dict):
-            given = json.dumps(value["value"]) if value["value"] is None else value["value"]
+            plain = value["value"] is None or isinstance(value["value"], bool)
+            given = json.dumps(value["value"]) if plain else value["value"]
             source = next(each for each in SOURCES if each in value)
             yield f"{name}: {{value: {given}, {source}: {json.dumps(value[source], ensure_ascii=False)}}}"
         elif value is not None:
@@ -121,10 +124,13 @@ def _level(keys: Keys, reader: _Reader) -> Level | None:
         reader.optional(keys.at(name), parse_bandwidth, None) for name in ("host_copy", "flow", "ring", "p2p")
     )
     connections = reader.optional(keys.at("connections"), _one_of(CONNECTIONS), PER_PAIR)
-    if count is None or bandwidth is None or latency is None or efficiency is None or connections is None:
+    over_pcie = reader.optional(keys.at("over_pcie"), _yes_or_no, True)
+    if count is None or bandwidth is None or latency is None or efficiency is None:
+        return None
+    if connections is None or over_pcie is None:
         return None
     name = str(keys.at("name").value)
-    return Level(name, count, bandwidth, latency, efficiency, host_copy, flow, ring, p2p, connections)
+    return Level(name, count, bandwidth, latency, efficiency, host_copy, flow, ring, p2p, connections, over_pcie)
 
 
 def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], file: str) -> None:
@@ -150,6 +156,12 @@ def _fraction(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
         raise UnitError(f"got {shown(value)}, allowed is a number above 0, at most 1")
     return float(value)
+
+
+def _yes_or_no(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UnitError(f"got {shown(value)}, allowed are true and false")
+    return value
 
 
 def _one_of(allowed: Sequence[str]) -> Callable[[object], str]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,6 +33,7 @@ from pipebench.recipe.leaves import (
     dotted,
     expected_type,
     is_expression,
+    types_of,
 )  # fmt: skip
 from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
@@ -401,7 +402,7 @@ def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _build(section: type, data: Mapping[str, Any]) -> Any:
     """Return the dataclass of a section; only called on data that has been checked."""
-    expected = get_type_hints(section)
+    expected = types_of(section)
     return section(**{name: _convert(expected[name], value) for name, value in data.items()})
 
 

@@ -23,6 +23,7 @@ class Asked:
         column: name of the column, SAME where columns change nothing.
         words: the command line that repeats it, from the recipe on.
         loaded: its recipe, with the seed.
+        largest: whether the largest minibatch that fits is still to be found for it.
     """
 
     row: str
@@ -30,6 +31,7 @@ class Asked:
     column: str
     words: tuple[str, ...]
     loaded: LoadedRecipe
+    largest: bool = False
 
 
 def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], list[Fault]]:
@@ -84,7 +86,7 @@ class _Loader:
             words = self._in_column(path, given, column)
             for seed in run.seeds or (None,):
                 seeded = words if seed is None else (*words, f"train.seed={seed}")
-                yield Asked(row.name, name, column.name, seeded, self._load(path, seeded))
+                yield Asked(row.name, name, column.name, seeded, self._load(path, seeded), run.largest)
         except RecipeError as error:
             where = f" (column {column.name})" if column.name and len(self._report.columns) > 1 else ""
             for fault in error.faults:

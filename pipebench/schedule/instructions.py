@@ -45,8 +45,9 @@ _LETTERS = {
     Op.SWAP_OUT: "SO",
     Op.SWAP_IN: "SI",
 }
-# A backward in one piece or the two parts of one, and what a stage is done with a unit after.
+# A backward in one piece or the two parts of one; what comes first of it, and what a stage is done with a unit after.
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 # Copies between a device and its host: begun in turn, and over when they are.
 COPIES = (Op.SWAP_OUT, Op.SWAP_IN)

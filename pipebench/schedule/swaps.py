@@ -6,10 +6,8 @@ Paper: vPipe (TPDS'21) section 4.1, which prefetches before the predicted backwa
 
 from collections.abc import Container, Iterable, Iterator
 
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.instructions import FIRST_PARTS, Op
 from pipebench.schedule.passes import Pass
-
-_FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 def with_copies(passes: Iterable[Pass], swaps: Container[int]) -> Iterator[Pass]:
@@ -20,7 +18,7 @@ def with_copies(passes: Iterable[Pass], swaps: Container[int]) -> Iterator[Pass]
     """
     held: list[Pass] = []  # from the last backward on: what comes in before it is known at the next
     for each in passes:
-        if each.op in _FIRST_PARTS:
+        if each.op in FIRST_PARTS:
             ahead = []
             if each.stage in swaps:
                 back = Pass(each.stage, Op.SWAP_IN, each.unit)

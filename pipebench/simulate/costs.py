@@ -7,6 +7,7 @@ from pipebench.model.plan import Plan
 from pipebench.model.sampling import Size
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import RECOMPUTE
+from pipebench.simulate.memory import swapped_bytes
 
 Crossing = Mapping[tuple[int, int], Mapping[Size, int]]  # by edge (source stage, target stage) and size of a unit
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel's defaults: a small first, then 25 MiB
@@ -41,6 +42,8 @@ class StageCosts:
         update_s: one optimizer step.
         buckets: what is all-reduced per update, in order of readiness.
         buffer_bytes: buffers (BatchNorm statistics) averaged over the replicas at a drain.
+        swap_bytes: what is copied to the host after one unit's forward, and back before its backward.
+        again_s: the part of a unit's backward that computes forwards again.
     """
 
     forward_s: Mapping[Size, float]
@@ -50,6 +53,8 @@ class StageCosts:
     update_s: float
     buckets: tuple[Bucket, ...] = ()
     buffer_bytes: int = 0
+    swap_bytes: Mapping[Size, int] = field(default_factory=dict)
+    again_s: Mapping[Size, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,9 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         forward: dict[Size, float] = {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()}
         memory |= {loss: stage.memory[-1]} if stage.stop == loss else {}  # what ends with the last layer takes it in
         again = {index for index, policy in memory.items() if policy == RECOMPUTE}
-        backward = {
-            n: sum(at[i].backward_s for i in indices) + sum(at[i].forward_s for i in again) for n, at in by_size.items()
-        }
+        again_s: dict[Size, float] = {n: sum(at[i].forward_s for i in again) for n, at in by_size.items()}
+        swapped: dict[Size, int] = {n: swapped_bytes(at, stage) for n, at in by_size.items()}
+        backward = {n: sum(at[i].backward_s for i in indices) + again_s[n] for n, at in by_size.items()}
         weight = {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()}
         reads_inputs = any(rows[i].inputs for i in range(stage.start, stage.stop))
         load = {n: load_s.get(n, 0.0) if reads_inputs else 0.0 for n in by_size}
@@ -139,7 +144,8 @@ def stage_costs(profile: Profile, plan: Plan, update_cost: float = 1.0) -> Costs
         update = profile.update_floor_s + num_bytes * profile.update_s_per_byte * update_cost if num_bytes else 0.0
         buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
         forward, backward, weight, load = (nothing | each for each in (forward, backward, weight, load))
-        stages.append(StageCosts(forward, backward, weight, load, update, buckets, buffer_bytes))
+        swapped, again_s = nothing | swapped, nothing | again_s
+        stages.append(StageCosts(forward, backward, weight, load, update, buckets, buffer_bytes, swapped, again_s))
     activation, gradient = {}, {}
     for edge, producers in plan.crossings.items():
         activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.pushes import Turns
 from pipebench.simulate.agenda import Action
@@ -88,6 +88,13 @@ class Crowded(Simulation):
             if instruction.op is Op.PUSH:  # its event comes once the server has applied it
                 self._pushing.push(worker, instruction, now_s)
                 continue
+            if self._copies is not None and instruction.op in COPIES:
+                self._copies.begin(worker, instruction, now_s)
+                yield from self._made
+                self._made.clear()
+                continue
+            if self._copies is not None and self._copies.holds_up(instruction, now_s):
+                return
             if instruction.op in _SENDS:
                 self._send(worker, instruction, now_s)
             elif self._waits(instruction):
@@ -105,6 +112,10 @@ class Crowded(Simulation):
             self._end(instruction, now_s)
             yield Event(now_s, now_s, worker, instruction)
         self._running.discard(worker)
+
+    def _compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
+        """Let a worker that has waited run a backward now, on its cores."""
+        self._work(self._own_s(instruction), worker, _Done(now_s, instruction, math.inf), now_s)
 
     def _waits(self, instruction: Instruction) -> bool:
         """Return whether an instruction waits for something that isn't the worker's own work."""

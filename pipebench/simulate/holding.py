@@ -16,6 +16,7 @@ from pipebench.simulate.memory import (
     GRADIENTS,
     MASTERS,
     MOVED,
+    ON_HOST,
     RECEIVED,
     STATE,
     VERSIONS,
@@ -28,7 +29,7 @@ class Change(NamedTuple):
     """Bytes that come, or go where they are negative.
 
     Attributes:
-        kind: what they are for, one of `memory.KINDS`.
+        kind: what they are for, one of `memory.KINDS`, or `memory.ON_HOST`.
         num_bytes: how many.
         at_end: whether that is when the instruction ends; else when it starts.
     """
@@ -144,6 +145,12 @@ class Holding:
             yield from self._backward_input(it, size)
         elif it.op is Op.BACKWARD_WEIGHT:
             yield from self._backward_weight(it, size)
+        elif it.op is Op.SWAP_OUT:
+            yield Change(ON_HOST, self._memory.swapped[size], False)
+            yield Change(ACTIVATIONS, -self._memory.swapped[size], True)
+        elif it.op is Op.SWAP_IN:
+            yield Change(ACTIVATIONS, self._memory.swapped[size], False)
+            yield Change(ON_HOST, -self._memory.swapped[size], True)
         elif it.op is Op.WAIT_ALL_REDUCE:
             yield self._gradients_are(self._memory.weights, at_end=True)
         elif it.op is Op.UPDATE:

@@ -3,14 +3,14 @@
 What of it is there when, the instructions say: see `holding`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from pipebench.model.plan import Plan, StagePlan
 from pipebench.model.sampling import Shape, Size
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.schedule.modes import RECOMPUTE
+from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 
@@ -18,6 +18,7 @@ from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 WEIGHTS, VERSIONS, MOVED, MASTERS = "weights", "older versions", "moved weights", "masters"
 STATE, GRADIENTS, ACTIVATIONS, AGAIN = "optimizer state", "gradients", "activations", "computed again"
 SENT, RECEIVED = "being sent", "received"
+ON_HOST = "on the host"  # of a device's host, and no part of what the device keeps
 KINDS: Final = (WEIGHTS, VERSIONS, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
 HELD: Final = KINDS[:7]  # what a replica holds between two instructions, which engines count in live tensors
 
@@ -38,6 +39,7 @@ class StageMemory:
         shares_moved: whether an update made between units that share moved weights keeps these for the later ones.
         in_place: whether updates overwrite the newest version whatever is in flight.
         unit: kept of a unit from its forward to the end of its backward.
+        swapped: the part of it that is on the host in between.
         again: what a backward computes again of it.
         rest: kept of it between the two parts of a split backward.
         early_gradients: gradients that the input part of a split backward computes already.
@@ -52,6 +54,7 @@ class StageMemory:
     shares_moved: bool
     in_place: bool
     unit: Bytes
+    swapped: Bytes
     again: Bytes
     rest: Bytes
     early_gradients: int
@@ -88,12 +91,13 @@ def _of_stage(
     weights = sum(sizes.values())
     stepped = sum((sizes | masters).values())
     moves = policy.moves(pipeline, index) and weights > 0
-    unit, again, rest = _nothing(), _nothing(), _nothing()
+    unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
     by_size = profile.by_size
     for size in by_size:
         longest = _longest(profile, size)
         at, fed = by_size[longest], inputs.get(longest, {})
-        unit[size] = _kept(at, stage, fed)
+        unit[size] = kept_bytes(at, stage, fed)
+        swapped[size] = swapped_bytes(at, stage)
         again[size] = sum(at[i].saved_bytes for i in _recomputed(at, stage))
         rest[size] = _kept_for_weights(at, own, fed)
     return StageMemory(
@@ -104,6 +108,7 @@ def _of_stage(
         shares_moved=moves and policy.aim is not None,
         in_place=not policy.stashed,
         unit=unit,
+        swapped=swapped,
         again=again,
         rest=rest,
         early_gradients=weights - sum(split.values()) if pipeline.backward == SPLIT else 0,
@@ -130,25 +135,51 @@ def _layers(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
     return [*range(stage.start, stage.stop + (stage.stop == len(rows) - 1))]
 
 
-def _recomputed(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
+def swapped_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
+    """Return what of a unit goes to the host: what layers save that swap, but not what others of the stage keep, too.
+
+    Args:
+        rows: the layers at the unit's size.
+        stage: which of them are its own, and what is done with the activations of each.
+    """
+    if not _with_policy(rows, stage, SWAP):
+        return 0
+    return kept_bytes(rows, stage, {}) - kept_bytes(rows, stage, {}, on_host=True)
+
+
+def _with_policy(rows: Sequence[LayerProfile], stage: StagePlan, wanted: str) -> list[int]:
     policies = (*stage.memory, stage.memory[-1])  # what ends with the model's last layer takes the loss in
     own = _layers(rows, stage)
-    return [i for i, policy in zip(own, policies, strict=False) if policy == RECOMPUTE]
+    return [i for i, policy in zip(own, policies, strict=False) if policy == wanted]
 
 
-def _kept(rows: Sequence[LayerProfile], stage: StagePlan, inputs: Mapping[str, int]) -> int:
+def _recomputed(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
+    return _with_policy(rows, stage, RECOMPUTE)
+
+
+def kept_bytes(
+    rows: Sequence[LayerProfile], stage: StagePlan, inputs: Mapping[str, int], *, on_host: bool = False
+) -> int:
     """Return what a stage keeps of a unit: what its layers save, and what runs of layers read that run again.
 
     A tensor that layers on both sides of a cut save is kept on both. What several runs read counts for each of them.
+
+    Args:
+        rows: the layers at the unit's size.
+        stage: which of them are its own, and what is done with the activations of each.
+        inputs: bytes of every model input.
+        on_host: whether what swapped layers save is gone.
     """
     again, total = {*_recomputed(rows, stage)}, 0
+    gone = again | {*(_with_policy(rows, stage, SWAP) if on_host else ())}
     run, read, fed = stage.start, set[int](), set[str]()
     for index in _layers(rows, stage):
         row = rows[index]
         if index not in again:
-            # Where the layer before that saves it, too, is elsewhere or doesn't save it now, it is this one's.
-            total += row.saved_bytes
-            total += sum(n for holder, n in row.saved_with if holder < stage.start or holder in again)
+            if index not in gone:
+                # Where no layer before keeps it that saves it, too, it is this one's.
+                total += row.saved_bytes
+                total += sum(n for holder, n in row.saved_with if not _is_held(rows, stage, gone, holder, n))
             run, read, fed = index + 1, set(), set()
             continue
         fresh = {source for source in row.reads if source < run} - read
@@ -156,6 +187,14 @@ def _kept(rows: Sequence[LayerProfile], stage: StagePlan, inputs: Mapping[str, i
         total += sum(inputs.get(name, 0) for name in {*row.inputs} - fed)
         read, fed = read | fresh, fed | {*row.inputs}
     return total
+
+
+def _is_held(rows: Sequence[LayerProfile], stage: StagePlan, gone: Container[int], holder: int, num_bytes: int) -> bool:
+    """Return whether a tensor that a layer saves is kept by it, or by one before it in its stage that saves it, too."""
+    while holder >= stage.start and holder in gone and num_bytes > rows[holder].saved_bytes:
+        # It isn't one that this layer is the first to save.
+        holder = next((before for before, n in rows[holder].saved_with if n >= num_bytes), -1)
+    return holder >= stage.start and holder not in gone
 
 
 def _kept_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: Mapping[str, int]) -> int:

@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.holding import Change, Holding
-from pipebench.simulate.memory import KINDS, RECEIVED, SENT, StageMemory
+from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, StageMemory
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
 
 RECORDED_CHANGES = 200_000  # that are kept as curves: some 20,000 units
-_NUMBER_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
-_OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS)
+_NUMBER_OF: Final = {kind: number for number, kind in enumerate((*KINDS, ON_HOST))}
+_OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
 _SENDS: Final = {Op.SEND_ACTIVATION: ACTIVATION, Op.SEND_GRADIENT: GRADIENT}
 
 
@@ -60,10 +60,12 @@ class Curve:
     Attributes:
         times_s: ascending.
         num_bytes: [kind, moment], kinds as in `memory.KINDS`.
+        host_bytes: [moment], what of it is on the host instead.
     """
 
     times_s: NDArray[np.float64]
     num_bytes: NDArray[np.int64]
+    host_bytes: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class MemoryTimeline:
         worker_names: one per worker.
         curves: likewise, of the recorded part.
         peaks: likewise, of the whole: the first moment of most bytes.
+        host_peaks: likewise, the most bytes that are on its host.
         limit_bytes: memory of a device, None for no limit.
         overflow: the first moment at which a worker keeps more than that; None if none ever does.
         end_s: when the recorded part ends.
@@ -82,6 +85,7 @@ class MemoryTimeline:
     worker_names: tuple[str, ...]
     curves: tuple[Curve, ...]
     peaks: tuple[Moment, ...]
+    host_peaks: tuple[int, ...]
     limit_bytes: int | None
     overflow: Moment | None
     end_s: float
@@ -120,13 +124,16 @@ class MemoryMeter:
         self._times_s, self._changes = array("d"), array("q")
         self._workers, self._kinds = array("i"), array("b")
         self._during: list[Instruction | Transfer | None] = []
-        self._levels = np.zeros((len(workers), len(KINDS)), dtype=np.int64)
+        self._levels = np.zeros((len(workers), len(_NUMBER_OF)), dtype=np.int64)
         self._last_s = [0.0] * len(workers)
         # Messages by sender, receiver and kind: since when they are to be told of, which is when they have arrived.
         self._on_their_way: dict[tuple[int, int, str], deque[float]] = {}
+        # Units that are or will be on a host: since when, for their copies are told of once they are over.
+        self._swapped: dict[tuple[int, int, int], float] = {}
         self._fold_at = RECORDED_CHANGES
         self._curves: list[Curve] = []
         self._peaks: list[Moment | None] = [None] * len(workers)
+        self._host_peaks = [0] * len(workers)
         self._overflow: Moment | None = None
         self._end_s = 0.0
         for worker, holdings in enumerate(self._holdings):
@@ -164,10 +171,16 @@ class MemoryMeter:
             self._applied(worker, it, end_s)
         elif op is Op.PULL and self._holds_pulled(worker, stage):
             self._add(end_s, worker, RECEIVED, -self._memories[stage].weights, it)
+        if op is Op.SWAP_IN:
+            self._swapped.pop((worker, stage, number), None)
+        if op in COPIES:  # which began before what the worker did meanwhile
+            return
+        if op is Op.FORWARD and stage in self._pipeline.swaps:
+            self._swapped[worker, stage, number] = start_s
         self._last_s[worker] = start_s
         if len(self._times_s) >= self._fold_at:
             waiting_s = (since_s[0] for since_s in self._on_their_way.values() if since_s)
-            self._fold(min((*self._last_s, *waiting_s)))
+            self._fold(min((*self._last_s, *waiting_s, *self._swapped.values())))
             self._fold_at = max(RECORDED_CHANGES, 2 * len(self._times_s))
 
     def transfer(self, transfer: Transfer) -> None:
@@ -192,7 +205,9 @@ class MemoryMeter:
         names = self._pipeline.worker_names
         peaks = tuple(peak for peak in self._peaks if peak is not None)
         end_s = self._end_s if not self._curves else max(curve.times_s[-1] for curve in self._curves)
-        return MemoryTimeline(names, tuple(self._curves), peaks, self._limit_bytes, self._overflow, float(end_s))
+        return MemoryTimeline(
+            names, tuple(self._curves), peaks, tuple(self._host_peaks), self._limit_bytes, self._overflow, float(end_s)
+        )
 
     def _holds_pulled(self, worker: int, stage: int) -> bool:
         return worker != self._pipeline.first_workers[stage]
@@ -231,13 +246,14 @@ class MemoryMeter:
         curves = []
         for worker, level in enumerate(self._levels):
             own = order[bounds[worker] : bounds[worker + 1]]
-            steps = np.zeros((len(KINDS), len(own)), dtype=np.int64)
+            steps = np.zeros((len(level), len(own)), dtype=np.int64)
             steps[kinds[own], np.arange(len(own))] = changes[own]
             num_bytes = steps.cumsum(axis=1) + level[:, None]
             if len(own):
-                self._count(worker, times_s[own], num_bytes, own)
+                self._count(worker, times_s[own], num_bytes[:-1], own)
+                self._host_peaks[worker] = max(self._host_peaks[worker], int(num_bytes[-1].max()))
                 level[:] = num_bytes[:, -1]
-            curves.append(Curve(times_s[own], num_bytes))
+            curves.append(Curve(times_s[own], num_bytes[:-1], num_bytes[-1]))
         self._curves = self._curves or curves
         left = np.setdiff1d(np.arange(len(times_s)), order)
         self._during = [self._during[index] for index in left]

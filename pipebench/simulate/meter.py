@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipebench.cluster import Cluster
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.instructions import COPIES, FIRST_PARTS, Op
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.costs import Costs
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import (
     BACKWARD,
@@ -15,7 +17,11 @@ from pipebench.simulate.timeline import (
     BACKWARD_WEIGHT,
     EVALUATE,
     FORWARD,
+    PCIE,
     SEND,
+    SWAP_IN,
+    SWAP_OUT,
+    TRAINING_KINDS,
     UPDATE,
     WAIT,
     Span,
@@ -88,39 +94,51 @@ class Meter:
     Args:
         pipeline: the shape of what is run.
         listeners: are told of all that happens in training, too.
+        costs: of what is run, where forwards may be computed again.
 
     Attributes:
         evaluating: set while an evaluation runs.
         busy_s: seconds of forward, backward and update, over all workers.
+        again_s: the part of it that computed forwards again.
         stall_s: seconds that workers waited for bytes on their way.
+        swap_stall_s: seconds that backwards waited for what was on the host.
         origin_s: the clock's time at which the timeline begins.
     """
 
-    def __init__(self, pipeline: Pipeline, *listeners: Listener) -> None:
+    def __init__(self, pipeline: Pipeline, *listeners: Listener, costs: Costs | None = None) -> None:
         self.evaluating = False
-        self.busy_s = 0.0
-        self.stall_s = 0.0
+        self.busy_s = self.again_s = 0.0
+        self.stall_s = self.swap_stall_s = 0.0
         self.origin_s = 0.0
         self._pipeline = pipeline
         self._seen: list[tuple[Event, bool]] = []  # and whether it was of an evaluation: spans are made at the end
         self._transfers: list[Transfer] = []
         self._truncated = False
         self._listeners = listeners
+        self._again_s = recomputed_s(costs)
+        self._size_of: Callable[[int], Size] = lambda unit: 0
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment of training, with nothing in flight; `size_of` tells what a unit's costs depend on."""
+        self._size_of = size_of
         for listener in self._listeners:
             listener.begin(size_of)
 
     def event(self, event: Event) -> None:
         """Take note of one event."""
         if not self.evaluating:
-            if event.instruction.op in COMPUTE:
+            op, stage, number, *_ = event.instruction
+            if op in COMPUTE:
                 self.busy_s += event.end_s - event.start_s
-            self.stall_s += event.stall_s
+                if self._again_s and op in FIRST_PARTS:
+                    self.again_s += self._again_s[stage][self._size_of(number)]
+            if op is Op.SWAP_IN:
+                self.swap_stall_s += event.stall_s
+            else:
+                self.stall_s += event.stall_s
             for listener in self._listeners:
                 listener.event(event)
-        if not self._truncated and event.end_s > event.start_s:
+        if not self._truncated and event.end_s > event.start_s and event.instruction.op not in COPIES:
             self._seen.append((event, self.evaluating))
             self._truncated = len(self._seen) >= RECORDED_SPANS
 
@@ -159,16 +177,65 @@ def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
     return Span(worker, EVALUATE if evaluating else kind, f"{own}{letter}{label}", start_s, end_s, minibatch)
 
 
-def fractions(busy_s: float, stall_s: float, num_workers: int, elapsed_s: float) -> dict[str, float]:
-    """Return the bubble and communication-stall fractions of a training time, fill and drain included.
+def recomputed_s(costs: Costs | None) -> list[Mapping[Size, float]]:
+    """Return the seconds of every stage's backwards that compute forwards again; empty where none does."""
+    found = [] if costs is None else [stage.again_s for stage in costs.stages]
+    return found if any(any(seconds.values()) for seconds in found) else []
 
-    `bubble_fraction` is the share of worker time without forward, backward or update, whatever the reason;
-    `comm_stall_fraction` the part of it spent waiting for bytes that were on their way.
+
+def fractions(
+    busy_s: float,
+    stall_s: float,
+    num_workers: int,
+    elapsed_s: float,
+    *,
+    again_s: float | None = None,
+    swap_stall_s: float | None = None,
+) -> dict[str, float]:
+    """Return what became of a training time, fill and drain included, in shares of all workers' time.
+
+    `bubble_fraction` is the share without forward, backward or update, whatever the reason; `comm_stall_fraction` the
+    part of it spent waiting for bytes that were on their way, `swap_stall_fraction` that for what was on the host.
+    `recompute_fraction` went to computing forwards again, `effective_fraction` to all other forwards, backwards and
+    updates.
+
+    Args:
+        busy_s: of forwards, backwards and updates.
+        stall_s: of waits for bytes on their way.
+        num_workers: whose seconds these are.
+        elapsed_s: of the clock.
+        again_s: of forwards that were computed again, where they are told apart.
+        swap_stall_s: of waits for what was on the host, where anything was.
     """
     total_s = num_workers * elapsed_s
     if total_s <= 0:
         return {}
-    return {"bubble_fraction": max(0.0, 1.0 - busy_s / total_s), "comm_stall_fraction": stall_s / total_s}
+    found = {"bubble_fraction": max(0.0, 1.0 - busy_s / total_s), "comm_stall_fraction": stall_s / total_s}
+    if again_s is not None:
+        found |= {"effective_fraction": (busy_s - again_s) / total_s, "recompute_fraction": again_s / total_s}
+    if swap_stall_s is not None:
+        found["swap_stall_fraction"] = swap_stall_s / total_s
+    return found
+
+
+def pcie_fractions(
+    cluster: Cluster, num_bytes: Mapping[tuple[str, str], int], num_workers: int, elapsed_s: float
+) -> dict[str, float]:
+    """Return how much of what devices could copy to their hosts, and back, they did: copies, and messages over PCIe.
+
+    Args:
+        cluster: says what they could; nothing is returned where it doesn't.
+        num_bytes: of training, by (kind, level).
+        num_workers: one on each device.
+        elapsed_s: of the clock.
+    """
+    could = num_workers * elapsed_s * (cluster.pcie_bytes_per_s or 0.0)
+    if could <= 0:
+        return {}
+    over_pcie = {level.name for level in cluster.levels if level.over_pcie}
+    sent = sum(n for (kind, level), n in num_bytes.items() if kind in TRAINING_KINDS and level in over_pcie)
+    ways = {"pcie_out_fraction": SWAP_OUT, "pcie_in_fraction": SWAP_IN}
+    return {name: (sent + num_bytes.get((kind, PCIE), 0)) / could for name, kind in ways.items()}
 
 
 def sum_by(counts: dict[tuple[str, str], int], position: int, kinds: Sequence[str]) -> dict[str, int]:

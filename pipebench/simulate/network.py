@@ -29,6 +29,7 @@ from pipebench.simulate.sums import all_reduce_traffic, traffic
 from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
 
 _Port = tuple[int, int, bool]  # level, component of the level below, outgoing?
+_LANE = -1  # in place of a level: between a device, in place of the component, and its host
 
 
 class Connection:
@@ -128,6 +129,8 @@ class Network:
         cluster: Cluster,
         devices: Sequence[int] | None = None,
         observe: Callable[[Transfer], None] | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
         """Take the links.
 
@@ -135,6 +138,7 @@ class Network:
             cluster: their levels.
             devices: of every worker; None where worker i is on device i.
             observe: is told of every transfer that has come to its end.
+            copies: whether devices copy to their hosts and back, over lanes that messages cross, too.
         """
         self.cluster = cluster
         self.devices = range(cluster.num_workers) if devices is None else devices
@@ -143,6 +147,7 @@ class Network:
         self.sharing = Sharing(self.agenda)
         self.observed = observe is not None
         self._observe = observe
+        self._copies = copies
         self._ports: dict[_Port, Resource] = {}
         self._connections: dict[tuple[str, int, int, float], Connection] = {}
         self._groups: dict[tuple[str, str, Sequence[int]], Group] = {}
@@ -159,8 +164,10 @@ class Network:
         found = self._connections.get((kind, sender, receiver, values))
         if found is None:
             index, *ports = self._path(sender, receiver)
-            uses = tuple((self._port(port), 1.0) for port in ports)
-            found = Connection(kind, (sender, receiver), self.cluster.levels[index], uses, values)
+            found = Connection(kind, (sender, receiver), self.cluster.levels[index], (), values)
+            if not found.copies:
+                ports += self._lanes(index, sender, receiver)
+            found.uses = tuple((self._port(port), 1.0) for port in ports)
             self._connections[kind, sender, receiver, values] = found
         return found
 
@@ -170,10 +177,19 @@ class Network:
         message = Message(connection, num_bytes, label)
         copy_s = connection.level.copy_s(num_bytes) if connection.copies else 0.0
         if copy_s:
+            self.copy_with_host(message, now_s, out=True)
             self.agenda.push(now_s + copy_s, partial(self._set_out, message))
         else:
             self._set_out(message, now_s)
         return message
+
+    def copy_with_host(self, message: Message, now_s: float, *, out: bool) -> None:
+        """Let a message that travels from host to host take its part of a lane while an end of it is copied."""
+        connection = message.connection
+        if self._copies and connection.copies:
+            lane = self._port((_LANE, self.devices[connection.ends[not out]], out))
+            rate = connection.level.host_copy_bytes_per_s or NEVER
+            self.sharing.start(Flow(message.num_bytes, ((lane, 1.0),), cap=rate), now_s)
 
     def _set_out(self, message: Message, now_s: float) -> None:
         """Let a message go, behind those that are on its connection."""
@@ -191,6 +207,26 @@ class Network:
             start_s, end_s, num_bytes = message.start_s, message.arrival_s, message.num_bytes
             told = Transfer(kind, message.label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s)
             self._observe(told)
+
+    def copy(self, worker: int, num_bytes: int, now_s: float, done: Action, *, out: bool) -> None:
+        """Let a worker's device copy to its host, or back: at the rate that messages leave it.
+
+        Args:
+            worker: whose device it is.
+            num_bytes: how much is copied.
+            now_s: when it begins, the one before it over.
+            done: happens when all of it is there.
+            out: whether it goes to the host.
+        """
+        flow = Flow(num_bytes, ((self._port((_LANE, self.devices[worker], out)), 1.0),), yields=True)
+        self.sharing.start(flow, now_s)
+        self.sharing.tell(flow, done, now_s)
+
+    def copied(self, copy: Transfer) -> None:
+        """Count a copy that has ended, and tell who observes of it."""
+        self.num_bytes[copy.kind, copy.level] += copy.num_bytes
+        if self._observe is not None:
+            self._observe(copy)
 
     def sum_up(
         self, sync: str, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float, done: Action
@@ -279,7 +315,8 @@ class Network:
             return [self._ring_part(servers, 2)]
         inside = [server for server in servers if len(server) > 1]
         halves = [self._ring_part(inside, 1)] if inside else []
-        return [*halves, self._ring_part([[server[0] for server in servers]], 2, max(map(len, servers))), *halves]
+        across = [[server[chunk % len(server)] for server in servers] for chunk in range(max(map(len, servers)))]
+        return [*halves, self._ring_part(across, 2, len(across)), *halves]
 
     def _ring_part(self, rings: Sequence[Sequence[int]], rounds: int, connections: int = 1) -> list[_Part]:
         """Return a phase of rings side by side, at the pace of the slowest link, as often as slow as there are steps.
@@ -287,7 +324,7 @@ class Network:
         Args:
             rings: workers, in the order in which they pass on.
             rounds: how often a chunk goes round: to be summed, and to be handed out.
-            connections: rings that go the same way side by side and divide the buffer among them.
+            connections: how many of the rings go the same way and divide the buffer among them.
         """
         size = max(map(len, rings))
         weights: dict[_Port, float] = {}
@@ -297,11 +334,12 @@ class Network:
             for i, worker in enumerate(ring):
                 index, *ports = self._path(worker, ring[(i + 1) % len(ring)])
                 level = self.cluster.levels[index]
+                lanes = self._lanes(index, worker, ring[(i + 1) % len(ring)])
                 latency_s = max(latency_s, steps * level.latency_s)
                 # A smaller ring passes on less, at the same pace.
                 part = (len(ring) - 1) / len(ring) / ((size - 1) / size)
                 cap = min(cap, level.sum_cap_bytes_per_s(connections) / part)
-                weights.update(dict.fromkeys(ports, connections * part))
+                weights.update(dict.fromkeys(ports, connections * part) | dict.fromkeys(lanes, part))
         share = rounds * (size - 1) / size / connections
         return [_Part(share, tuple((self._port(port), weight) for port, weight in weights.items()), latency_s, cap)]
 
@@ -313,7 +351,7 @@ class Network:
         ports: dict[int, Counter[_Port]] = {}
         for sender, receiver in itertools.permutations(ring, 2):
             index, *both = self._path(sender, receiver)
-            ports.setdefault(index, Counter()).update(both)
+            ports.setdefault(index, Counter()).update([*both, *self._lanes(index, sender, receiver)])
         phase = [
             _Part(
                 1 / len(ring),
@@ -338,8 +376,18 @@ class Network:
     def _port(self, port: _Port) -> Resource:
         found = self._ports.get(port)
         if found is None:
-            found = self._ports[port] = Resource(self.cluster.levels[port[0]].goodput_bytes_per_s)
+            if port[0] == _LANE:  # what messages get is the ports' to say
+                found = Resource(NEVER, self.cluster.pcie_bytes_per_s or NEVER)
+            else:
+                found = Resource(self.cluster.levels[port[0]].goodput_bytes_per_s)
+            self._ports[port] = found
         return found
+
+    def _lanes(self, index: int, sender: int, receiver: int) -> list[_Port]:
+        """Return the lanes that a message over a level crosses beside its ports, where copies share them."""
+        if not self._copies or not self.cluster.levels[index].over_pcie:
+            return []
+        return [(_LANE, self.devices[sender], True), (_LANE, self.devices[receiver], False)]
 
     def _path(self, sender: int, receiver: int) -> tuple[int, _Port, _Port]:
         """Return the level between two workers, and the ports at both ends."""

@@ -13,11 +13,14 @@ them out, and four threads beside one on four cores run at 0.8 of their speed ea
 bucket of gradients that is ready half-way through a backward) is the end of a flow of its own: pieces follow each other
 by `then`. Rates are compared as they stand, so flows of one resource state their work in one unit.
 
+A flow may give way: it gets what the others leave of its resource's `rest`, nothing where they leave nothing, and takes
+nothing from them. So a copy to a host goes on over what messages leave of a device's lane (`copies`).
+
 A flow that nobody meets costs no entry in the agenda, unless somebody asks to be told of its end.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -31,14 +34,16 @@ class Resource:
 
     Attributes:
         capacity: the most that all flows together take of it, in units of work times weight per second; above 0.
+        rest: what a flow that gives way has of it where no other flow takes any; there is one such flow at a time.
         lone: the last flow that met nobody when it came.
         flows: those that have met others, in the order in which they came, with their weights.
     """
 
-    __slots__ = ("capacity", "flows", "lone")
+    __slots__ = ("capacity", "flows", "lone", "rest")
 
-    def __init__(self, capacity: float) -> None:
+    def __init__(self, capacity: float, rest: float = 0.0) -> None:
         self.capacity = capacity
+        self.rest = rest
         self.lone: Flow = OVER
         self.flows: dict[Flow, float] = {}
 
@@ -54,6 +59,7 @@ class Flow:
         uses: the resources that it crosses, with its weights.
         tail_s: seconds from its last work until it has arrived (a link's latency); it takes nothing meanwhile.
         cap: the most that its rate may be.
+        yields: whether it gives way to flows that don't.
 
     Attributes:
         rate: work per second now.
@@ -66,10 +72,12 @@ class Flow:
 
     __slots__ = (
         "_freed_s", "_left", "_since_s", "_tell", "_told_s", "after", "cap", "end_s", "meets", "rate", "start_s",
-        "tail_s", "uses",
+        "tail_s", "uses", "yields",
     )  # fmt: skip
 
-    def __init__(self, work: float, uses: Uses, tail_s: float = 0.0, cap: float = NEVER) -> None:
+    def __init__(
+        self, work: float, uses: Uses, tail_s: float = 0.0, cap: float = NEVER, *, yields: bool = False
+    ) -> None:
         self.uses = uses
         self.tail_s = tail_s
         self.cap = cap
@@ -77,6 +85,7 @@ class Flow:
         self.start_s = self.end_s = NEVER
         self.after: Flow | None = None
         self.meets = False
+        self.yields = yields
         self._left = work
         self._since_s = 0.0  # when so much was left
         self._tell: Action | None = None
@@ -108,6 +117,9 @@ class Sharing:
         flow.start_s = flow._since_s = now_s
         if flow._left <= 0:
             flow.end_s = now_s
+        elif flow.yields:
+            self._meet(flow, now_s)
+            return
         else:
             rate, uses = flow.cap, flow.uses
             for resource, weight in uses:
@@ -164,6 +176,7 @@ class Sharing:
         """Put down what happens at a flow's end, as rates are now; what was put down before is passed over."""
         end_s = flow.end_s
         if end_s == NEVER:
+            flow._freed_s = flow._told_s = NEVER
             return
         if flow._freed_s != end_s and (flow.after is not None or flow.meets):
             flow._freed_s = end_s
@@ -195,13 +208,29 @@ class Sharing:
         """Work out the rates of all flows that can be reached from where something has changed."""
         flows = _reached(self._changed, now_s)
         self._changed.clear()
-        for flow, rate in zip(flows, fair_rates(flows), strict=True):
+        for flow, rate in _rates(flows).items():
             if rate != flow.rate:
                 if flow.rate > 0:
                     flow._left = max(0.0, flow._left - flow.rate * (now_s - flow._since_s))
                 flow._since_s, flow.rate = now_s, rate
-                flow.end_s = now_s + flow._left / rate
+                flow.end_s = now_s + flow._left / rate if rate > 0 else NEVER
             self._announce(flow)
+
+
+def _rates(flows: Sequence[Flow]) -> dict[Flow, float]:
+    """Return the rates of flows that meet nobody else: fair ones, and of those that give way what is left."""
+    first = [flow for flow in flows if not flow.yields]
+    rates = dict(zip(first, fair_rates(first), strict=True))
+    if len(first) < len(flows):
+        for flow in flows:
+            if flow.yields:
+                rates[flow] = min(flow.cap, *(_left_of(resource, rates) / weight for resource, weight in flow.uses))
+    return rates
+
+
+def _left_of(resource: Resource, rates: Mapping[Flow, float]) -> float:
+    taken = sum(weight * rates.get(flow, 0.0) for flow, weight in resource.flows.items() if not flow.yields)
+    return max(0.0, resource.rest - taken)
 
 
 class _Filling:

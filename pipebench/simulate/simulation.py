@@ -13,10 +13,11 @@ from typing import NamedTuple, cast
 
 from pipebench.errors import ScheduleError
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.pushes import Turns
 from pipebench.simulate.agenda import WORKERS, Action, Entry
+from pipebench.simulate.copies import Copies, Copy
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.network import Connection, Message, Network
 from pipebench.simulate.pushing import Pushing
@@ -28,11 +29,12 @@ class Event(NamedTuple):
     """One executed instruction.
 
     Attributes:
-        start_s: when the worker turned to it.
-        end_s: when the worker could go on.
+        start_s: when the worker turned to it; of a copy, when it began.
+        end_s: when the worker could go on; of a copy, which keeps no worker, when it was over. Only then it is told of.
         worker: worker index.
         instruction: what it executed.
-        stall_s: the part of the wait during which what it waited for was on its way (communication, not a bubble).
+        stall_s: the part of the wait during which what it waited for was on its way (communication, not a bubble); of
+            a copy in, how long a backward has waited for its end.
     """
 
     start_s: float
@@ -105,6 +107,8 @@ class Simulation:
         self._made: list[Event] = []  # events that actions have come to
         self._reductions = Reductions(pipeline, costs, network, self._wake)
         self._pushing = Pushing(pipeline, costs, network, turns or Turns(), self._wake, self._applied)
+        swapped = [stage.swap_bytes for stage in costs.stages]
+        self._copies = Copies(swapped, network, size_of, pipeline.label, self._copied) if pipeline.swaps else None
         self._durations = {op: [_durations(stage, op) for stage in costs.stages] for op in (Op.FORWARD, *BACKWARDS)}
         self._activations: dict[_Stages, _Edge] = {}
         self._gradients: dict[_Stages, _Edge] = {}
@@ -126,6 +130,7 @@ class Simulation:
         agenda, programs, size_of, made = self._network.agenda, self._programs, self._size_of, self._made
         heap, counter, pop, replace = agenda.heap, agenda.counter, heapq.heappop, heapq.heappushpop
         durations, update_s = self._durations, [stage.update_s for stage in self._costs.stages]
+        copies = self._copies
         # Names looked up once: this loop runs for every instruction. So does the making of events without defaults.
         new, update, weight, sends = (
             tuple.__new__,
@@ -154,6 +159,8 @@ class Simulation:
             for instruction in programs[worker]:
                 op, stage, number, _, reduce, _, _ = instruction
                 if op in durations:
+                    if copies is not None and copies.holds_up(instruction, now_s):
+                        break
                     lasts_s = durations[op][stage][size_of(number)]
                     if reduce >= 0:
                         self._reductions.join(stage, reduce, now_s, lasts_s, in_part=op is weight)
@@ -170,6 +177,11 @@ class Simulation:
                         continue
                     then = (now_s + lasts_s, WORKERS, next(counter), worker, None)
                     break
+                elif copies is not None and op in COPIES:
+                    copies.begin(worker, instruction, now_s)
+                    yield from made
+                    made.clear()
+                    continue
                 else:
                     ready = self._ready(worker, instruction, now_s)
                     if ready is None:
@@ -197,6 +209,23 @@ class Simulation:
         self.end_s = max(self.end_s, now_s)
         self._made.append(Event(now_s, now_s, worker, push))
 
+    def _copied(self, copy: Copy, now_s: float) -> None:
+        """Take note of a copy that has ended, and let the backward begin that has waited for it."""
+        stall_s = 0.0 if copy.waiting is None else now_s - copy.waiting[1]
+        self.end_s = max(self.end_s, now_s)
+        self._made.append(Event(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
+        if copy.waiting is not None:
+            self._compute(copy.worker, copy.waiting[0], now_s)
+
+    def _compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
+        """Let a worker that has waited run a backward now."""
+        op, stage, unit, _, reduce, *_ = instruction
+        lasts_s = self._durations[op][stage][self._size_of(unit)]
+        if reduce >= 0:
+            self._reductions.join(stage, reduce, now_s, lasts_s, in_part=op is Op.BACKWARD_WEIGHT)
+        self._made.append(Event(now_s, now_s + lasts_s, worker, instruction))
+        self._wake(now_s + lasts_s, worker, None)
+
     def _send(self, worker: int, instruction: Instruction, now_s: float) -> float:
         """Let a message set out; return the seconds that sending it keeps the worker."""
         op, stage, unit, other, *_ = instruction
@@ -220,12 +249,17 @@ class Simulation:
 
     def _received(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
         """Return who goes on now."""
-        self._network.arrived(message)
-        end_s = self._end_s(message)
+        end_s = self._taken_s(message, now_s)
         if end_s == 0:
             return worker, wait
         self._wake(now_s + end_s, worker, wait)
         return None
+
+    def _taken_s(self, message: Message, now_s: float) -> float:
+        """Let a message be taken; return what that takes of its receiver's own time."""
+        self._network.arrived(message)
+        self._network.copy_with_host(message, now_s, out=False)
+        return self._end_s(message)
 
     def _end_s(self, message: Message) -> float:
         """Return what one end of a message takes of its worker's own time; there is none where nothing is sent."""
@@ -253,8 +287,7 @@ class Simulation:
             if message.arrival_s > now_s:
                 self._receive(message, worker, (now_s, instruction, sent_s), now_s)
                 return None
-            self._network.arrived(message)
-            return now_s + self._end_s(message), sent_s
+            return now_s + self._taken_s(message, now_s), sent_s
         if op is Op.PULL:
             pulled_s = self._pushing.pull(worker, instruction, now_s)
             return None if pulled_s is None else (pulled_s, now_s)

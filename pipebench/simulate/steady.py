@@ -13,17 +13,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Sampler, Size, Varying
-from pipebench.schedule.instructions import ENDS, Instruction
+from pipebench.schedule.instructions import ENDS, FIRST_PARTS, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
 from pipebench.simulate.averaging import Average
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.crowded import simulation_of
-from pipebench.simulate.meter import COMPUTE, Meter
+from pipebench.simulate.meter import COMPUTE, Meter, recomputed_s
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event
 
@@ -69,6 +69,8 @@ class Totals:
         num_bytes: payload by (kind, level).
         error_s: standard error of the duration, where it is estimated from a part.
         num_simulated: minibatches of that part; 0 where nothing is estimated.
+        again_s: the part of `busy_s` that computes forwards again.
+        swap_stall_s: seconds that backwards waited for what was on the host.
     """
 
     end_s: float
@@ -77,6 +79,8 @@ class Totals:
     num_bytes: Counter[tuple[str, str]]
     error_s: float = 0.0
     num_simulated: int = 0
+    again_s: float = 0.0
+    swap_stall_s: float = 0.0
 
     def extended(self, period: "Totals", times: int) -> "Totals":
         """Return the totals so many periods further on, given those of one."""
@@ -88,6 +92,8 @@ class Totals:
             self.busy_s + period.busy_s * times,
             self.stall_s + period.stall_s * times,
             num_bytes,
+            again_s=self.again_s + period.again_s * times,
+            swap_stall_s=self.swap_stall_s + period.swap_stall_s * times,
         )
 
 
@@ -108,7 +114,7 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
     watch, found = _Watch(course.pipeline), None
     for event in run:
         if found is None and event.instruction.op in ENDS:
-            found = watch.steady(event, run.busy_s[event.worker], run.stall_s[event.worker], num_minibatches)
+            found = watch.steady(event, run.spent(event.worker), num_minibatches)
             if found is not None:
                 run.shorten(num_minibatches - found.left_out * found.period)
     totals = run.totals()
@@ -116,7 +122,7 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
         return totals
     # What travels doesn't depend on time; and in time, neighbouring periods need not send at the same moments.
     num_bytes = _simulated(_Run(course, found.period, ends_epoch=False)).num_bytes
-    extended = totals.extended(Totals(found.shift_s, found.busy_s, found.stall_s, num_bytes), found.left_out)
+    extended = totals.extended(found.period_totals(num_bytes), found.left_out)
     if not found.error_s:
         return extended
     simulated = num_minibatches - found.left_out * found.period
@@ -153,6 +159,8 @@ def _estimated(course: Course, run: "_Run", num_minibatches: int) -> Totals:
         num_bytes,
         found.error_s * left_out,
         simulated,
+        totals.again_s + sum(times * each.again_s for times, each in alike),
+        totals.swap_stall_s * num_minibatches / simulated,
     )
 
 
@@ -171,7 +179,7 @@ def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tupl
     watch = _Watch(pipeline)
     for taken, event in enumerate(itertools.islice(_Run(course, num_minibatches), num_instructions), 1):
         if event.instruction.op in ENDS:
-            found = watch.steady(event, 0.0, 0.0, sys.maxsize)  # the segment may go on for ever
+            found = watch.steady(event, _NOTHING, sys.maxsize)  # the segment may go on for ever
             if found is not None:
                 return found.shift_s / found.period, taken
     return watch.later_half_s(), taken
@@ -200,7 +208,9 @@ class _Run:
 
     Attributes:
         busy_s: forward, backward and update seconds so far, by worker.
+        again_s: the part of it that computes forwards again, likewise.
         stall_s: seconds waited for bytes on their way, likewise.
+        swap_stall_s: seconds that backwards waited for what was on the host, likewise.
     """
 
     def __init__(
@@ -213,13 +223,15 @@ class _Run:
         sampler: Sampler | None = None,
     ) -> None:
         pipeline, sampler = course.pipeline, sampler or course.sampler
-        self.busy_s, self.stall_s = [0.0] * pipeline.num_workers, [0.0] * pipeline.num_workers
+        self.busy_s, self.again_s, self.stall_s, self.swap_stall_s = ([0.0] * pipeline.num_workers for _ in range(4))
         self._pipeline, self._meter = pipeline, meter
-        self._network = Network(course.cluster, course.devices, meter.transfer if meter else None)
+        observe = meter.transfer if meter else None
+        self._network = Network(course.cluster, course.devices, observe, copies=bool(pipeline.swaps))
         self._sampler, self._drawn = sampler, dict[int, Size]()
         self._whole = sampler.sizes(0, pipeline.microbatches)
         last = sampler.sizes(sampler.minibatches_per_epoch - 1, pipeline.microbatches)
         size_of = self._drawn_size if sampler.varies else self._size
+        self._recomputed_s, self._size_of = recomputed_s(course.costs), size_of
         self._last = dict(zip(pipeline.units(num_minibatches - 1), last, strict=True)) if ends_epoch else {}
         self._taken = [itertools.count() for _ in range(pipeline.num_workers)]
         # Counts without a step of Python for every instruction.
@@ -232,16 +244,23 @@ class _Run:
             meter.begin(size_of)
 
     def __iter__(self) -> Iterator[Event]:
-        busy_s, stall_s, meter = self.busy_s, self.stall_s, self._meter
+        busy_s, stall_s, meter, recomputed = self.busy_s, self.stall_s, self._meter, self._recomputed_s
         for event in self._simulation:
             start_s, end_s, worker, instruction, stalled_s = event
             if instruction.op in COMPUTE:
                 busy_s[worker] += end_s - start_s
+                if recomputed and instruction.op in FIRST_PARTS:
+                    self.again_s[worker] += recomputed[instruction.stage][self._size_of(instruction.number)]
             elif stalled_s:
-                stall_s[worker] += stalled_s
+                stalls_s = self.swap_stall_s if instruction.op is Op.SWAP_IN else stall_s
+                stalls_s[worker] += stalled_s
             if meter is not None:
                 meter.event(event)
             yield event
+
+    def spent(self, worker: int) -> "_Spent":
+        """Return what a worker's seconds have gone to so far."""
+        return _Spent(self.busy_s[worker], self.stall_s[worker], self.again_s[worker], self.swap_stall_s[worker])
 
     def shorten(self, num_minibatches: int) -> None:
         """Go over to the lists of a shorter segment, which begin as the others did so far."""
@@ -252,7 +271,10 @@ class _Run:
     def totals(self) -> Totals:
         """Return what it came to."""
         end_s = self._simulation.end_s
-        return Totals(end_s, math.fsum(self.busy_s), math.fsum(self.stall_s), self._network.num_bytes)
+        return Totals(
+            end_s, math.fsum(self.busy_s), math.fsum(self.stall_s), self._network.num_bytes,
+            again_s=math.fsum(self.again_s), swap_stall_s=math.fsum(self.swap_stall_s),
+        )  # fmt: skip
 
     def _size(self, unit: int) -> Size:
         """Return what a unit's costs depend on."""
@@ -270,6 +292,18 @@ class _Run:
         return size
 
 
+class _Spent(NamedTuple):
+    """What seconds go to, named as in `Totals`."""
+
+    busy_s: float
+    stall_s: float
+    again_s: float
+    swap_stall_s: float
+
+
+_NOTHING = _Spent(0.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class _Steady:
     """A steady state.
@@ -277,18 +311,21 @@ class _Steady:
     Attributes:
         period: minibatches after which everything repeats.
         shift_s: how much later it does.
-        busy_s: of all workers in a period, like that of `Totals`; so is the next.
-        stall_s: likewise.
+        spent: of all workers in a period.
         left_out: periods that need not be simulated.
         error_s: standard error of a period, where it doesn't repeat itself and its mean stands for the others.
     """
 
     period: int
     shift_s: float
-    busy_s: float
-    stall_s: float
+    spent: _Spent
     left_out: int
     error_s: float = 0.0
+
+    def period_totals(self, num_bytes: Counter[tuple[str, str]]) -> Totals:
+        """Return what a period comes to."""
+        busy_s, stall_s, again_s, swap_stall_s = self.spent
+        return Totals(self.shift_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_stall_s)
 
 
 class _Watch:
@@ -301,16 +338,16 @@ class _Watch:
         workers = range(pipeline.num_workers)
         self._block = pipeline.period
         self._ends: list[list[float]] = [[] for _ in workers]
-        self._sums: list[list[tuple[float, float]]] = [[] for _ in workers]  # busy and stalled, at each end
+        self._sums: list[list[_Spent]] = [[] for _ in workers]  # at each end
         units = self._block * pipeline.microbatches
         self._own = [sum(units // pipeline.replicas[each] for each in pipeline.stages_of(w)) for w in workers]
         self._in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / self._block) * self._block
 
-    def steady(self, event: Event, busy_s: float, stall_s: float, num_minibatches: int) -> _Steady | None:
+    def steady(self, event: Event, spent: _Spent, num_minibatches: int) -> _Steady | None:
         """Take note of the end of a unit; return the steady state, if that is one and the segment is long enough."""
         worker, own, ends = event.worker, self._own, self._ends
         ends[worker].append(event.end_s)
-        self._sums[worker].append((busy_s, stall_s))
+        self._sums[worker].append(spent)
         if worker > 0 or len(ends[0]) % own[0] > 0:
             return None
         for blocks in _BLOCKS:
@@ -368,7 +405,5 @@ class _Watch:
             return None
         before = [sums[-1 - own * blocks] for sums, own in zip(self._sums, self._own, strict=True)]
         after = [sums[-1] for sums in self._sums]
-        busy_s, stall_s = (
-            math.fsum(b[each] - a[each] for a, b in zip(before, after, strict=True)) for each in range(2)
-        )
-        return _Steady(period, shift_s, busy_s, stall_s, left_out)
+        spent = _Spent(*(math.fsum(b[each] - a[each] for a, b in zip(before, after, strict=True)) for each in range(4)))
+        return _Steady(period, shift_s, spent, left_out)

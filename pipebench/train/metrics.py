@@ -12,7 +12,7 @@ from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.pushes import Pushes
 from pipebench.simulate.meter import MEMORY, Measured, sum_by
-from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
+from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
 from pipebench.train.learning_rate import lr_scales
@@ -120,7 +120,7 @@ def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
     """Return communication metrics from bytes by (kind, level).
 
-    The total is activations, gradients and what replicas sum; buffers and evaluation are given apart.
+    The total is activations, gradients and what replicas sum; buffers, evaluation and copies to hosts are given apart.
     """
     counts = dict(num_bytes)
     kinds = sum_by(counts, 0, (*TRAINING_KINDS, BUFFERS, EVALUATION))
@@ -129,6 +129,8 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
     metrics: dict[str, float] = {"comm_bytes_total": total}
     metrics |= {f"comm_bytes_{kind.replace('-', '_')}": value for kind, value in kinds.items()}
     metrics |= {f"comm_bytes_level_{level}": value for level, value in levels.items()}
+    copied = sum_by(counts, 0, SWAP_KINDS)
+    metrics |= {f"swap_bytes_{kind.removeprefix('swap-')}": value for kind, value in copied.items()}
     if samples > 0:
         metrics["comm_bytes_per_sample"] = total / samples
         for kind in TRAINING_KINDS:

@@ -165,6 +165,7 @@ def prepare(
         and mode.flush
         and len(plan.stages) > 1,
     )
+    _check_copies(cluster, pipeline)
     costs = stage_costs(profile, plan, WEIGHT_POLICIES[mode.weights].update_cost)
     if recipe.parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
@@ -231,6 +232,17 @@ def _example(dataset: Dataset, size: Size) -> dict[str, torch.Tensor]:
 
 def _scales(train: TrainRecipe) -> bool:
     return train.precision == "fp16"
+
+
+def _check_copies(cluster: Cluster, pipeline: Pipeline) -> None:
+    """Refuse copies to hosts at a rate that nobody knows."""
+    if pipeline.swaps and cluster.pcie_bytes_per_s is None:
+        stages = ", ".join(map(str, pipeline.swaps))
+        raise PlanError(
+            f"layers of stage{'s' * (len(pipeline.swaps) > 1)} {stages} swap, and cluster {cluster.name} doesn't say "
+            "how fast a device copies to its host: add to its file, e.g., "
+            'pcie: {value: 15.76 GB/s, assumed: "PCIe 3.0 x16"}'
+        )
 
 
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, *, flushes: bool) -> None:

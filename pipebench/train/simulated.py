@@ -3,7 +3,7 @@
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
-from pipebench.simulate.meter import EPOCHS, Meter, fractions
+from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
 from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
@@ -64,6 +64,7 @@ def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = 
 
 
 def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, float]:
+    num_workers = setup.pipeline.num_workers
     sampler = setup.sampler  # a segment's last minibatch is the epoch's last, which may be short
     samples = sampler.samples_before(num_minibatches - 1) + sampler.size(sampler.minibatches_per_epoch - 1)
     return {
@@ -71,10 +72,14 @@ def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, fl
         "epoch_time_s": totals.end_s * sampler.num_samples / samples,
         "throughput_samples_per_s": samples / totals.end_s,
         "samples_per_update": setup.pipeline.round_size(0) * sampler.minibatch_size,
-        "num_workers": setup.pipeline.num_workers,
+        "num_workers": num_workers,
         **byte_metrics(totals.num_bytes, samples),
-        **fractions(totals.busy_s, totals.stall_s, setup.pipeline.num_workers, totals.end_s),
-    }
+        **fractions(
+            totals.busy_s, totals.stall_s, num_workers, totals.end_s,
+            again_s=totals.again_s, swap_stall_s=totals.swap_stall_s if setup.pipeline.swaps else None,
+        ),
+        **pcie_fractions(setup.cluster, totals.num_bytes, num_workers, totals.end_s),
+    }  # fmt: skip
 
 
 def _epoch_notes(job: Job, totals: Totals, num_minibatches: int) -> dict[str, str]:

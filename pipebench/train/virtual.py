@@ -12,8 +12,9 @@ def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
     """Return what makes a virtual engine for a job; `stop` may ask it to end early."""
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
-        meter = Meter(job.setup.pipeline)
-        network = Network(job.setup.cluster, job.setup.devices, meter.transfer)
-        return VirtualEngine(job.setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
+        meter = Meter(job.setup.pipeline, costs=job.setup.costs)
+        setup, copies = job.setup, bool(job.setup.pipeline.swaps)
+        network = Network(setup.cluster, setup.devices, meter.transfer, copies=copies)
+        return VirtualEngine(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
 
     return make

@@ -11,7 +11,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.schema import OptimizerRecipe, PeriodRecipe, Recipe, ScheduleRecipe, TargetRecipe
 from tests.recipe.conftest import VALID, Write
 
-SMALL = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")
+SMALL = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt", "transformer")
 QUICKSTART = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "quickstart/pipedream"]
 
 
@@ -29,6 +29,7 @@ COUNTS = {
     "gnmt16": 13,
     "awd_lm": 7,
     "s2vt": 6,
+    "transformer": 9,
     "lab": 4,
     "uniform": 4,
     **dict.fromkeys((f"vpipe/{name}" for name in ("gnmt16", "vgg16", "resnet50")), 2),

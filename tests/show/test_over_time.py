@@ -22,10 +22,11 @@ def memory(num_workers: int, limit_bytes: int | None = None, *, overflow: bool =
         num_bytes = np.zeros((len(KINDS), 4), dtype=np.int64)
         num_bytes[KINDS.index(WEIGHTS)] = 1_000_000
         num_bytes[KINDS.index(ACTIVATIONS), 1] = 4_000_000 + worker
-        curves.append(Curve(np.array([0.0, worker % 9, worker % 9 + 1.0, 10.0]), num_bytes))
+        curves.append(Curve(np.array([0.0, worker % 9, worker % 9 + 1.0, 10.0]), num_bytes, num_bytes[0] * 0))
         peaks.append(Moment(worker, worker % 9, f"{worker}F0@0", {WEIGHTS: 1_000_000, ACTIVATIONS: 4_000_000 + worker}))
     names = tuple(f"stage {worker}" for worker in range(num_workers))
-    return MemoryTimeline(names, tuple(curves), tuple(peaks), limit_bytes, peaks[2] if overflow else None, 10.0)
+    hosts = (0,) * num_workers
+    return MemoryTimeline(names, tuple(curves), tuple(peaks), hosts, limit_bytes, peaks[2] if overflow else None, 10.0)
 
 
 def occupancy(num_workers: int) -> Occupancy:

@@ -76,8 +76,8 @@ def test_memory_is_a_counter_per_worker_with_a_series_per_kind(tmp_path: Path) -
     num_bytes = np.zeros((len(KINDS), 4), dtype=np.int64)
     num_bytes[KINDS.index(WEIGHTS)] = 100
     num_bytes[KINDS.index(ACTIVATIONS)] = [0, 5, 7, 9]
-    curves = tuple(Curve(np.array([0.0, 0.001, 0.001, late_s]), num_bytes) for late_s in (0.002, 1.0))
-    write_trace(TIMELINE, tmp_path / "trace.json", memory=MemoryTimeline(("a", "b"), curves, (), None, None, 1.0))
+    curves = tuple(Curve(np.array([0.0, 0.001, 0.001, late_s]), num_bytes, num_bytes[0] * 0) for late_s in (0.002, 1.0))
+    write_trace(TIMELINE, tmp_path / "trace.json", memory=MemoryTimeline(("a", "b"), curves, (), (), None, None, 1.0))
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     counters = [event for event in found if event["ph"] == "C"]
     assert {event["name"] for event in counters} == {"memory [bytes]"}
