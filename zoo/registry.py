@@ -182,7 +182,8 @@ MODELS: dict[str, Entry] = {
         "zoo.awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size"
     ),
     "cellnet": Entry(
-        "zoo.cellnet:cellnet", "residual cells that can each be left out, for architecture searches; width, groups, cells"
+        "zoo.cellnet:cellnet",
+        "residual cells, each of which can be left out: a space to search in; width, groups, cells",
     ),
     "gnmt8": Entry(
         "zoo.gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout"

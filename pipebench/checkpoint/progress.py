@@ -8,6 +8,7 @@ from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no o
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.pushes import Pushes
+from pipebench.schedule.repartitions import Repartition
 from pipebench.typed_json import Amount, Count, Finite, JsonError, Number, read
 
 SentBytes = tuple[str, str, Count]  # of a kind, on a level
@@ -111,6 +112,8 @@ class Progress:
         saved_at_s: wall clock, seconds since the epoch.
         lost_s: seconds on the clock that restarts have cost.
         bytes_before: bytes by kind and level that were sent before what the facts cover.
+        moves: under which cuts the run went on, from which minibatches: the last ones are those of the checkpoint, on
+            top of the plan that `taken_by` tells.
     """
 
     taken_by: str
@@ -129,6 +132,7 @@ class Progress:
     saved_at_s: Amount
     lost_s: Amount = 0.0
     bytes_before: tuple[SentBytes, ...] = ()
+    moves: tuple[Repartition, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""

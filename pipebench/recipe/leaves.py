@@ -27,6 +27,7 @@ TOGETHER = (("train", "evaluate_every"), ("train", "checkpoint_every"), ("train"
 # Sections that take the arguments of a class or target beside their own keys.
 TARGETED = (("train", "optimizer"), ("train", "schedule"))
 ARGUMENTS = "arguments"
+LISTED = (("parallelism", "vpipe", "moves"),)  # lists that aren't of several runs
 _OPTION = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Key = tuple[str, ...]
@@ -206,12 +207,20 @@ def _section(expected: Any) -> type | None:
     return None
 
 
+def _needs_nothing(section: type | None) -> bool:
+    """Return whether a section says something without a key: all have defaults, and not all of those are null."""
+    values = [] if section is None else defaults(section).values()
+    return MISSING not in values and any(value is not None for value in values)
+
+
 def _is_option(key: Key) -> bool:
-    return key[0] in ("model", "dataset") or ARGUMENTS in key
+    return key[0] in ("model", "dataset") or ARGUMENTS in key or key in LISTED
 
 
 def _problem(value: object, expected: Any) -> str | None:
     holds_keys = _section(expected) is not None or get_origin(expected) is dict
+    if value == {} and _needs_nothing(_section(expected)):
+        return None
     if holds_keys and (value == {} or is_expression(value)):
         given = "an empty mapping" if value == {} else "an interpolation"
         return f"got {given}, allowed is {in_words(expected)}"

@@ -18,7 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
-from pipebench.recipe import rules_named, rules_search, rules_training, rules_zoo  # noqa: F401 # for the rules that they register
+from pipebench.recipe import (  # noqa: F401 # for the rules that they register
+    rules_named,
+    rules_search,
+    rules_training,
+    rules_vpipe,
+    rules_zoo,
+)
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.extending import chain
@@ -309,7 +315,7 @@ def _nested(found: Mapping[Key, Leaf]) -> dict[str, Any]:
             if not isinstance(inside.get(part), dict):
                 inside[part] = _empty(key[:depth])
             inside = inside[part]
-        inside[key[-1]] = leaf.value
+        inside[key[-1]] = _empty(key) if leaf.value == {} else leaf.value
     return data
 
 
@@ -352,13 +358,15 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
 
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths that are seen from their recipe's folder absolute, so that the recipe means the same anywhere."""
-    named = (("parallelism", name) for name in ("plan", "order", "push_order"))
+    named = (("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves")))
     for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("search", "trace"), *named):
-        section, leaf = resolved.get(key[0]), found.get(key)
-        given = section.get(key[1]) if isinstance(section, dict) else None
+        leaf, section = found.get(key), resolved
+        for part in key[:-1]:
+            section = section.get(part) or {}
+        given = section.get(key[-1])
         if leaf is not None and isinstance(given, str) and "." in given:
             beside = os.path.join(leaf.folder, given)
-            section[key[1]] = os.path.abspath(beside) if os.path.isfile(beside) else given
+            section[key[-1]] = os.path.abspath(beside) if os.path.isfile(beside) else given
 
 
 def _why(expression: object, error: Exception) -> str:

@@ -150,6 +150,20 @@ class ClusterRecipe:
 
 
 @dataclass(frozen=True)
+class VpipeRecipe:
+    """vPipe: what changes about a plan while training goes on.
+
+    Attributes:
+        live: whether layers move while minibatches are in flight; false empties the pipeline first, and fills it again.
+        moves: cuts that are decided beforehand: a list of `{at: {minibatches: 24}, cuts: [layer, ...]}`, the first
+            layer of every stage but the first; or the artifact `moves.json` of another run.
+    """
+
+    live: bool = True
+    moves: Any = None
+
+
+@dataclass(frozen=True)
 class ParallelismRecipe:
     """The parallelism mode, and the columns of the table of modes where they differ from the mode's own.
 
@@ -182,6 +196,7 @@ class ParallelismRecipe:
         correction_decay: weights `correct` only: PipeMare's D; null: 0.135.
         relay: let what skips stages go through all of those between, as the PipeDream artifact does; else it goes to
             the stages that read it. In simulations only.
+        vpipe: null: stages stay as they are cut.
     """
 
     mode: str = MISSING
@@ -203,11 +218,17 @@ class ParallelismRecipe:
     annealing_epochs: float | None = None
     correction_decay: float | None = None
     relay: bool = False
+    vpipe: VpipeRecipe | None = None
 
     @property
     def accumulate_given(self) -> int | None:
         """The number of `accumulate`, where there is one: the largest that fits is known of whole plans only."""
         return None if self.accumulate is None or self.accumulate == LARGEST else int(self.accumulate)
+
+    @property
+    def moves(self) -> bool:
+        """Whether layers may move from stage to stage while training goes on."""
+        return self.vpipe is not None and bool(self.vpipe.moves)
 
     @property
     def row(self) -> Mode:

@@ -94,7 +94,8 @@ def several(value: object, expected: Any, *, is_option: bool) -> Several | None:
     Args:
         value: as given.
         expected: the key's type.
-        is_option: whether the key is an option of a model, data set or target: of `Any` type it may take a list.
+        is_option: whether the key, an option of a model, data set or target for one, may take a list although it is of
+            `Any` type.
     """
     if isinstance(value, Several):
         return value

@@ -35,6 +35,9 @@ _TRAINED = (
     "weight_versions_max",
     "staleness_mean",
     "staleness_max",
+    "repartitions",
+    "migration_bytes",
+    "migration_stall_s",
 )
 _SIMULATED = ("planned_throughput_samples_per_s",)
 _ALWAYS_LIKE = re.compile(r"comm_bytes_level_\w+")

@@ -15,6 +15,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from pipebench.model.device import commit_diff, environment
+from pipebench.model.plan_layers import form_of
 from pipebench.model.splitting import unsplit
 from pipebench.planner.plans import Comparison
 from pipebench.profile.stored import write_profile
@@ -22,6 +23,7 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import plan_form
 from pipebench.run.request import RunRequest, recipe_yaml
+from pipebench.schedule import repartitions
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
@@ -31,8 +33,8 @@ from pipebench.show.comparison import comparison_markdown
 from pipebench.show.memory_picture import draw_memory
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
-from pipebench.show.search_picture import draw_search, search_markdown
 from pipebench.show.progress import RunProgress, Silent
+from pipebench.show.search_picture import draw_search, search_markdown
 from pipebench.show.staleness import draw_staleness, staleness_markdown
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.trace import write_trace
@@ -41,6 +43,7 @@ from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params
 from pipebench.train.interfaces import OnPoint, Progress
+from pipebench.train.moves import under
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.prepare import Job
@@ -147,6 +150,17 @@ def record_search(log: RunLog, result: RunResult) -> RunResult:
     return replace(result, search=None)
 
 
+def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
+    """Keep where the stages were cut anew, and the plan that came of it; return the result without it."""
+    if not result.moves:
+        return result
+    graph = job.setup.graph
+    log.text(repartitions.FILE_NAME, repartitions.to_text(result.moves))
+    last = form_of(under(job.setup, result.moves), [layer.name for layer in graph.layers])
+    log.text("plan-last.json", last.text())
+    return replace(result, moves=())
+
+
 def _record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
     """Keep what functions write as artifacts; return the names of those that are kept."""
     drawn = []
@@ -244,7 +258,7 @@ class RunRecorder:
             result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
             if measures:
                 result = self._with_prediction(result)
-            result = record_search(log, record_pushes(log, result))
+            result = record_moves(log, record_search(log, record_pushes(log, result)), self._job)
             log.result(result)
             drawn: list[str] = []
             if self._kind.trains or not self._request.suite.brief:

@@ -68,6 +68,11 @@ _STALENESS: tuple[_Saying, ...] = (
     ("staleness_mean", lambda updates: f"{number(updates)} updates between pull and push on average"),
     ("staleness_max", lambda updates: f"{updates:g} at most"),
 )
+_MOVES: tuple[_Saying, ...] = (
+    ("repartitions", lambda times: f"{times:g} times" if times != 1 else "once"),
+    ("migration_bytes", lambda moved: f"{num_bytes(moved)} of layers moved"),
+    ("migration_stall_s", lambda stall: f"{seconds(stall)} of standing still meanwhile"),
+)
 _MEMORY: tuple[_Saying, ...] = (
     ("peak_memory_bytes_max", lambda peak: f"{num_bytes(peak)} at most on a worker"),
     ("weight_versions_max", lambda versions: f"{versions:g} weight versions at most"),
@@ -215,6 +220,7 @@ def _facts(result: RunResult) -> list[tuple[str, str]]:
         ("sent per sample", _bytes_by_kind(metrics)),
         ("staleness", _said(metrics, *_STALENESS)),
         (WORKERS_IDLE, _said(metrics, *_IDLE)),
+        ("cut anew", _said(metrics, *_MOVES)),
         (MEMORY, _said(metrics, *_MEMORY)),
         ("this took", _said(metrics, ("wall_time_s", seconds))),
     ]

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import OnLoss, OnUnit
+from pipebench.model.plan import Plan
 from pipebench.simulate.meter import Measured
 from pipebench.train.result import Point
 
@@ -14,6 +15,10 @@ class Engine(Protocol):
     """What trains: all workers in one process, or one of them. It also tells the time, virtual or of the wall."""
 
     clock_s: float  # at the last drain
+
+    @property
+    def setup(self) -> Setup:
+        """What it runs, under the plan that holds now."""
 
     @property
     def now_s(self) -> float:
@@ -47,18 +52,19 @@ class Engine(Protocol):
     def exchange(self, value: Any) -> list[Any]:
         """Return what every process gives, in the order of workers; JSON."""
 
-    @property
-    def setup(self) -> Setup:
-        """What it runs now."""
-
     def take_up(self, setup: Setup) -> None:
         """Go on with another setup of the same model, at a drain."""
 
     def parts(self) -> Sequence[tuple[str, ModelState]]:
         """Return what this process contributes to a checkpoint, by name."""
 
-    def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
-        """Go on from a checkpoint; `facts` are this process's then, None under another plan."""
+    def replan(self, plan: Plan) -> None:
+        """Go on under a plan with other cuts or memory policies, at a drain."""
+
+    def restore(
+        self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
+    ) -> None:
+        """Go on from a checkpoint, under `plan` if there is one; `facts` are this process's then, or None."""
 
     def facts(self) -> dict[str, Any]:
         """Return what was counted here: `num_bytes`, and `peak_bytes` and `weight_versions_max` per worker; JSON."""

@@ -6,6 +6,7 @@ what decides its course is exchanged at every drain.
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from pipebench.checkpoint.progress import CurvePoint, Facts
 from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError
+from pipebench.model.plan import Plan
+from pipebench.schedule.repartitions import Repartition
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import (
     NO_CHECKPOINTS,
@@ -26,7 +29,16 @@ from pipebench.train.checkpointing import (
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves, TrainingLoss
 from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
-from pipebench.train.metrics import EarlierWorkers, describe, recipe_notes, run_metrics, stage_rows, sum_facts
+from pipebench.train.metrics import (
+    EarlierWorkers,
+    describe,
+    move_metrics,
+    recipe_notes,
+    run_metrics,
+    stage_rows,
+    sum_facts,
+)
+from pipebench.train.moves import cuts_of, policies_of, under
 from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
@@ -68,6 +80,7 @@ class TrainingLoop:
         self._loss = TrainingLoss()
         self._curves = Curves(job.recipe.train.target, job.setup.dataset.metrics)
         self._earlier = EarlierWorkers()
+        self._moves: list[Repartition] = []
         self._engine = make_engine(self._take_loss, self._take_unit)
         self._clock = RunClock(self._engine)
 
@@ -104,9 +117,11 @@ class TrainingLoop:
         """Take up a checkpoint."""
         saved = found.progress
         same_workers = saved.taken_by == taken_by(self._job)
+        self._moves = [*saved.moves]
         self._earlier = earlier_workers(saved, same_workers=same_workers)
         facts = saved.facts[self._engine.position] if same_workers else None
-        self._engine.restore(found.state, facts, self._policy.lost_s + saved.clock_s)
+        plan = under(self._job.setup, saved.moves) if same_workers and saved.moves else None
+        self._engine.restore(found.state, facts, self._policy.lost_s + saved.clock_s, plan)
         self._done = found.step
         self._samples = self._seen = self._told = saved.samples
         self._loss = TrainingLoss(saved.loss_sum, saved.weight)
@@ -123,10 +138,16 @@ class TrainingLoop:
             self._evaluate()
             self._save(self._policy.checkpoints)
         while self._done < periods.total and self._curves.reached is None:
-            self._train_segment(periods.next_drain(self._done) - self._done)
+            to_come = [move for move in self._job.moves if move.minibatch > self._done]
+            drain = min([periods.next_drain(self._done), *(move.minibatch for move in to_come)])
+            self._train_segment(drain - self._done)
             if periods.evaluates_at(self._done):
                 self._evaluate()
-            self._save(self._policy.checkpoints)
+            for move in to_come:
+                if move.minibatch == self._done < periods.total and self._curves.reached is None:
+                    self._replan(move.plan, "decided beforehand")
+            if periods.drains_at(self._done):
+                self._save(self._policy.checkpoints)
 
     def _train_segment(self, num_minibatches: int) -> None:
         """Train up to a drain and put together what the processes know; end where a stop was agreed on."""
@@ -143,6 +164,22 @@ class TrainingLoop:
         if not reason.startswith(DIVERGED):
             self._save(self._policy.checkpoints or self._policy.when_stopped())
         raise _StoppedError(reason)
+
+    def _replan(self, plan: Plan, why: str) -> None:
+        """Go on under another plan, here at a drain."""
+        setup = self._engine.setup
+        before_s = self._clock.drained_s
+        with self._clock.spending("training_s"):
+            self._engine.replan(plan)
+        cuts = cuts_of(setup.graph, plan)
+        done = Repartition(
+            self._done, cuts, policies_of(setup.graph, plan), cuts_of(setup.graph, setup.plan), why, live=False,
+            samples=self._samples, clock_s=self._clock.drained_s, stall_s=self._clock.drained_s - before_s,
+        )  # fmt: skip
+        self._moves.append(done)
+        text = f"minibatch {self._done}: stages begin at {', '.join(cuts)} now, not {', '.join(done.was)}; {why}"
+        self._progress.note(text)
+        _LOG.info("%s (%.3g s)", text, done.stall_s)
 
     def _evaluate(self) -> None:
         with self._clock.spending("evaluation_s"):
@@ -178,6 +215,7 @@ class TrainingLoop:
             clock_s=clock.drained_s,
             saved_at_s=time.time(),
             lost_s=clock.lost_s,
+            moves=tuple(self._moves),
             bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in earlier.num_bytes.items()),
         ).to_json()
 
@@ -225,14 +263,17 @@ class TrainingLoop:
         """Put together what all processes counted and measured; all of them call it."""
         facts = sum_facts(self._engine.exchange(self._engine.facts()))
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
-        metrics = run_metrics(self._job, self._samples, self._clock, self._curves, facts, measured, self._earlier)
+        job = replace(self._job, setup=self._engine.setup)
+        metrics = run_metrics(job, self._samples, self._clock, self._curves, facts, measured, self._earlier)
+        if job.setup.repartitions:
+            metrics |= move_metrics(self._moves, self._earlier.num_bytes + facts["num_bytes"])
         if self._policy.checkpoints is not None:
             metrics["checkpoint_time_s"] = self._clock.checkpoint_s
         metrics |= {"total_time_s": total_s, "wall_time_s": wall_s}
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
-            points=tuple(self._curves.points), stages=stage_rows(self._job, facts), workers=measured.workers,
-            notes={**recipe_notes(self._job), **measured.notes}, pushes=tuple(facts["pushes"]),
+            points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,
+            notes={**recipe_notes(job), **measured.notes}, pushes=tuple(facts["pushes"]), moves=tuple(self._moves),
         )  # fmt: skip
         return result, measured.timeline
 

@@ -11,8 +11,9 @@ from pipebench.recipe.schema import LARGEST
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.pushes import Pushes
+from pipebench.schedule.repartitions import Repartition
 from pipebench.simulate.meter import MEMORY, Measured, sum_by
-from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
+from pipebench.simulate.timeline import BUFFERS, EVALUATION, MIGRATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
 from pipebench.train.learning_rate import lr_scales
@@ -137,6 +138,15 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
             if kind in kinds:
                 metrics[f"comm_bytes_per_sample_{kind.replace('-', '_')}"] = kinds[kind] / samples
     return metrics
+
+
+def move_metrics(moves: Sequence[Repartition], num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
+    """Return what layers that moved have cost: the stall is the time in which nothing was computed for it."""
+    return {
+        "repartitions": len(moves),
+        "migration_bytes": sum(count for (kind, _), count in num_bytes.items() if kind == MIGRATION),
+        "migration_stall_s": sum(move.stall_s for move in moves),
+    }
 
 
 def describe_stages(job: Job) -> list[dict[str, Any]]:

@@ -41,6 +41,10 @@ class Periods:
         """Return after how many minibatches the next drain is."""
         return min(self.total, *((done // period + 1) * period for period in (self.evaluation, self.checkpoint)))
 
+    def drains_at(self, done: int) -> bool:
+        """Return whether there is a drain after so many minibatches, to evaluate or to write a checkpoint."""
+        return done % self.checkpoint == 0 or self.evaluates_at(done)
+
     def evaluates_at(self, done: int) -> bool:
         """Return whether there is an evaluation after so many minibatches."""
         return done > 0 and (done % self.evaluation == 0 or done >= self.total)

@@ -33,6 +33,7 @@ from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_meas
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
+from pipebench.recipe.moves import asked_moves
 from pipebench.recipe.plan_file import PlanForm, form_problems, is_plan_file, load_plan
 from pipebench.recipe.push_order import load_push_order
 from pipebench.recipe.schema import LARGEST, LossScaleRecipe, ParallelismRecipe, Recipe, TrainRecipe
@@ -50,6 +51,7 @@ from pipebench.simulate.memory import stage_memories
 from pipebench.train.kept_plan import ANEW, kept_plan
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
+from pipebench.train.moves import PlannedMove, planned_moves
 from pipebench.train.request import plan_request, samplers, travelling_sizes, whole_minibatches
 from zoo.plain import seeded
 from zoo.registry import Dataset
@@ -69,6 +71,7 @@ class Job:
         comparison: the modes that were compared, if the recipe left the mode to the planner.
         left_over: samples of an epoch that aren't run, since the profile has times of whole minibatches only.
         search: how the model's architecture changes; the setup is that of the first one. None: it stays.
+        moves: plans that the recipe asks for while it goes on.
     """
 
     recipe: Recipe
@@ -77,6 +80,7 @@ class Job:
     comparison: Comparison | None = None
     left_over: int = 0
     search: SearchSetup | None = None
+    moves: tuple[PlannedMove, ...] = ()
 
     @property
     def profile(self) -> Profile:
@@ -190,9 +194,11 @@ def prepare(
         loss_scale=(recipe.train.loss_scale or LossScaleRecipe()) if _scales(recipe.train) else None,
         push_order=_order_of_pushes(recipe.parallelism, pipeline),
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
-        repartitions=search is not None,
+        repartitions=recipe.parallelism.moves or search is not None,
     )
-    return Job(recipe, cluster, setup, comparison, known.left_over, search)
+    vpipe = recipe.parallelism.vpipe
+    moves = planned_moves(asked_moves(vpipe.moves), setup) if vpipe is not None else ()
+    return Job(recipe, cluster, setup, comparison, known.left_over, search, moves)
 
 
 def _searched(recipe: Recipe, known: "ProfiledModel", profile: Profile) -> SearchSetup:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipebench.recipe.search_trace import SearchFile
 from pipebench.schedule.pushes import Pushes
+from pipebench.schedule.repartitions import Repartition
 from pipebench.typed_json import Number
 
 # What the seeds of a recipe are summed up by, beside the best scores.
@@ -54,6 +55,7 @@ class RunResult:
             the rest once it is recorded, since it grows with the run.
         search: the history of an architecture search; kept apart from the rest, too.
         varied: of a run of a sweep, the keys that vary, full key to text; else empty.
+        moves: where the stages were cut anew while it went on; kept apart from the rest once it is recorded.
         notes: a sentence each on numbers that need one, by the fact in the summary that it stands beside.
     """
 
@@ -75,6 +77,7 @@ class RunResult:
     notes: Mapping[str, str] = field(default_factory=dict)
     pushes: tuple[Pushes, ...] = ()
     search: SearchFile | None = None
+    moves: tuple[Repartition, ...] = ()
 
     @property
     def exit_code(self) -> int:

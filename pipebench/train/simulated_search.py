@@ -7,7 +7,6 @@ the cuts there are: what the work in a stage comes to changes with its cells, th
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from pipebench.engine.setup import Setup
@@ -78,7 +77,7 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
-        sentence=f"simulated {len(phases)} architectures one after the other; nothing was trained, so nothing is scored",
+        sentence=f"simulated {len(phases)} architectures, one after the other; nothing was trained or scored",
         metrics={
             "total_time_s": end_s,
             "throughput_samples_per_s": samples[-1] / end_s,

@@ -27,7 +27,7 @@ NAMES = "abcd"
 def whole(names: str = NAMES, cuts: Sequence[str] = ("cells_b_up", "cells_c_drop"), **given: Any) -> Setup:
     """Return a setup of all cells, cut before the layers of these names."""
     torch.default_generator.manual_seed(5)
-    graph = trace(Stack(names))
+    graph = trace(Stack(names, plain=given.pop("plain", False)))
     starts = [graph.index_of(cut) for cut in cuts]
     replicas = given.pop("replicas", [1] * (len(starts) + 1))
     given = {"make_optimizer": SGD, "sizes": (2, 4)} | given

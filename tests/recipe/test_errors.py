@@ -49,6 +49,32 @@ OVERRIDES = [
         "parallelism={mode: auto, plan: auto, recompute_layers: [head]}",
         r"parallelism.recompute_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
     ),
+    (
+        "parallelism.vpipe={live: false, moves: 3}",
+        "parallelism.vpipe.moves: got 3, allowed is a list of moves or the file moves.json of a run",
+    ),
+    (
+        "parallelism.vpipe={live: false, moves: [{at: {epochs: 1}}]}",
+        r"parallelism.vpipe.moves: \[0\]: 'cuts' is missing",
+    ),
+    ("parallelism.vpipe={live: false, moves: gone.json}", "parallelism.vpipe.moves: gone.json: can't be read: No such"),
+    (
+        "parallelism.vpipe={moves: [{at: {epochs: 1}, cuts: [head]}]}",
+        "parallelism.vpipe.live: got true, and moves are made at a drain: allowed is false",
+    ),
+    (
+        "parallelism={mode: dp, plan: auto, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [head]}]}}",
+        "parallelism.vpipe.moves: got .* in mode dp, which has one stage: allowed is null",
+    ),
+    (
+        "parallelism={mode: auto, plan: auto, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [head]}]}}",
+        "parallelism.vpipe.moves: got .* with mode auto, which plans every mode: allowed is null",
+    ),
+    (
+        "parallelism={mode: interleaved, plan: straight, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [x]}]}}",
+        "parallelism.vpipe.moves: layers move between workers that have one stage each",
+    ),
+    ("parallelism.vpipe={}", None),
     ("parallelism.recompute=off!", "parallelism.recompute: got 'off!', allowed is true or false or null"),
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),

@@ -1,0 +1,93 @@
+"""Where layers are from which minibatch of a run on: what a recipe asks for, and what was done."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipebench.engine.setup import Setup
+from pipebench.errors import PlanError
+from pipebench.model.graph import LayerGraph
+from pipebench.model.plan import Plan, recut, starts_of_cuts
+from pipebench.recipe.moves import AskedMove
+from pipebench.schedule.modes import KEEP
+from pipebench.schedule.repartitions import Repartition
+
+_KEY = "parallelism.vpipe.moves"
+
+
+@dataclass(frozen=True)
+class PlannedMove:
+    """A plan, from a minibatch of the run on.
+
+    Attributes:
+        minibatch: the first that runs forward under it.
+        plan: the plan.
+    """
+
+    minibatch: int
+    plan: Plan
+
+
+def planned_moves(asked: Sequence[AskedMove], setup: Setup) -> tuple[PlannedMove, ...]:
+    """Return the plans that a recipe asks for, the first one first.
+
+    Raises:
+        PlanError: one can't be had of this model, or not then; names the move.
+    """
+    found: list[PlannedMove] = []
+    plan, streams = setup.plan, setup.sampler.streams or 1
+    for index, move in enumerate(asked):
+        where, minibatch = f"{_KEY}[{index}]", move.at.minibatch(setup.sampler.minibatches_per_epoch)
+        after = found[-1].minibatch if found else 0
+        if minibatch <= after:
+            raise PlanError(f"{where}.at: got minibatch {minibatch}, allowed is one after {after}, ascending")
+        if minibatch % streams:
+            raise PlanError(f"{where}.at: got minibatch {minibatch}, allowed are multiples of train.streams, {streams}")
+        if len(move.cuts) != len(plan.stages) - 1:
+            raise PlanError(
+                f"{where}.cuts: got {len(move.cuts)}, allowed are {len(plan.stages) - 1}, the first layers of all "
+                f"stages but the first"
+            )
+        plan = plan_after(setup.graph, plan, move.cuts, move.memory, where)
+        found.append(PlannedMove(minibatch, plan))
+    return tuple(found)
+
+
+def plan_after(
+    graph: LayerGraph, plan: Plan, cuts: Sequence[str], memory: dict[str, str] | None, where: str = _KEY
+) -> Plan:
+    """Return a plan under other cuts.
+
+    Args:
+        graph: what is cut.
+        plan: before.
+        cuts: first layer of every stage but the first.
+        memory: policies of the layers that don't keep what they save, by name; None leaves all as they are.
+        where: what asks for it.
+
+    Raises:
+        PlanError: there is no such layer, or a stage is left without any; names what asks for it.
+    """
+    try:
+        policies = None if memory is None else [memory.get(layer.name, KEEP) for layer in graph.layers]
+        return recut(graph, plan, starts_of_cuts(graph, cuts), policies)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
+
+
+def cuts_of(graph: LayerGraph, plan: Plan) -> tuple[str, ...]:
+    """Return the first layer of every stage but the first."""
+    return tuple(graph.layers[stage.start].name for stage in plan.stages[1:])
+
+
+def policies_of(graph: LayerGraph, plan: Plan) -> dict[str, str]:
+    """Return the policies of the layers that don't keep what they save, by name."""
+    policies = [policy for stage in plan.stages for policy in stage.memory]
+    return {layer.name: each for layer, each in zip(graph.layers, policies, strict=True) if each != KEEP}
+
+
+def under(setup: Setup, moves: Sequence[Repartition]) -> Plan:
+    """Return the plan of a run after moves."""
+    plan = setup.plan
+    for move in moves[-1:]:
+        plan = plan_after(setup.graph, plan, move.cuts, move.memory)
+    return plan

@@ -1,0 +1,204 @@
+"""Stages that are cut anew while a run goes on: at the minibatches it asks for, kept, resumed and repeated."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.checkpoint.store import Checkpoints
+from pipebench.errors import PlanError, RecipeError
+from pipebench.model.plan import recut
+from pipebench.model.plan_layers import form_of
+from pipebench.recipe.moves import AskedMove, asked_moves, load_moves
+from pipebench.recipe.schema import PeriodRecipe
+from pipebench.schedule.modes import RECOMPUTE
+from pipebench.schedule.repartitions import FILE_NAME, to_text
+from pipebench.simulate.timeline import MIGRATION
+from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.moves import planned_moves, under
+from pipebench.train.prepare import Job
+from pipebench.train.result import RunResult
+from pipebench.train.virtual import on_virtual_clock
+from pipebench.typed_json import JsonError
+from tests.engine.test_streams import text_setup
+from tests.support import Blobs, Mlp, make_engine, make_setup
+from tests.train.test_training import Silent, recipe
+
+FIRST, LAST = [2, 4], ("body_1", "body_6")
+WRITTEN = [
+    {"at": {"minibatches": 5}, "cuts": ["body_4", "body_5"]},
+    {"at": {"epochs": 1}, "cuts": list(LAST)},
+]
+PER_EPOCH = 12
+
+
+def job(moves: Any, *, every: int = 7, **columns: Any) -> Job:
+    """Return two epochs of twelve minibatches that evaluate after every seventh."""
+    data = Blobs(num_train=46)
+    setup = replace(make_setup(Mlp(), (FIRST, [1, 1, 1]), dataset=data, **columns), repartitions=True)
+    asked = recipe(target=None, max_epochs=2, evaluate_every=PeriodRecipe(minibatches=every))
+    return Job(asked, setup.cluster, setup, moves=planned_moves(asked_moves(moves), setup))
+
+
+def run(given: Job, policy: CheckpointPolicy = NO_CHECKPOINTS) -> tuple[RunResult, dict[str, torch.Tensor]]:
+    engines: list[Any] = []
+    make = on_virtual_clock(given)
+
+    def keep(*told: Any) -> Any:
+        engines.append(make(*told))
+        return engines[0]
+
+    result, _ = TrainingLoop(given, keep, Silent(), lambda point: None, policy).run()
+    return result, {name: tensor.clone() for r in engines[0].replicas for name, tensor in r.tensors().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def by_hand(given: Job, drains: Sequence[int], plans: dict[int, list[int]]) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the weights of an engine that is drained and cut by hand, and the bytes that have moved."""
+    engine = make_engine(given.setup)
+    for start, stop in zip([0, *drains], drains, strict=False):
+        if start in plans:
+            engine.replan(recut(given.setup.graph, engine.setup.plan, plans[start]))
+        engine.train(start, stop - start)
+    moved = sum(count for (kind, _), count in engine.num_bytes.items() if kind == MIGRATION)
+    return {name: tensor for r in engine.replicas for name, tensor in r.tensors().items()}, moved
+
+
+def test_a_run_goes_on_under_the_cuts_it_asks_for() -> None:
+    result, weights = run(job(WRITTEN))
+    expected, moved = by_hand(job(None), [5, 7, 12, 14, 21, 24], {5: [4, 5], 12: [1, 6]})
+    assert same(weights, expected)
+    assert [point.samples for point in result.points] == [7 * 4, 46 + 8, 46 + 36, 92], (
+        "evaluations stay where they were"
+    )
+    assert [(each.minibatch, each.was, each.cuts) for each in result.moves] == [
+        (5, ("body_2", "body_4"), ("body_4", "body_5")),
+        (12, ("body_4", "body_5"), LAST),
+    ]
+    assert result.metrics["repartitions"] == 2
+    assert result.metrics["migration_bytes"] == moved > 0
+    assert result.metrics["migration_stall_s"] == sum(each.stall_s for each in result.moves) > 0
+    assert [(row["first_layer"], row["last_layer"]) for row in result.stages] == [
+        ("body_0", "body_0"),
+        ("body_1", "body_5"),
+        ("body_6", "body_6"),
+    ], "the table of stages is the last plan's"
+    assert [each.samples for each in result.moves] == [20, 46]
+
+
+def test_moves_cost_what_emptying_and_filling_the_pipeline_takes_besides_the_links() -> None:
+    moved, _ = run(job([{"at": {"minibatches": 5}, "cuts": ["body_2", "body_4"]}]))
+    stayed, _ = run(job(None))
+    assert moved.moves[0].stall_s == 0, "nothing moved"
+    assert moved.metrics["total_time_s"] > stayed.metrics["total_time_s"]
+    assert stayed.metrics["repartitions"] == 0
+
+
+@pytest.mark.parametrize("stop", [7, 14, 21])
+def test_a_run_resumed_goes_on_under_the_plan_of_its_checkpoint(tmp_path: Path, stop: int) -> None:
+    given = job(WRITTEN)
+    whole, weights = run(given)
+    store = Checkpoints(tmp_path, keep=9)
+    run(given, CheckpointPolicy(store))
+    found = resume_point(store.at(stop), given)
+    assert [each.minibatch for each in found.progress.moves] == [each for each in (5, 12) if each <= stop]
+    again, ended = run(given, CheckpointPolicy(store, found))
+    assert same(ended, weights)
+    assert again.moves == whole.moves
+    assert again.metrics["migration_bytes"] == whole.metrics["migration_bytes"]
+    assert store.steps() == [7, 14, 21, 24], "a move is no checkpoint"
+
+
+def test_a_run_resumed_under_another_plan_begins_with_that(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path, keep=9)
+    run(job(WRITTEN), CheckpointPolicy(store))
+    data = Blobs(num_train=46)
+    setup = make_setup(Mlp(), ([3, 5], [1, 1, 1]), dataset=data)
+    other = Job(job(None).recipe, setup.cluster, setup)
+    result, _ = run(other, CheckpointPolicy(store, resume_point(store.at(14), other)))
+    assert [row["first_layer"] for row in result.stages] == ["body_0", "body_3", "body_5"]
+
+
+def test_what_a_run_has_kept_is_repeated(tmp_path: Path) -> None:
+    result, weights = run(job(WRITTEN))
+    path = tmp_path / FILE_NAME
+    path.write_text(to_text(result.moves))
+    assert load_moves(str(path)) == list(result.moves)
+    again, repeated = run(job(str(path)))
+    assert same(weights, repeated)
+    assert again.moves == result.moves
+
+
+def test_policies_are_kept_with_the_cuts() -> None:
+    setup = make_setup(Mlp(), (FIRST, [1, 1, 1]), recompute={0, 1})
+    (move,) = planned_moves([AskedMove(asked_moves(WRITTEN)[0].at, LAST)], setup)
+    names = [layer.name for layer in setup.graph.layers]
+    stages = form_of(move.plan, names).stages
+    assert [name for stage in stages for name, policy in stage.layers.items() if policy == RECOMPUTE] == names[:2]
+    given = AskedMove(asked_moves(WRITTEN)[0].at, LAST, {"body_6": RECOMPUTE})
+    (move,) = planned_moves([given], setup)
+    assert [stage.memory.count(RECOMPUTE) for stage in move.plan.stages] == [0, 0, 1]
+    assert under(setup, ()) == setup.plan
+
+
+@pytest.mark.parametrize(
+    ("moves", "problem"),
+    [
+        ([{"at": {"minibatches": 5}, "cuts": ["body_4"]}], r"moves\[0\].cuts: got 1, allowed are 2"),
+        ([{"at": {"minibatches": 5}, "cuts": ["body_4", "body_x"]}], r"moves\[0\]: .*no layer 'body_x'"),
+        ([{"at": {"minibatches": 5}, "cuts": ["body_4", "body_4"]}], r"moves\[0\]: every stage needs at least one"),
+        ([WRITTEN[1], WRITTEN[0]], r"moves\[1\].at: got minibatch 5, allowed is one after 12, ascending"),
+    ],
+)  # fmt: skip
+def test_cuts_that_can_t_be_had_are_refused_before_anything_runs(moves: Any, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        job(moves)
+
+
+def test_moves_of_text_leave_no_stream_behind() -> None:
+    setup = text_setup(([1, 2], [1, 1, 1]))
+    streams = setup.sampler.streams
+    names = [layer.name for layer in setup.graph.layers]
+    asked = asked_moves([{"at": {"minibatches": streams + 1}, "cuts": names[2:4]}])
+    with pytest.raises(PlanError, match=rf"moves\[0\].at: .*allowed are multiples of train.streams, {streams}"):
+        planned_moves(asked, setup)
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ([{"at": {"minibatches": 0}, "cuts": []}], r"\[0\].at.minibatches: got 0, allowed is a whole number from 1 on"),
+        ([{"at": {}, "cuts": []}], r"\[0\].at: got neither of epochs and minibatches"),
+        ([{"at": {"minibatches": 1, "epochs": 1}, "cuts": []}], r"\[0\].at: got both of epochs and minibatches"),
+        ([{"at": {"minibatches": 1}}], r"\[0\]: 'cuts' is missing"),
+        ([{"at": {"minibatches": 1}, "cut": []}], r"\[0\]: unknown key 'cut'; did you mean 'cuts'"),
+    ],
+)
+def test_what_isn_t_a_move_says_where_it_isn_t(written: Any, problem: str) -> None:
+    with pytest.raises(JsonError, match=problem):
+        asked_moves(written)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[]", "allowed is an object"),
+        ('{"pipebench_moves": 2, "moves": []}', "pipebench_moves: got 2, allowed is 1"),
+        (
+            '{"pipebench_moves": 1, "moves": [{"minibatch": 5, "cuts": []}, {"minibatch": 5, "cuts": []}]}',
+            r"moves\[1\].minibatch: got 5, allowed is one after that of the move before, 5",
+        ),
+    ],
+)
+def test_a_file_that_isn_t_of_moves_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=problem):
+        load_moves(str(path))
