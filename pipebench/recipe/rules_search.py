@@ -1,21 +1,12 @@
-"""Rules on architecture searches: what they are scored by, and what engines can do without training."""
+"""Rules on architecture searches: what there is to search, and what engines can do without training."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from pipebench.errors import RecipeError, choice
+from pipebench.errors import RecipeError
 from pipebench.recipe.draft import Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.search_trace import load_trace
-
-EVAL_LOSS = "eval_loss"
-
-
-@rule("search", "@metrics")
-def _metric(search: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> Problems:
-    metric = None if search is None else search["metric"]
-    if metric is not None and metric not in (*metrics, EVAL_LOSS):
-        yield "search.metric", choice(metric[:60], (*metrics, EVAL_LOSS))
 
 
 @rule("search")
@@ -43,10 +34,3 @@ def _scored(search: Mapping[str, Any] | None, kind: str) -> Problems:
     if trains and any(event.second is not None for event in trace):
         why = f"got changes at seconds, which engine {kind} can't know beforehand"
         yield "search.trace", f"{why}: allowed are minibatches, or engine.kind: simulated"
-
-
-@rule("search", "engine.kind", "@dataset")
-def _writes(search: Mapping[str, Any] | None, kind: str, dataset: Any) -> Problems:
-    if search is not None and ENGINES[kind].trains and dataset.generates_with is not None:
-        why = "got a search on a data set that scores what the whole model writes, idle cells and all"
-        yield "search", f"{why}: allowed is null, or engine.kind: simulated"

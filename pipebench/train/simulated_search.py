@@ -4,7 +4,7 @@ Every change is at a drain. Each phase between two is simulated as a segment of 
 the cuts there are: what the work in a stage comes to changes with its cells, the cuts don't.
 """
 
-import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,8 +22,6 @@ from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.watch import Watch
-
-_PROBES = (32, 64)  # minibatches of two segments whose difference tells the pace of longer ones
 
 
 class Phase(NamedTuple):
@@ -116,10 +114,11 @@ def _minibatches_until(step: Step, setup: Setup, first: int, clock_s: float) -> 
     if step.minibatch is not None:
         return step.minibatch - first
     assert step.second is not None
-    fewer, more = (simulate_segment(setup, count).end_s for count in _PROBES)
-    pace_s = (more - fewer) / (_PROBES[1] - _PROBES[0])
-    left_s = step.second - clock_s - fewer
-    return max(1, _PROBES[0] + math.ceil(left_s / pace_s))
+    per_epoch = setup.sampler.minibatches_per_epoch
+    counts = range(1, per_epoch + 1)
+    epochs, rest_s = divmod(step.second - clock_s, simulate_segment(setup, per_epoch).end_s)
+    rest = counts[bisect_left(counts, rest_s, key=lambda count: simulate_segment(setup, count).end_s)]
+    return max(1, int(epochs) * per_epoch + rest)
 
 
 def _simulated(setup: Setup, num_minibatches: int, meter: Meter | None) -> Totals:
