@@ -123,7 +123,8 @@ def _modules_around(node: fx.Node) -> set[str]:
 def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
     """Return one form of a model without the cells of these names, whose readers read what each hands on."""
     by_name = {node.name: node for node in graph.graph.nodes}
-    made, env = fx.Graph(owning_module=graph.root), {}  # type: fx.Graph, dict[fx.Node, fx.Node]
+    made = fx.Graph(owning_module=graph.root)  # type: ignore[arg-type] # it asks it for its modules only
+    env: dict[fx.Node, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         around = passes.keys() & _modules_around(node)
@@ -137,14 +138,15 @@ def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
             env[node] = env[known]
     make_cuttable(graph.root, made)
     there = {*made.nodes}
-    index = {own: layer.index for layer in graph.layers if (own := copies.get(layer.node)) in there}
+    nodes = {layer.index: copies[layer.node] for layer in graph.layers if copies.get(layer.node) in there}
+    index = {node: position for position, node in nodes.items()}
 
     def read_by(node: fx.Node) -> tuple[int, ...]:
         return tuple(sorted({index[read] for read in node.all_input_nodes if read in index}))
 
     layers = tuple(
         replace(layer, node=own, reads=read_by(own), inputs=_inputs(own))
-        if (own := copies.get(layer.node)) in there
+        if (own := nodes.get(layer.index)) is not None
         else replace(layer, reads=(), inputs=(), idle=True)
         for layer in graph.layers
     )

@@ -30,8 +30,8 @@ def whole(names: str = NAMES, cuts: Sequence[str] = ("cells_b_up", "cells_c_drop
     graph = trace(Stack(names, plain=given.pop("plain", False)))
     starts = [graph.index_of(cut) for cut in cuts]
     replicas = given.pop("replicas", [1] * (len(starts) + 1))
-    given = {"make_optimizer": SGD, "sizes": (2, 4)} | given
-    return make_setup(graph.model, (starts, replicas), graph=graph, repartitions=True, **given)
+    settings: dict[str, Any] = {"make_optimizer": SGD, "sizes": (2, 4), **given}
+    return make_setup(graph.model, (starts, replicas), graph=graph, repartitions=True, **settings)
 
 
 def leaving_out(setup: Setup, names: str) -> Setup:

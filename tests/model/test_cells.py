@@ -24,7 +24,8 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         y = self.drop(self.down(self.relu(self.up(self.norm(x)))))
-        return x + (y if scale is None else y * scale)
+        output: torch.Tensor = x + (y if scale is None else y * scale)
+        return output
 
 
 class Stack(nn.Module):
@@ -45,7 +46,8 @@ class Stack(nn.Module):
         scale = x.mean(1, keepdim=True)
         for cell in self.cells.values():
             x = cell(x, scale)
-        return self.head(self.relu(x))
+        output: torch.Tensor = self.head(self.relu(x))
+        return output
 
 
 def traced(names: str = "abcd") -> tuple[LayerGraph, tuple[Cell, ...]]:
@@ -63,7 +65,8 @@ def played(graph: LayerGraph, x: torch.Tensor) -> torch.Tensor:
             torch.default_generator.manual_seed(len(layer.name))
             env[layer.node] = run_node(graph.root, layer.node, env)
     (output,) = graph.graph.find_nodes(op="output")
-    return run_node(graph.root, output, env)
+    found: torch.Tensor = run_node(graph.root, output, env)
+    return found
 
 
 def test_every_cell_is_found_with_its_layers_in_order() -> None:
@@ -128,7 +131,8 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.twice(self.twice(self.wide(x)))
         inner = self.peeked[0](x)
-        return self.head(self.peeked(x) + inner)
+        output: torch.Tensor = self.head(self.peeked(x) + inner)
+        return output
 
 
 @pytest.mark.parametrize(
@@ -157,7 +161,8 @@ def test_a_module_inside_which_others_read_is_refused() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen = self.inner(x)
-            return self.outer(self.seen)
+            output: torch.Tensor = self.outer(self.seen)
+            return output
 
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -166,7 +171,8 @@ def test_a_module_inside_which_others_read_is_refused() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.leaky(x)
-            return self.head(x + self.leaky.seen)
+            output: torch.Tensor = self.head(x + self.leaky.seen)
+            return output
 
     graph = trace(Holder())
     with pytest.raises(GraphError, match="leaky_inner inside it is read by add outside it"):

@@ -74,8 +74,8 @@ def test_measured_times_are_kept_and_bytes_are_computed() -> None:
     bytes_only = architectures().form(there.all - {1})[1].layers[4]
     for index, (row, bare) in enumerate(zip(found, bytes_only, strict=True)):
         is_idle = index in there.cells[1].layers
-        seconds = (0.0, 0.0, 0.0) if is_idle else (1.0 + index, 2.0 + index, 0.5)
-        assert row == replace(bare, **dict(zip(("forward_s", "backward_s", "weight_s"), seconds, strict=True)))
+        forward_s, backward_s, weight_s = (0.0, 0.0, 0.0) if is_idle else (1.0 + index, 2.0 + index, 0.5)
+        assert row == replace(bare, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
 
 
 def test_layers_come_and_go_by_whole_cells_of_a_stage() -> None:
@@ -86,9 +86,8 @@ def test_layers_come_and_go_by_whole_cells_of_a_stage() -> None:
         Event(40, cells=["cells.[ab]"]),
     ]  # fmt: skip
     steps = steps_of(events, there, there.all, plan, "t.json")
-    assert [(step.minibatch, step.cells) for step in steps] == [
-        (10, {2, 3}), (20, {0, 2, 3}), (30, {0, 3}), (40, {0, 1}),
-    ]  # fmt: skip
+    assert [step.minibatch for step in steps] == [10, 20, 30, 40]
+    assert [{*step.cells} for step in steps] == [{2, 3}, {0, 2, 3}, {0, 3}, {0, 1}]
 
 
 @pytest.mark.parametrize(
