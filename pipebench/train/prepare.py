@@ -463,7 +463,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
         mode=parallelism.mode,
         depth=mode.depth or planner.request.depth,
         chunks=mode.chunks,
-        memory=planner.memory_policies,
+        memory=planner.policies_of(replicas * mode.chunks, starts),
         relay=parallelism.relay,
     )
     return plan.on(planner.devices_of(replicas, starts))
