@@ -70,7 +70,9 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
         )
         for phase, after, rate, count in zip(phases, samples, rates, layers, strict=True)
     )
-    busy_s, stall_s = (sum(getattr(phase.totals, name) for phase in phases) for name in ("busy_s", "stall_s"))
+    busy_s, stall_s, again_s = (
+        sum(getattr(p.totals, name) for p in phases) for name in ("busy_s", "stall_s", "again_s")
+    )
     num_bytes: Counter[tuple[str, str]] = sum((phase.totals.num_bytes for phase in phases), Counter())
     result = RunResult(
         **describe(job),
@@ -83,7 +85,7 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
             "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
             "num_workers": setup.pipeline.num_workers,
             **byte_metrics(num_bytes, samples[-1]),
-            **fractions(busy_s, stall_s, setup.pipeline.num_workers, end_s),
+            **fractions(busy_s, stall_s, setup.pipeline.num_workers, end_s, again_s=again_s),
         },
         points=points,
         stages=tuple(describe_stages(job)),

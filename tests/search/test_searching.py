@@ -10,7 +10,7 @@ import torch
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.gate import StopRequest
 from pipebench.engine.setup import Setup
-from pipebench.engine.virtual import VirtualEngine
+from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
 from pipebench.model.plan import Plan
 from pipebench.recipe.schema import PeriodRecipe, Recipe, SearchRecipe
 from pipebench.recipe.search_trace import SearchFile
@@ -18,7 +18,7 @@ from pipebench.search.architectures import Architectures
 from pipebench.search.search import SearchSetup
 from pipebench.search.trace import Step
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
-from pipebench.train.interfaces import MakeEngine
+from pipebench.train.interfaces import Engine, MakeEngine
 from pipebench.train.prepare import Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import SearchLoop, loop_for
@@ -56,18 +56,24 @@ def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | Non
     return Job(given, flat_cluster(4), setup, search=search)
 
 
+def kept(make: MakeEngine, engines: list[VirtualEngine]) -> MakeEngine:
+    """Return what makes an engine and keeps it."""
+
+    def keep(on_loss: OnLoss, on_unit: OnUnit) -> Engine:
+        made = make(on_loss, on_unit)
+        assert isinstance(made, VirtualEngine)
+        engines.append(made)
+        return made
+
+    return keep
+
+
 def run(
     given: Job, policy: CheckpointPolicy | None = None, stop: StopRequest | None = None, progress: Any = None
 ) -> Any:
     """Return the result and the engine of a search."""
     engines: list[VirtualEngine] = []
-    make = on_virtual_clock(given, stop)
-
-    def keep(*told: Any) -> VirtualEngine:
-        engines.append(make(*told))  # type: ignore[arg-type]
-        return engines[0]
-
-    made: MakeEngine = keep
+    made = kept(on_virtual_clock(given, stop), engines)
     loop = loop_for(given, made, progress or Silent(), lambda point: None, policy or CheckpointPolicy())
     assert isinstance(loop, SearchLoop)
     return loop.run()[0], engines[0]
@@ -172,19 +178,14 @@ def test_a_recorded_search_trains_the_same_individuals_again() -> None:
 
 def test_cuts_stay_whatever_is_left_out() -> None:
     plans: list[Plan] = []
+    engines: list[VirtualEngine] = []
 
     class Watching(Silent):
         def note(self, text: str) -> None:
-            plans.append(engine_of[0].setup.plan)
+            plans.append(engines[0].setup.plan)
 
-    given, engine_of = job(whole()), []
-    make = on_virtual_clock(given)
-
-    def keep(*told: Any) -> VirtualEngine:
-        engine_of.append(make(*told))  # type: ignore[arg-type]
-        return engine_of[0]
-
-    loop_for(given, keep, Watching(), lambda point: None).run()
+    given = job(whole())
+    loop_for(given, kept(on_virtual_clock(given), engines), Watching(), lambda point: None).run()
     assert {tuple((stage.start, stage.stop) for stage in plan.stages) for plan in plans} == {
         tuple((stage.start, stage.stop) for stage in given.setup.plan.stages)
     }
