@@ -50,6 +50,19 @@ OVERRIDES = [
         r"parallelism.recompute_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
     ),
     (
+        "parallelism={mode: pipedream, plan: straight, swap_layers: [head], vpipe: {}}",
+        r"parallelism.swap_layers: got \['head'\] beside vpipe, which chooses layer by layer: allowed is null",
+    ),
+    ("parallelism.swap_layers=head", "parallelism.swap_layers: got 'head', allowed is a list of text or null"),
+    (
+        "parallelism={mode: auto, plan: auto, swap_layers: [head]}",
+        r"parallelism.swap_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
+    ),
+    (
+        "parallelism={mode: zero-bubble, plan: straight, swap_layers: [head]}",
+        r"parallelism.swap_layers: got \['head'\] with backward split, whose weight parts keep what the layers read",
+    ),
+    (
         "parallelism.vpipe={live: false, moves: 3}",
         "parallelism.vpipe.moves: got 3, allowed is a list of moves or the file moves.json of a run",
     ),
