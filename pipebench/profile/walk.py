@@ -7,7 +7,7 @@ alive what training keeps alive and no more: with more memory in use the same ad
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +128,7 @@ def walk(
         count_saved: whether to count the bytes kept for backwards; counting slows small layers down.
 
     Returns:
-        One profile per layer, then the loss.
+        One profile per layer, then the loss. What is idle costs nothing.
 
     Raises:
         ProfileError: a layer fails; names it.
@@ -175,13 +175,18 @@ def _forwards(
     can_be_split = {*splittable(root, graph.graph)}
     steps = []
     for layer in graph.layers:
+        if layer.idle:
+            steps.append(_Step(layer.name, layer.kind, {}, {}, (), ()))
+            continue
         own = {name: parameters[name] for name in layer.parameters}
         step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
         step.splits = str(layer.node.target) in can_be_split and layer.node.op == "call_module"
         step.masters = {name: exact[name] for name in own if name in exact}
+        counted = kept.counted(step, layer.index) if kept is not None else nullcontext()
+        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, counted)
         if kept is not None:
+            step.puts_out = kept.storages([env[layer.node]])
             step.takes = kept.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
-        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, kept)
         owners[layer.node] = step
         steps.append(step)
         for node in layer.node.all_input_nodes:
@@ -193,7 +198,8 @@ def _forwards(
     prediction = run_node(root, output, {node: _cut(value, loss, owners.get(node)) for node, value in env.items()})
     env.clear()
     targets = {name: samples[name] for name in dataset.targets}
-    _forward(loss, lambda: dataset.loss(prediction, targets), clock, kept)
+    counted = kept.counted(loss, len(steps)) if kept is not None else nullcontext()
+    _forward(loss, lambda: dataset.loss(prediction, targets), clock, counted)
     return [*steps, loss]
 
 
@@ -239,17 +245,16 @@ def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
     return tree_map_only(torch.Tensor, cut, value)
 
 
-def _forward(step: _Step, call: Callable[[], Any], clock: Clock, kept: "_Kept | None") -> Any:
-    """Run the step's forward; `kept` counts what it keeps for its backward, if that is to be counted."""
+def _forward(step: _Step, call: Callable[[], Any], clock: Clock, counted: AbstractContextManager[Any]) -> Any:
+    """Run the step's forward, in a context that counts what it keeps for its backward, if that is to be counted."""
     try:
-        with kept.counted(step) if kept is not None else nullcontext():
+        with counted:
             value, step.forward_s = clock(call)
     except Exception as error:  # any module of the user's may raise anything
         raise ProfileError(_failed(step, "forward", error), step.name) from error
     step.wanted += step.parameters.values()
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     step.output_parts = tuple(tensor.nbytes for tensor in tensors)
-    step.puts_out = kept.storages(tensors) if kept is not None else {}
     step.gradient_bytes = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
     step.outputs = {
         index: _Output(get_gradient_edge(tensor), torch.empty_like(tensor, device="meta"), tensor.device)
@@ -270,7 +275,6 @@ class _Kept:
         self._holders: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in there}
         self._numbers: dict[int, int] = {}
         self._known: list[StorageWeakRef] = []  # while these are here nothing else has their addresses
-        self._num_steps = 0
 
     def storages(self, values: Iterable[Any]) -> dict[int, int]:
         """Return the bytes of the storages in which the tensors of some values lie, by number."""
@@ -285,9 +289,8 @@ class _Kept:
             self._known.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return number
 
-    def counted(self, step: _Step) -> torch.autograd.graph.saved_tensors_hooks:
-        """Count what the forward of the next step keeps."""
-        index, self._num_steps = self._num_steps, self._num_steps + 1
+    def counted(self, step: _Step, index: int) -> torch.autograd.graph.saved_tensors_hooks:
+        """Count what the forward of a step keeps, the layer of that index or, after all of them, the loss."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
