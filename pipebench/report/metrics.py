@@ -38,6 +38,7 @@ _TRAINED = (
     "lost_time_s",
     "wall_time_s",
     "weight_versions_max",
+    "host_peak_bytes_max",
     "staleness_mean",
     "staleness_max",
     "repartitions",
