@@ -32,7 +32,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, scale_metrics, training_feed
+from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_feed
 from pipebench.errors import DivergedError
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
@@ -219,8 +219,12 @@ class DistributedEngine:
             PlanError: stages, replicas, devices or depth are others.
             PeerLostError: a worker is gone.
         """
+        self.take_up(self.setup.under(plan))
+
+    def take_up(self, setup: Setup) -> None:
+        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
         assert self.setup.repartitions, "the model that stages are cut from is gone"
-        setup, old = self.setup.under(plan), self.worker
+        old = self.worker
         self._cut_stage(setup)
         given = ModelState.merge(part for _, part in old.parts())
         offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(given))]
@@ -243,7 +247,7 @@ class DistributedEngine:
             state = ModelState.merge([state, moved])
             self._note_migration(self._ranks.index(rank), state_bytes(moved), start_s)
         self.worker.restore(state)
-        self.worker.recall(old.peak_bytes, old.versions_max)
+        self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self._collectives = self._connected()
         self.turn_to("")
         self.settle()
@@ -282,7 +286,7 @@ class DistributedEngine:
         if facts is not None:
             self.meter.restore(facts["meter"])
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
-            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"])
+            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"], *host_peaks(facts))
             for serving in self._collectives.serving.values():
                 serving.server.segments = [*facts["pushes"]]
 
@@ -299,6 +303,7 @@ class DistributedEngine:
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
             "peak_bytes": [self.worker.peak_bytes],
             "weight_versions_max": [self.worker.versions_max],
+            "host_peak_bytes": [self.worker.host_peak_bytes],
             "pushes": [
                 asdict(pushes) for serving in self._collectives.serving.values() for pushes in serving.server.segments
             ],

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import get_gradient_edge
 
+from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
 from pipebench.engine.in_flight import InFlight, detached, differentiable, num_bytes, record_saved, tensors_in
 from pipebench.engine.loss_scale import LossScale
@@ -66,6 +67,8 @@ class Replica:
 
     Attributes:
         scale: that scale.
+        shelf: the state of the stage's layers that are left out for now, by the model's own names, on the host; None
+            as long as they are as the stage was cut.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Replica:
             self.exact.pop(name, None)
         self.moved = MovedWeights(self.weights, gamma) if moves and self.weights.optimizer is not None else None
         self.scale = None if loss_scale is None else LossScale(loss_scale)
+        self.shelf: ModelState | None = None
         self._split = SplitBackward(self.stage, device) if split else None
         self.device = device
         self._in_flight: dict[int, InFlight] = {}
@@ -335,11 +339,11 @@ class Replica:
         if shapes in self._saves:
             outputs = self.module(*arguments)
         else:
-            saved: dict[int, int] = {}
+            saved: dict[int, torch.UntypedStorage] = {}
             with record_saved(saved, self.stage.recomputed):
                 outputs = self.module(*arguments)
             own = self._own_storages(item)
-            kept = sum(size for pointer, size in saved.items() if pointer not in own)
+            kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
         item.kept_bytes = self._saves[shapes].kept_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
