@@ -22,7 +22,7 @@ DATA = synthetic(shape=(1, 9, 9), num_classes=4)
 def make(**options: Any) -> AmoebaNet:
     torch.manual_seed(1)
     small = {"num_layers": 3, "num_filters": 8, "num_classes": 4, "in_channels": 1, "stem": "cifar"}
-    return amoebanet_d(**(small | options))  # type: ignore[arg-type]
+    return amoebanet_d(**(small | options))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_normal_cell_by_hand() -> None:
     torch.manual_seed(0)
     cell = Cell(NORMAL, 12, 8, 8, halves=False, last_halved=False).double()
     last, before = torch.randn(2, 12, 6, 6).double(), torch.randn(2, 8, 6, 6).double()
-    parts = {name: list(module) for name, module in cell.operations.items() if isinstance(module, nn.Sequential)}  # type: ignore[arg-type]
+    parts = {name: list(module) for name, module in cell.operations.items() if isinstance(module, nn.Sequential)}
     a, b = relu_conv_norm(last, list(cell.last)), before
     c = relu_conv_norm(b, parts["0_conv_1x1"]) + max_pool(b)
     d = b + one_by_seven(a, parts["3_conv_1x7_7x1"])
@@ -85,7 +85,7 @@ def test_the_reduction_cell_by_hand() -> None:
     torch.manual_seed(0)
     cell = Cell(REDUCTION, 12, 16, 8, halves=True, last_halved=False).double()
     last, before = torch.randn(2, 12, 6, 6).double(), torch.randn(2, 16, 6, 6).double()
-    parts = {name: list(module) for name, module in cell.operations.items() if isinstance(module, nn.Sequential)}  # type: ignore[arg-type]
+    parts = {name: list(module) for name, module in cell.operations.items() if isinstance(module, nn.Sequential)}
     assert isinstance(cell.before, nn.Sequential)
     a, b = relu_conv_norm(last, list(cell.last)), relu_conv_norm(before, list(cell.before))
     three = parts["3_conv_3x3"]
