@@ -14,10 +14,11 @@ UNITS = ("x", "share", "s", "bytes", "samples/s", "count", "none")
 BETTER = ("higher", "lower")
 Bound = Literal["exact", "at_least", "at_most", "about"]
 PICTURES: Mapping[str, tuple[str, ...]] = {
-    "bars": ("measures",),
+    "bars": ("measures", "bound"),
     "scatter": ("measures",),
-    "lines": ("measure", "x", "group"),
+    "lines": ("measure", "x", "group", "bound"),
     "curves": ("runs", "metric", "over", "row"),
+    "stages": ("runs", "metric", "row"),
     "schedule": ("run", "row"),
 }  # kinds of pictures, and the keys that each takes
 OVER = ("epochs", "samples", "virtual_time_s")
@@ -158,16 +159,18 @@ class Picture:
     Attributes:
         kind: one of PICTURES.
         measures: of bars and scatter; of lines the one.
+        bound: of bars and lines, the measure that none of them can exceed, drawn black; "" for none.
         x: of lines, the key of the rows' `at` along the axis.
         group: of lines, the key of the rows' `at` that has a line per value; "" for one line.
-        runs: of curves and of a schedule.
-        metric: of curves.
+        runs: of curves, stages and a schedule.
+        metric: of curves; of stages, what each stage has.
         over: of curves, what they are drawn over, one picture each.
-        row: of curves and of a schedule, the row whose runs they are.
+        row: of curves, stages and a schedule, the row whose runs they are.
     """
 
     kind: str
     measures: tuple[str, ...] = ()
+    bound: str = ""
     x: str = ""
     group: str = ""
     runs: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ _ALWAYS = (
     *(f"comm_bytes_{kind}" for kind in _KINDS),
     "peak_memory_bytes_max",
     "minibatch_size",
+    "num_layers",
     "samples_per_update",
     "num_workers",
 )
@@ -42,6 +43,8 @@ _TRAINED = (
 _SIMULATED = ("planned_throughput_samples_per_s",)
 _ALWAYS_LIKE = re.compile(r"comm_bytes_level_\w+")
 _TRAINED_LIKE = re.compile(r"(best|final)_\w+")  # metrics of the data set, by their own names
+_STAGE = re.compile(r"stage_(\d+)_(\w+)")
+STAGE_METRICS = ("num_layers", "depth", "forward_s", "backward_s", "update_s", "parameter_bytes", "peak_memory_bytes")
 _MEASURED_LIKE = re.compile(r"predicted_\w+|prediction_error|waiting_\w+|comm_(time|transfers)_\w+")
 
 
@@ -53,7 +56,8 @@ def metric_problem(metric: str, engine: str) -> str | None:
         engine: kind of the run's engine.
     """
     kind = ENGINES[engine]
-    if metric in _ALWAYS or _ALWAYS_LIKE.fullmatch(metric):
+    stage = _STAGE.fullmatch(metric)
+    if metric in _ALWAYS or _ALWAYS_LIKE.fullmatch(metric) or (stage and stage[2] in STAGE_METRICS):
         return None
     if metric in _SIMULATED:
         return None if not kind.trains else f"has no {metric}: its engine is {engine}, and only simulated runs have it"
@@ -62,15 +66,29 @@ def metric_problem(metric: str, engine: str) -> str | None:
     if _MEASURED_LIKE.fullmatch(metric):
         return None if kind.measures else f"has no {metric}: its engine is {engine}, which measures nothing"
     names = [*_ALWAYS, *(_TRAINED if kind.trains else _SIMULATED)]
-    more = ", comm_bytes_level_*" + (", best_* and final_* of the data set's metrics" if kind.trains else "")
+    more = f", comm_bytes_level_*, stage_N_ with one of {', '.join(STAGE_METRICS)}" + (
+        ", best_* and final_* of the data set's metrics" if kind.trains else ""
+    )
     return f"unknown metric {metric[:60]!r}, allowed are {', '.join(names)}{more}{nearest(metric[:60], names)}"
 
 
 def metrics_of(result: RunResult) -> Mapping[str, float]:
-    """Return all numbers of a run, the best values of its curves and the size of its minibatches among them."""
+    """Return all numbers of a run, those of its stages, the best of its curves and its minibatch size among them."""
     size = result.recipe.get("train.minibatch_size")
     sizes = {} if size is None else {"minibatch_size": float(size)}
-    return {**sizes, **summarise_curves(result.points), **result.metrics}
+    sizes["num_layers"] = float(sum(stage_values(result, "num_layers")))
+    stages = {
+        f"stage_{index}_{name}": float(row[name])
+        for index, row in enumerate(result.stages)
+        for name in STAGE_METRICS
+        if name in row
+    }
+    return {**sizes, **stages, **summarise_curves(result.points), **result.metrics}
+
+
+def stage_values(result: RunResult, metric: str) -> list[float]:
+    """Return one of `STAGE_METRICS` of every stage of a run; nothing where it hasn't got it."""
+    return [float(row[metric]) for row in result.stages if metric in row]
 
 
 def value_of(result: RunResult, metric: str) -> float | str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipebench.report.definition import Measure, Picture, Row
+from pipebench.report.definition import Column, Measure, Picture, Row
 from pipebench.report.evaluated import Cell, Evaluated
 from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, plain, write_values
 from pipebench.report.wording import published_text, reproduced_text
@@ -34,17 +34,28 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     width_in = min(_NAMES_IN + _PANEL_IN * len(measures), _MOST_IN)
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    bound = report.measure(picture.bound) if picture.bound else None
     for axes, measure in zip(panels, measures, strict=True):
-        _draw(axes, evaluated, rows, measure, publishes=publishes)
+        _draw(axes, evaluated, rows, measure, bound, publishes=publishes)
     panels[0].set_yticks(range(len(rows)), [plain(row.title) for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    if num_bars > 1:
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=num_bars, frameon=False, fontsize=SMALL)
+    named = {label: handle for handle, label in zip(*panels[0].get_legend_handles_labels(), strict=True)}
+    if len(named) > 1:
+        figure.legend(
+            named.values(), named.keys(), loc="outside upper left", ncols=len(named), frameon=False, fontsize=SMALL
+        )
     return figure
 
 
-def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Measure, *, publishes: bool) -> None:
+def _draw(
+    axes: "Axes",
+    evaluated: Evaluated,
+    rows: Sequence[Row],
+    measure: Measure,
+    bound: Measure | None,
+    *,
+    publishes: bool,
+) -> None:
     columns = evaluated.report.columns
     num_bars = len(columns) + publishes
     thick = _BAR_IN / (_BAR_IN * num_bars + _GAP_IN)
@@ -61,6 +72,8 @@ def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Meas
             if cell is not None:
                 ends.append(_draw_range(axes, cell, place, value))
                 _write(axes, ends[-1], place, reproduced_text(cell, measure), "black")
+        if bound is not None:
+            ends += _draw_bound(axes, evaluated, rows, bound, column, places, thick)
     ranges = any(cell.measure == measure.name and cell.low != cell.high for cell in evaluated.cells)
     axes.set_xlim(0, (1 + (_ROOM_FOR_RANGES if ranges else _ROOM)) * max(ends) or 1.0)
     axes.set_xlabel(plain(label_of(measure), 70), fontsize=NORMAL)
@@ -82,6 +95,24 @@ def _draw_published(axes: "Axes", rows: Sequence[Row], measure: Measure, first: 
             published = row.published[measure.name]
             bar.set_linestyle("-" if published.bound in ("exact", "about") else ":")
             _write(axes, value, index + first, published_text(published, measure), GREY)
+            yield value
+
+
+def _draw_bound(
+    axes: "Axes",
+    evaluated: Evaluated,
+    rows: Sequence[Row],
+    bound: Measure,
+    column: Column,
+    places: Sequence[float],
+    thick: float,
+) -> Iterator[float]:
+    """Draw what no bar of a column can exceed as a line across each, and yield where it is."""
+    for row, place in zip(rows, places, strict=True):
+        value = _number(evaluated.cell(row.name, bound.name, column.name))
+        if value is not None:
+            ends = [place - thick / 2, place + thick / 2]
+            axes.plot([value, value], ends, color="black", linewidth=1.6, label=plain(bound.title))
             yield value
 
 

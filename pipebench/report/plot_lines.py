@@ -42,6 +42,8 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     for axes, group in zip(panels, groups, strict=False):
         own = [row for row in rows if row.at.get(picture.group, "") == group]
         _draw(axes, evaluated, own, measure, [places[row.at[picture.x]] for row in own])
+        if picture.bound:
+            _draw_bound(axes, evaluated, own, report.measure(picture.bound), [places[row.at[picture.x]] for row in own])
         axes.set_title(plain(f"{group}"), fontsize=NORMAL, loc="left")
     for axes in panels[len(groups) :]:
         axes.remove()
@@ -95,6 +97,24 @@ def _draw(axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], measure: Meas
         lows = [value if low is None else low for _, value, low, _ in drawn]
         highs = [value if high is None else high for _, value, _, high in drawn]
         axes.fill_between(at, lows, highs, color=colour(index), alpha=0.2, linewidth=0)
+
+
+def _draw_bound(
+    axes: "Axes", evaluated: Evaluated, rows: Sequence[Row], bound: Measure, places: Sequence[float]
+) -> None:
+    """Draw what no line can exceed, as each column has it; columns that share it share the line."""
+    lines: dict[tuple[tuple[float, float], ...], None] = {}
+    for column in evaluated.report.columns:
+        cells = [evaluated.cell(row.name, bound.name, column.name) for row in rows]
+        drawn = sorted(
+            (place, cell.value)
+            for place, cell in zip(places, cells, strict=True)
+            if cell is not None and not isinstance(cell.value, str | None)
+        )
+        lines[tuple(drawn)] = None
+    for line in filter(None, lines):
+        at, values = zip(*line, strict=True)
+        axes.plot(at, values, color="black", linestyle="--", linewidth=1.2, label=plain(bound.title))
 
 
 def _finish(panels: Sequence["Axes"], places: dict[_Place, float], beside: int) -> None:

@@ -13,6 +13,7 @@ from pipebench.report.plot_bars import bars_figure
 from pipebench.report.plot_curves import curves_figure
 from pipebench.report.plot_lines import lines_figure
 from pipebench.report.plot_scatter import scatter_figure
+from pipebench.report.plot_stages import stages_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,12 +23,14 @@ _FIGURES: Mapping[str, Callable[[Evaluated, Picture], "Figure | None"]] = {
     "scatter": scatter_figure,
     "lines": lines_figure,
     "curves": curves_figure,
+    "stages": stages_figure,
 }
 _TOLD = {
     "bars": "every row",
     "scatter": "reproduced against published",
     "lines": "along {x}",
     "curves": "{metric} as it was trained",
+    "stages": "{metric} of every stage",
 }
 _DOTS_PER_INCH = 100
 _PALETTE = 128

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pipebench.errors import choice
 from pipebench.report.definition import OVER, PICTURES, Claim, Measure, Picture, Row
 from pipebench.report.expressions import claim_expression
+from pipebench.report.metrics import STAGE_METRICS
 from pipebench.report.reading import Reading
 
 
@@ -55,6 +56,7 @@ def read_pictures(
             measures=(data["measure"],)
             if isinstance(data.get("measure"), str)
             else reading.words(data, key, "measures"),
+            bound=reading.plain(data, key, "bound", str, ""),
             x=reading.plain(data, key, "x", str, ""),
             group=reading.plain(data, key, "group", str, ""),
             runs=(data["run"],) if isinstance(data.get("run"), str) else reading.words(data, key, "runs"),
@@ -75,6 +77,8 @@ def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], k
     named: list[tuple[str, tuple[str, ...], list[str]]] = []
     if "measures" in wanted or "measure" in wanted:
         named.append(("measures" if "measures" in wanted else "measure", picture.measures, measures))
+    if picture.bound:
+        named.append(("bound", (picture.bound,), measures))
     if "x" in wanted:
         named += [("x", (picture.x,), [*at]), ("group", (picture.group,) if picture.group else ("",), ["", *at])]
     if "row" in wanted:
@@ -91,3 +95,5 @@ def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], k
                 reading.fault(f"{key}.{name}", choice(each[:60], filter(None, allowed)))
     if "metric" in wanted and not picture.metric:
         reading.fault(f"{key}.metric", f"is missing, needed for {picture.kind}")
+    elif picture.kind == "stages" and picture.metric not in STAGE_METRICS:
+        reading.fault(f"{key}.metric", choice(picture.metric[:60], STAGE_METRICS))

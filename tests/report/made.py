@@ -38,6 +38,7 @@ PICTURES = (
     Picture("scatter", ("speedup",)),
     Picture("lines", ("speedup",), x="gpus", group="model"),
     Picture("curves", runs=("dp", "pipedream"), metric="top1", over=("epochs", "virtual_time_s"), row="vgg"),
+    Picture("stages", runs=("dp", "pipedream"), metric="forward_s", row="vgg"),
     Picture("schedule", runs=("pipedream",), row="vgg"),
 )
 ROWS = tuple(

@@ -128,6 +128,12 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"claims__0__text": None}, "claims.0.text: is missing"),
     # pictures
     ({"pictures__0__kind": "bar"}, "pictures.0.kind: got 'bar', allowed are bars, .*did you mean 'bars'"),
+    ({"pictures__0__bound": "speed"}, "pictures.0.bound: got 'speed', allowed are .*did you mean 'speedup'"),
+    (
+        {"pictures__0": {"kind": "stages", "runs": ["dp"], "row": "first", "metric": "forwards"}},
+        "pictures.0.metric: got 'forwards', allowed are num_layers, .*did you mean 'forward_s'",
+    ),
+    ({"pictures__0": {"kind": "stages", "runs": ["dp"], "row": "first"}}, "pictures.0.metric: is missing, needed for"),
     ({"pictures__0__kind": None}, "pictures.0.kind: is missing, allowed are bars"),
     ({"pictures__0__measures": ["sped"]}, "pictures.0.measures: got 'sped', allowed are speedup, twice; did you mean"),
     ({"pictures__0__measures": None}, "pictures.0.measures: is missing, needed for bars"),

@@ -17,11 +17,12 @@ from pipebench.report.plot_bars import bars_figure
 from pipebench.report.plot_curves import curves_figure
 from pipebench.report.plot_lines import lines_figure
 from pipebench.report.plot_scatter import scatter_figure
+from pipebench.report.plot_stages import stages_figure
 from pipebench.report.plot_style import COLOURS
 from pipebench.report.plots import draw_plots
 from tests.report.made import PICTURES, REPORT, cells, evaluated
 
-BARS, SCATTER, LINES, CURVES, _ = PICTURES
+BARS, SCATTER, LINES, CURVES, STAGES, _ = PICTURES
 SPEEDUPS = {(cell.row, cell.column): cell.value for cell in cells() if cell.measure == "speedup"}
 PUBLISHED = [5.28, 2.34, 1.0, 4.25]
 
@@ -157,7 +158,8 @@ def test_files_are_small_and_have_names_of_their_own(tmp_path: Path) -> None:
     twice = replace(evaluated(), report=replace(REPORT, pictures=(*PICTURES, replace(LINES, x="model"))))
     drawn = draw_plots(twice, tmp_path)
     assert {image.name for image in drawn.values()} == {
-        "bars-speedup", "scatter-speedup", "lines-speedup", "curves-top1-vgg", "lines-speedup-2",
+        "bars-speedup", "scatter-speedup", "lines-speedup", "curves-top1-vgg", "stages-forward_s-vgg",
+        "lines-speedup-2",
     }  # fmt: skip
     for image in drawn.values():
         path = tmp_path / f"{image.name}.png"
@@ -171,3 +173,49 @@ def test_what_has_nothing_to_show_is_not_drawn(tmp_path: Path) -> None:
     empty = Evaluated(replace(REPORT, rows=rows), ())
     assert draw_plots(empty, tmp_path) == {}
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_bound_stands_across_every_bar_where_its_own_cell_is() -> None:
+    bound = {(row, column): value * 2 for (row, column), value in SPEEDUPS.items() if isinstance(value, float)}
+    made = evaluated()
+    memories = [Cell(row, "memory", column, value) for (row, column), value in bound.items()]
+    others = tuple(cell for cell in made.cells if cell.measure != "memory")
+    figure = bars_figure(replace(made, cells=(*others, *memories)), replace(BARS, bound="memory"))
+    assert figure is not None
+    axes = only(figure.axes)
+    crossed = {round(bar.get_y() + bar.get_height() / 2, 6): container.get_label() for container in axes.containers
+               for bar in container}  # fmt: skip
+    lines = [line for line in axes.lines if line.get_label() == "peak memory"]
+    assert sorted(xs(line)[0] for line in lines) == sorted(bound.values())
+    for line in lines:
+        assert xs(line)[0] == xs(line)[1]
+        assert crossed[round(sum(ys(line)) / 2, 6)] in ("ideal hardware", "clusters of 2019")
+    assert axes.get_xlim()[1] > max(bound.values())
+
+
+def test_a_bound_that_columns_share_is_one_line() -> None:
+    made = evaluated()
+    cells = [Cell(row.name, "memory", column.name, 3.0 + row_index) for row_index, row in enumerate(REPORT.rows)
+             for column in REPORT.columns]  # fmt: skip
+    others = tuple(cell for cell in made.cells if cell.measure != "memory")
+    figure = lines_figure(replace(made, cells=(*others, *cells)), replace(LINES, bound="memory"))
+    assert figure is not None
+    drawn = [line for axes in figure.axes for line in axes.lines if line.get_label() == "peak memory"]
+    assert [ys(line) for line in drawn] == [[3.0, 4.0, 5.0, 6.0]]
+
+
+def test_stages_stand_beside_each_other_run_by_run() -> None:
+    figure = stages_figure(evaluated(), STAGES)
+    assert figure is not None
+    axes = only(figure.axes)
+    heights = {container.get_label(): [bar.get_height() for bar in container] for container in axes.containers}
+    results = evaluated().results
+    wanted = {run: [row["forward_s"] for row in results["vgg", run, "ideal"][0].stages] for run in STAGES.runs}
+    assert heights == wanted
+    assert all(wanted.values())
+    lefts = [bar.get_x() for container in axes.containers for bar in container]
+    assert len({round(left, 6) for left in lefts}) == len(lefts)  # no bar hides another
+
+
+def test_stages_of_runs_that_tell_nothing_of_them_are_left_out() -> None:
+    assert stages_figure(evaluated(), replace(STAGES, runs=("nothing",))) is None

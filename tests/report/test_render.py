@@ -95,7 +95,7 @@ def test_html_needs_nothing_else_and_runs_nothing(rendered: Rendered) -> None:
     assert not names & {"script", "link", "iframe", "object", "embed", "base", "form"}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
-    assert len(sources) == 4
+    assert len(sources) == 5
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert "url(" not in rendered.files[1].read_text().split("</style>")[0]
     assert "<script>alert(1)</script>" in page.text  # as text

@@ -1,0 +1,47 @@
+"""Stages: what every stage of some runs has, side by side, such as the memory of its fullest worker."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipebench.report.definition import Measure, Picture
+from pipebench.report.evaluated import Evaluated
+from pipebench.report.metrics import stage_values
+from pipebench.report.plot_style import NORMAL, SMALL, colour, finish, plain, write_values
+from pipebench.train.result import RunResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STAGE_IN, _LEAST_IN, _HEIGHT_IN = 0.62, 4.6, 2.9
+_FULL = 0.84  # of a stage's place
+_UNITS = {"_bytes": "bytes", "_s": "s", "_fraction": "share"}  # by what a metric's name ends with
+
+
+def stages_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+    """Return the picture, of the first column; None if none of the runs has the metric."""
+    from matplotlib.figure import Figure
+
+    drawn = [(run, values) for run in picture.runs if (values := _values(evaluated, picture, run))]
+    if not drawn:
+        return None
+    num_stages = max(len(values) for _, values in drawn)
+    figure = Figure(figsize=(max(_LEAST_IN, _STAGE_IN * num_stages), _HEIGHT_IN), layout="constrained")
+    axes = figure.subplots()
+    thick = _FULL / len(drawn)
+    for index, (run, values) in enumerate(drawn):
+        places = [stage + thick * (index + 0.5) - _FULL / 2 for stage in range(len(values))]
+        axes.bar(places, values, thick, color=colour(index), label=plain(run.replace("_", " ")))
+    axes.set_xticks(range(num_stages))
+    axes.set_xlabel("stage", fontsize=NORMAL)
+    unit = next((unit for end, unit in _UNITS.items() if picture.metric.endswith(end)), "count")
+    write_values(axes.yaxis, Measure(picture.metric, picture.metric, unit))
+    axes.set_ylabel(plain(picture.metric.replace("_", " ")), fontsize=NORMAL)
+    finish(axes, grid="y")
+    figure.legend(loc="outside upper left", ncols=len(drawn), frameon=False, fontsize=SMALL)
+    return figure
+
+
+def _values(evaluated: Evaluated, picture: Picture, run: str) -> Sequence[float]:
+    first = evaluated.report.columns[0].name
+    results: Sequence[RunResult] = evaluated.results.get((picture.row, run, first), ())
+    return stage_values(results[0], picture.metric) if results else ()
