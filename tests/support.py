@@ -191,6 +191,7 @@ def make_setup(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
+        profile=profile,
         costs=stage_costs(profile, plan),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster or flat_cluster(pipeline.num_workers),

@@ -10,6 +10,7 @@ at the same step. The manifest carries a SHA-256 of itself.
 """
 
 import hashlib
+import io
 import json
 import pickle
 import re
@@ -234,6 +235,22 @@ class Checkpoints:
             is_part = _PART.fullmatch(path.name) or path.name.endswith(files.ASIDE)
             if is_part and path.name not in used:
                 path.unlink(missing_ok=True)
+
+
+def to_bytes(state: ModelState) -> bytes:
+    """Return a state, or pieces of one, as it travels.
+
+    Raises:
+        CheckpointError: a module carries a state of a type that can't be read back.
+    """
+    written = io.BytesIO()
+    torch.save(state.to_plain(), written)
+    return written.getvalue()
+
+
+def from_bytes(content: bytes) -> ModelState:
+    """Return what `to_bytes` wrote."""
+    return ModelState.from_plain(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
 
 
 def reason_of(skipped: Sequence[str]) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from pipebench.checkpoint.handover import asked, kept, keys_of, num_bytes, pieces
 from pipebench.checkpoint.state import ModelState
+from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import core_share, crowding
@@ -32,9 +34,11 @@ from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, scale_metrics, training_feed
 from pipebench.errors import DivergedError
+from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
 from pipebench.schedule.programs import forward_programs, programs
 from pipebench.simulate.meter import PREDICTION, Measured
+from pipebench.simulate.timeline import MIGRATION, Transfer
 
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
 
@@ -86,11 +90,11 @@ class DistributedEngine:
         self._stop: str | None = None
         self._watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
         self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
-        self._collectives = ProcessCollectives(setup, world, self.worker, self.clock, self.meter, self.num_bytes)
+        self._collectives = self._connected()
         self._pace = Pace(setup.device)
         if gains_by_rehearsal(setup.device):
             rehearse(setup, world, self.worker.index)
-        if world.rank > 0 or setup.dataset.generates_with is None:
+        if not setup.repartitions and (world.rank > 0 or setup.dataset.generates_with is None):
             # The stage holds copies of what it needs: the rest of the model would only take memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
                 whole.to("meta")
@@ -208,14 +212,72 @@ class DistributedEngine:
         """Return what this process contributes to a checkpoint."""
         return self.worker.parts()
 
-    def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
+    def replan(self, plan: Plan) -> None:
+        """Go on under a plan with other cuts or memory policies, at a drain; processes and connections stay.
+
+        Raises:
+            PlanError: stages, replicas, devices or depth are others.
+            PeerLostError: a worker is gone.
+        """
+        assert self.setup.repartitions, "the model that stages are cut from is gone"
+        setup, old = self.setup.under(plan), self.worker
+        self._cut_stage(setup)
+        given = ModelState.merge(part for _, part in old.parts())
+        offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(given))]
+        claim = self.worker.claim()
+        state = kept(old.held(), claim)
+        asks = self.exchange(list(asked(offers, self.worker.index, keys_of(state), claim).items()))
+        parcels = {
+            taker: pieces(given, [(section, name) for section, name in keys])
+            for taker, of_taker in enumerate(asks)
+            for giver, keys in of_taker
+            if giver == self.worker.index
+        }
+        start_s = self.clock()
+        self.turn_to("migration")
+        arrived = self.world.hand_over({self._ranks[taker]: to_bytes(moved) for taker, moved in parcels.items()})
+        for taker, moved in parcels.items():
+            self.num_bytes[MIGRATION, self.setup.level_between(old.index, taker).name] += num_bytes(moved)
+        for rank, content in arrived.items():
+            moved = from_bytes(content)
+            state = ModelState.merge([state, moved])
+            self._note_migration(self._ranks.index(rank), num_bytes(moved), start_s)
+        self.worker.restore(state)
+        self.worker.recall(old.peak_bytes, old.versions_max)
+        self._collectives = self._connected()
+        self.turn_to("")
+        self.settle()
+
+    def _note_migration(self, sender: int, num_bytes: int, start_s: float) -> None:
+        """Tell the meter of layers that have come from another worker."""
+        own = self.worker.index
+        level = self.setup.level_between(sender, own).name
+        self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, num_bytes, start_s, self.clock()))
+
+    def _cut_stage(self, setup: Setup) -> None:
+        """Cut this worker's stages anew, with their initial weights and nothing in flight."""
+        self.setup = setup
+        self.worker = Worker(setup, self.worker.index)
+        self._transport.go_under(setup)
+        self._collectives.close()
+
+    def _connected(self) -> ProcessCollectives:
+        return ProcessCollectives(self.setup, self.world, self.worker, self.clock, self.meter, self.num_bytes)
+
+    def restore(
+        self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
+    ) -> None:
         """Go on from a checkpoint.
 
         Args:
             state: of the whole model.
             facts: what `facts` returned on this worker when it was taken; None if the plan was another.
             clock_s: the run's clock then.
+            plan: to go on under; None for the one there is.
         """
+        if plan is not None:
+            self._cut_stage(self.setup.under(plan))
+            self._collectives = self._connected()
         self.worker.restore(state)
         if facts is not None:
             self.meter.restore(facts["meter"])

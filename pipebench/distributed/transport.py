@@ -24,6 +24,7 @@ earlier instruction of the same lists has started: NCCL's kernels are few and sm
 (`world`).
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -119,7 +120,6 @@ class ChannelTransport:
     ) -> None:
         self.latest_loss = float("nan")
         self.stall_s = 0.0
-        self._setup = setup
         self._worker = worker
         self._clock = clock
         self._meter = meter
@@ -127,6 +127,7 @@ class ChannelTransport:
         self._senders: dict[Channel, Sender | SharedSender] = {}
         self._receivers: dict[Channel, Receiver | SharedReceiver] = {}
         self._routes: dict[tuple[bool, int, int, int], _Route] = {}
+        self.go_under(setup)
         self._groups: list[Any] = []
         rank_of = ranks_of(setup)
         channels = list(channels_of(setup))
@@ -164,6 +165,12 @@ class ChannelTransport:
                 self._senders[channel] = Sender(link, first_bytes)
             else:
                 self._receivers[channel] = Receiver(link, first_bytes)
+
+    def go_under(self, setup: Setup) -> None:
+        """Go on under a plan with other cuts, with nothing under way."""
+        self._setup = setup
+        self._routes.clear()
+        self._returning = {(edge.source, edge.target) for edge in setup.pipeline.edges if edge.has_gradient}
 
     def expect(self, program: Iterable[Instruction], is_empty: Callable[[int], bool]) -> None:
         """Post the first receives of a program; units without samples don't travel."""
@@ -233,10 +240,12 @@ class ChannelTransport:
         if found is None:
             ends = pipeline.worker(source, unit), pipeline.worker(target, unit)
             channel = Channel(GRADIENT if returns else ACTIVATION, source, target, *ends)
-            by = channel if ends[0] == self._worker else channel.answering
+            answering = channel.answering if channel.edge in self._returning else None
+            out, back = (channel, answering) if ends[0] == self._worker else (answering, channel)
             cluster = self._setup.cluster
             level = cluster.levels[cluster.level_between(*ends)].name
-            found = _Route(channel, self._senders.get(by), self._receivers.get(by.answering), level)
+            sender, receiver = out and self._senders.get(out), back and self._receivers.get(back)
+            found = _Route(channel, sender, receiver, level)
             self._routes[key] = found
         return found
 
@@ -246,6 +255,9 @@ def channels_of(setup: Setup) -> Iterator[Channel]:
     pipeline, returning = setup.pipeline, {}
     for edge in (*setup.evaluation.pipeline.edges, *pipeline.edges):  # the training's last: it says what comes back
         returning[edge.source, edge.target] = edge.has_gradient
+    if setup.repartitions:  # layers may move anywhere: what crosses then is not known yet
+        stages = range(pipeline.num_stages)
+        returning = {edge: True for edge in itertools.combinations(stages, 2)}
     for (source, target), has_gradient in sorted(returning.items()):
         units = range(pipeline.replicas[source] * pipeline.replicas[target])
         pairs = {(pipeline.worker(source, unit), pipeline.worker(target, unit)) for unit in units}
@@ -260,10 +272,10 @@ def channels_of(setup: Setup) -> Iterator[Channel]:
 
 def _expected_bytes(setup: Setup, channel: Channel) -> int:
     """Return the size of the largest values that the profile foresees on a channel."""
-    if channel.kind == GRADIENT:
-        return max(setup.costs.gradient_bytes[channel.edge].values())
-    foreseen = [part.activation_bytes.get(channel.edge, {}) for part in (setup.costs, setup.evaluation)]
-    return max(num_bytes for by_size in foreseen for num_bytes in by_size.values())
+    back = [setup.costs.gradient_bytes]
+    forward = [part.activation_bytes for part in (setup.costs, setup.evaluation)]
+    foreseen = [part.get(channel.edge, {}) for part in (back if channel.kind == GRADIENT else forward)]
+    return max((num_bytes for by_size in foreseen for num_bytes in by_size.values()), default=0)
 
 
 def _pair(world: World, ranks: tuple[int, int], num_pairs: int) -> Any:

@@ -105,6 +105,27 @@ class World:
                     found.append(received)
         return found if self.rank == 0 else []
 
+    def hand_over(self, parcels: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Give some ranks bytes, through the hosts' memory; return those that this rank is given, by giver.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        sizes = self.exchange([len(parcels.get(rank, b"")) for rank in range(self.size)])
+        given: dict[int, bytes] = {}
+        for sender, row in enumerate(sizes):  # all in one order, so that nobody waits in a circle
+            for receiver, size in enumerate(row):
+                if size == 0 or self.rank not in (sender, receiver):
+                    continue
+                with peers():
+                    if self.rank == sender:
+                        dist.send(torch.frombuffer(bytearray(parcels[receiver]), dtype=torch.uint8), receiver)
+                    else:
+                        arriving = torch.empty(size, dtype=torch.uint8)
+                        dist.recv(arriving, sender)
+                        given[sender] = arriving.numpy().tobytes()
+        return given
+
     def barrier(self) -> None:
         """Wait for all workers.
 

@@ -11,7 +11,16 @@ from pipebench.engine.replica import TRAIN, Replica
 
 
 def state_of(replica: Replica, share: Share) -> ModelState:
-    """Return this replica's share of the model's state at a drain: references, not copies."""
+    """Return what this replica answers for of the model's state at a drain: references, not copies."""
+    held = held_by(replica, share)
+    if share.replica == 0:
+        return held
+    own = {name: buffer for name, buffer in held.buffers.items() if not buffer.is_floating_point()}
+    return ModelState(counters={f"{share.replica}/{n}": b for n, b in own.items()}, carried=held.carried)
+
+
+def held_by(replica: Replica, share: Share) -> ModelState:
+    """Return all that this replica holds of the model's state at a drain, whoever answers for it; references."""
     carried = {
         f"{stream}/{microbatch}/{path}": carried
         for (split, stream, microbatch), state in replica.states.items()
@@ -19,9 +28,6 @@ def state_of(replica: Replica, share: Share) -> ModelState:
         for path, carried in zip(replica.stage.stateful, state, strict=True)
     }
     buffers = {share.names[name]: replica.exact.get(name, buffer) for name, buffer in replica.module.named_buffers()}
-    if share.replica > 0:
-        own = {name: buffer for name, buffer in buffers.items() if not buffer.is_floating_point()}
-        return ModelState(counters={f"{share.replica}/{n}": b for n, b in own.items()}, carried=carried)
     return ModelState(
         parameters={share.names[name]: parameter.detach() for name, parameter in _parameters(replica).items()},
         optimizer={share.names[name]: state for name, state in replica.weights.optimizer_state().items()},
@@ -46,7 +52,7 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
         CheckpointError: the state lacks something that this stage holds, or has it in another shape; nothing of
             the replica has changed then.
     """
-    own = {name: share.names[name] for name in (*_parameters(replica), *dict(replica.module.named_buffers()))}
+    own = {name: share.names[name] for name in names_in(replica)}
     given = {**state.buffers, **state.parameters}
     given |= {n: b for n in own.values() if (b := state.counters.get(f"{share.replica}/{n}")) is not None}
     tensors = {**_parameters(replica), **dict(replica.module.named_buffers())}
@@ -74,6 +80,11 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
         for place, values in carried.items()
         if share.holds(place[0])
     }
+
+
+def names_in(replica: Replica) -> set[str]:
+    """Return the names, in its stage, of the parameters and buffers that a replica holds."""
+    return {*_parameters(replica), *dict(replica.module.named_buffers())}
 
 
 def _parameters(replica: Replica) -> dict[str, torch.Tensor]:

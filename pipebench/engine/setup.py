@@ -1,21 +1,24 @@
 """What an engine needs to run a recipe, and what follows from it alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from pipebench.checkpoint.share import Share, own_names
 from pipebench.cluster import Cluster, Level
+from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Sampler, microbatch_sizes
+from pipebench.planner.predict import pipeline_under
+from pipebench.profile.model import Profile
 from pipebench.recipe.schema import LossScaleRecipe
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES, delay
-from pipebench.simulate.costs import Costs
-from pipebench.simulate.evaluation import Evaluation
+from pipebench.simulate.costs import Costs, stage_costs
+from pipebench.simulate.evaluation import Evaluation, evaluation_of
 from zoo.registry import Dataset
 
 
@@ -27,7 +30,8 @@ class Setup:
         graph: the layer graph; its parameters are the initial weights.
         plan: stages, where their replicas stand, and what crosses between them.
         pipeline: the pipeline's shape and order of work.
-        costs: seconds and bytes of every instruction.
+        profile: layer costs at every size that travels.
+        costs: seconds and bytes of every instruction, which follow from it.
         evaluation: how evaluations are cut.
         cluster: where it runs.
         dataset: the data.
@@ -42,11 +46,14 @@ class Setup:
             begins with; of a segment that isn't there the clock decides.
         loss_scale: how the scale of the loss changes; None for no scaling.
         correction_decay: PipeMare's D, see `gamma`.
+        repartitions: whether layers may move from stage to stage between two drains or at one: processes then keep the
+            model that stages are cut from, and connections between all stages.
     """
 
     graph: LayerGraph
     plan: Plan
     pipeline: Pipeline
+    profile: Profile
     costs: Costs
     evaluation: Evaluation
     cluster: Cluster
@@ -61,11 +68,35 @@ class Setup:
     push_order: Mapping[int, Sequence[int]] = field(default_factory=dict)
     loss_scale: LossScaleRecipe | None = None
     correction_decay: float = CORRECTION_DECAY
+    repartitions: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:
         """The device of every worker."""
         return self.plan.devices
+
+    def under(self, plan: Plan) -> "Setup":
+        """Return the same run under a plan with other cuts or memory policies; all that follows from them follows.
+
+        Raises:
+            PlanError: stages, replicas, devices or depth are others: those stay.
+        """
+        kept, given = ((p.replicas, p.devices, p.depth, p.chunks) for p in (self.plan, plan))
+        if kept != given:
+            raise PlanError(
+                f"a run that goes on keeps replicas, devices, depth and chunks per worker: got {given}, it has {kept}; "
+                f"what may change are the cuts and what layers keep"
+            )
+        rows = next(iter(self.profile.layers.values()))
+        pipeline = pipeline_under(self.pipeline, plan, rows)
+        costs = stage_costs(self.profile, plan, WEIGHT_POLICIES[pipeline.weights].update_cost)
+        return replace(
+            self,
+            plan=plan,
+            pipeline=pipeline,
+            costs=replace(costs, host=self.costs.host),
+            evaluation=evaluation_of(self.graph, plan, pipeline, self.profile, self.dataset),
+        )
 
     def gamma(self, stage: int) -> float | None:
         """Return the share of a parameter's mean change that an update leaves as it is, D^(1 / tau); None keeps none.

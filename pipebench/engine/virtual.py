@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from pipebench.checkpoint.handover import asked, kept, keys_of, num_bytes, pieces
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
@@ -25,6 +26,7 @@ from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, scale_metrics, training_feed
+from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
@@ -34,7 +36,7 @@ from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Measured, Meter, fractions
 from pipebench.simulate.network import Message, Network
 from pipebench.simulate.simulation import Event, Simulation
-from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION
+from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION, MIGRATION
 
 _LOG = logging.getLogger("pipebench.engine")
 
@@ -67,7 +69,6 @@ class VirtualEngine:
         meter: Meter | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        self.setup = setup
         self.network = network
         self.clock_s = 0.0  # at the last drain
         self.now_s = 0.0
@@ -78,6 +79,11 @@ class VirtualEngine:
         self._on_unit = on_unit
         self._meter = meter or Meter(setup.pipeline)
         self._stop = stop or StopRequest()
+        self._cut_stages(setup)
+
+    def _cut_stages(self, setup: Setup) -> None:
+        """Cut the stages of a setup, with their initial weights and nothing in flight."""
+        self.setup = setup
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
         self._mailbox = _Mailbox(setup, self.num_bytes)
         self._rings = _Rings(setup, self.workers, self.num_bytes)
@@ -131,14 +137,41 @@ class VirtualEngine:
         """Return every worker's part of a checkpoint, by name."""
         return [part for worker in self.workers for part in worker.parts()]
 
-    def restore(self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float) -> None:
+    def replan(self, plan: Plan) -> None:
+        """Go on under a plan with other cuts or memory policies, at a drain; what moves takes the links' time.
+
+        Raises:
+            PlanError: stages, replicas, devices or depth are others.
+        """
+        before = self.workers
+        self._cut_stages(self.setup.under(plan))
+        given = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
+        offers = [keys_of(state) for state in given]
+        messages = []
+        for worker, old in zip(self.workers, before, strict=True):
+            claim = worker.claim()
+            state = kept(old.held(), claim)
+            for giver, keys in asked(offers, worker.index, keys_of(state), claim).items():
+                moved = pieces(given[giver], keys)
+                messages.append(self._migrate(giver, worker.index, num_bytes(moved)))
+                state = ModelState.merge([state, moved])
+            worker.restore(state)
+            worker.recall(old.peak_bytes, old.versions_max)
+        self._arrive(messages)
+
+    def restore(
+        self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
+    ) -> None:
         """Go on from a checkpoint.
 
         Args:
             state: of the whole model.
             facts: what `facts` returned when it was taken; None if engine or plan was another.
             clock_s: the run's clock then.
+            plan: to go on under; None for the one there is.
         """
+        if plan is not None:
+            self._cut_stages(self.setup.under(plan))
         for worker in self.workers:
             worker.restore(state)
         if facts is not None:
@@ -266,10 +299,20 @@ class VirtualEngine:
             workers = pipeline.workers_of(stage)
             network.sum_up(ALL_REDUCE, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
         messages = [*self._hand_out_averages()]
-        network.agenda.play()
+        self._arrive(messages)
+        self.clock_s = max([*ends, self.clock_s])
+
+    def _arrive(self, messages: Sequence[Message]) -> None:
+        """Let what was sent at a drain arrive, before anything else goes on."""
+        self.network.agenda.play()
         for message in messages:
-            network.arrived(message)
-        self.clock_s = max([*ends, *(message.arrival_s for message in messages)])
+            self.network.arrived(message)
+        self.clock_s = max([self.clock_s, *(message.arrival_s for message in messages)])
+
+    def _migrate(self, sender: int, receiver: int, num_bytes: int) -> Message:
+        """Let bytes of the model's state set out from a worker to another, at a drain."""
+        self.num_bytes[MIGRATION, self.setup.level_between(sender, receiver).name] += num_bytes
+        return self.network.send(self.network.connection(MIGRATION, sender, receiver), num_bytes, self.clock_s, "layers")
 
     def _hand_out_averages(self) -> Iterator[Message]:
         """Let replicas evaluate with the averages that a server's optimizer keeps; yield what sets out."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipebench.checkpoint.handover import Claim
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.clipping import clipped, gradient_norm
@@ -17,7 +18,7 @@ from pipebench.engine.feed import Feed
 from pipebench.engine.prediction import AS_IT_IS, Move
 from pipebench.engine.protocols import Collectives, Transport, UnitLoss
 from pipebench.engine.replica import Replica, Values
-from pipebench.engine.replica_state import restore, state_of
+from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight, share_of
 from pipebench.engine.structure import CrossingError, flatten
@@ -319,6 +320,19 @@ class Worker:
         """Go on from a checkpoint of the whole model, taken under any plan."""
         for stage, replica in self.replicas.items():
             restore(replica, state, self._shares[stage])
+
+    def held(self) -> ModelState:
+        """Return all that this worker holds of the model's state at a drain: references, not copies."""
+        return ModelState.merge(held_by(replica, self._shares[stage]) for stage, replica in self.replicas.items())
+
+    def claim(self) -> Claim:
+        """Return what this worker needs of a model's state."""
+        shares = self._shares
+        return Claim(
+            frozenset(shares[stage].names[n] for stage, replica in self.replicas.items() for n in names_in(replica)),
+            frozenset(path for replica in self.replicas.values() for path in replica.stage.stateful),
+            next(iter(shares.values())),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what `Replica.tensors` does of the stages that this worker speaks for."""

@@ -155,6 +155,31 @@ def make_plan(
     return plan.on(range(sum(widths)) if devices is None else devices)
 
 
+def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[str] | None = None) -> Plan:
+    """Return a plan with other cuts, everything else as it is.
+
+    Args:
+        graph: what is cut.
+        plan: the plan.
+        starts: first layer of every stage but the first, ascending.
+        memory: policy of every layer; None: every layer keeps its own.
+
+    Raises:
+        PlanError: as `make_plan`.
+    """
+    return make_plan(
+        graph,
+        starts,
+        plan.replicas,
+        mode=plan.mode,
+        devices=plan.devices,
+        depth=plan.depth,
+        chunks=plan.chunks,
+        memory=[policy for stage in plan.stages for policy in stage.memory] if memory is None else memory,
+        relay=plan.relay,
+    )
+
+
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
     """Return the stage of every layer."""
     return [index for index, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]

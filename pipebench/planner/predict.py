@@ -89,6 +89,27 @@ def make_pipeline(
     Raises:
         PlanError: an update covers fewer minibatches than the mode needs.
     """
+    accumulate = accumulate or mode.accumulate or plan.depth
+    if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < plan.depth:
+        raise PlanError(
+            f"parallelism.accumulate: got {accumulate}, weights {mode.weights} need at least as many minibatches per "
+            f"update as are in flight, {plan.depth}"
+        )
+    pipeline = Pipeline(
+        plan.replicas, (), mode.order, mode.flush, plan.depth, microbatches, accumulate, (), shares_norm,
+        weights=mode.weights, chunks=plan.chunks, sync=mode.sync, backward=mode.backward,
+    )  # fmt: skip
+    return pipeline_under(pipeline, plan, rows)
+
+
+def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile]) -> Pipeline:
+    """Return a pipeline whose stages are cut as a plan says: what its stages exchange and read follows from the cuts.
+
+    Args:
+        pipeline: everything else.
+        plan: of as many stages and replicas.
+        rows: the layers the plan is of, at any size.
+    """
     edges = tuple(
         Edge(source, target, any(rows[value].gradient_bytes for value in values))
         for (source, target), values in plan.crossings.items()
@@ -96,17 +117,8 @@ def make_pipeline(
     loads = tuple(
         index for index, stage in enumerate(plan.stages) if any(row.inputs for row in rows[stage.start : stage.stop])
     )
-    accumulate = accumulate or mode.accumulate or plan.depth
-    if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < plan.depth:
-        raise PlanError(
-            f"parallelism.accumulate: got {accumulate}, weights {mode.weights} need at least as many minibatches per "
-            f"update as are in flight, {plan.depth}"
-        )
-    return Pipeline(
-        plan.replicas, edges, mode.order, mode.flush, plan.depth, microbatches, accumulate, loads, shares_norm,
-        weights=mode.weights, chunks=plan.chunks, sync=mode.sync, backward=mode.backward,
-        swaps=tuple(index for index, stage in enumerate(plan.stages) if SWAP in stage.memory),
-    )  # fmt: skip
+    swaps = tuple(index for index, stage in enumerate(plan.stages) if SWAP in stage.memory)
+    return replace(pipeline, edges=edges, loads=loads, swaps=swaps)
 
 
 def course_of(

@@ -277,7 +277,7 @@ def _in_use(job: Job, world: World) -> Job:
     (mine,) = practise([setup], _SEGMENTS, world.barrier, clock_of(world))
     profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
     costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
-    return replace(job, profile=profile, setup=replace(setup, costs=costs))
+    return replace(job, setup=replace(setup, profile=profile, costs=costs))
 
 
 def _checkpoint_policy(world: World, folder: RunFolder, job: Job, *, goes_on: bool) -> CheckpointPolicy:

@@ -11,7 +11,7 @@ SEND, WAIT = "send", "wait"
 ACTIVATION, GRADIENT = "activation", "gradient"
 SYNC_KINDS = tuple(dict.fromkeys(sync.kind for sync in SYNCS.values()))
 TRAINING_KINDS = (ACTIVATION, GRADIENT, *SYNC_KINDS)  # these make the total
-BUFFERS, EVALUATION, CONTROL = "buffers", "evaluation", "control"  # counted apart
+BUFFERS, EVALUATION, CONTROL, MIGRATION = "buffers", "evaluation", "control", "migration"  # counted apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Transfer:
     """Bytes on their way: one send, or one bucket of what replicas sum.
 
     Attributes:
-        kind: `activation`, `gradient`, `all-reduce`, `parameter-server`, `buffers`.
+        kind: `activation`, `gradient`, `all-reduce`, `parameter-server`, `buffers`, `migration`.
         label: e.g. `F3`, `B3`, `R2` (the sum of round 2).
         senders: the workers that send; one for a send, all of them for a sum.
         receivers: likewise.

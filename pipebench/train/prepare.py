@@ -18,7 +18,7 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, PlanError, RecipeError, TracingError, choice
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.optimizer import make_optimizer
-from pipebench.model.plan import Plan, make_plan, starts_of_cuts
+from pipebench.model.plan import Plan, make_plan, recut, starts_of_cuts
 from pipebench.model.plan_layers import layer_problems, plan_of, refuse
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
@@ -62,7 +62,6 @@ class Job:
     Attributes:
         recipe: the recipe.
         cluster: the cluster, with as many servers as the recipe asks for.
-        profile: layer costs at every size that travels.
         setup: what the engine takes.
         comparison: the modes that were compared, if the recipe left the mode to the planner.
         left_over: samples of an epoch that aren't run, since the profile has times of whole minibatches only.
@@ -70,10 +69,14 @@ class Job:
 
     recipe: Recipe
     cluster: Cluster
-    profile: Profile
     setup: Setup
     comparison: Comparison | None = None
     left_over: int = 0
+
+    @property
+    def profile(self) -> Profile:
+        """Layer costs at every size that travels."""
+        return self.setup.profile
 
 
 class Decision(NamedTuple):
@@ -153,6 +156,7 @@ def prepare(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
+        profile=profile,
         costs=costs,
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster,
@@ -168,7 +172,7 @@ def prepare(
         push_order=_order_of_pushes(recipe.parallelism, pipeline),
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
     )
-    return Job(recipe, cluster, profile, setup, comparison, known.left_over)
+    return Job(recipe, cluster, setup, comparison, known.left_over)
 
 
 def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
@@ -423,14 +427,4 @@ def plan_of_file(parallelism: ParallelismRecipe, num_workers: int, graph: LayerG
 
 def _over(graph: LayerGraph, plan: Plan) -> Plan:
     """Return a plan of a profile's layers as one of the graph's, which are as many; the graph knows buffers, too."""
-    return make_plan(
-        graph,
-        [stage.start for stage in plan.stages[1:]],
-        plan.replicas,
-        mode=plan.mode,
-        devices=plan.devices,
-        depth=plan.depth,
-        chunks=plan.chunks,
-        memory=[policy for stage in plan.stages for policy in stage.memory],
-        relay=plan.relay,
-    )
+    return recut(graph, plan, [stage.start for stage in plan.stages[1:]])

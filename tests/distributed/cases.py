@@ -21,6 +21,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
+from pipebench.model.plan import recut
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
@@ -46,6 +47,7 @@ class Case:
         devices: of every worker; empty for its own number.
         optimizer: as in a recipe; None for `momentum`.
         shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
+        recuts: first layers of all stages but the first, before every segment but the first; empty: as before.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Case:
     devices: tuple[int, ...] = ()
     optimizer: OptimizerRecipe | None = None
     shares_memory: bool = True
+    recuts: tuple[tuple[int, ...], ...] = ()
 
 
 def random_case(seed: int, num_workers: int) -> Case:
@@ -139,13 +142,14 @@ def own_optimizer(target: str) -> OptimizerRecipe:
 def small_setup(case: Case) -> Setup:
     """Return the setup of a case."""
     columns = {"devices": case.devices or None, **case.columns}
-    return make_setup(
+    setup = make_setup(
         model_of(case.model),
         (list(case.starts), list(case.replicas)),
         dataset=images() if case.model == "conv" else Blobs(num_train=46),
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )
+    return replace(setup, repartitions=bool(case.recuts))
 
 
 @dataclass
@@ -164,7 +168,8 @@ class Outcome:
 
 def distributed(world: World, case: Case) -> Outcome:
     """Run a case on the processes; return this one's share."""
-    return in_processes(replace(world, shares_memory=case.shares_memory), small_setup(case), case.segments)
+    world = replace(world, shares_memory=case.shares_memory)
+    return in_processes(world, small_setup(case), case.segments, recuts=case.recuts)
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
@@ -173,7 +178,13 @@ def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def in_processes(
-    world: World, setup: Setup, segments: Sequence[int], *, control: Control | None = None, on_unit: Any = None
+    world: World,
+    setup: Setup,
+    segments: Sequence[int],
+    *,
+    control: Control | None = None,
+    on_unit: Any = None,
+    recuts: Sequence[Sequence[int]] = (),
 ) -> Outcome:
     """Run a setup on the processes; return this one's share."""
     losses: list[tuple[float, float]] = []
@@ -186,7 +197,8 @@ def in_processes(
     )
     engine.start_clock()
     scores, done = [], list[int]()
-    for count in segments:
+    for index, count in enumerate(segments):
+        go_under(engine, recuts, index)
         done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
     replicas = engine.worker.replicas.values()
@@ -199,16 +211,23 @@ def in_processes(
 
 def virtually(case: Case) -> Outcome:
     """Run a case on the virtual engine."""
-    return on_virtual_engine(small_setup(case), case.segments)
+    return on_virtual_engine(small_setup(case), case.segments, case.recuts)
 
 
-def on_virtual_engine(setup: Setup, segments: Sequence[int]) -> Outcome:
+def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
+    """Let an engine go on under the cuts that are given before a segment, if some are."""
+    if 0 < index <= len(recuts) and recuts[index - 1]:
+        engine.replan(recut(engine.setup.graph, engine.setup.plan, recuts[index - 1]))
+
+
+def on_virtual_engine(setup: Setup, segments: Sequence[int], recuts: Sequence[Sequence[int]] = ()) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
     network = Network(setup.cluster, setup.devices)
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     scores, done = [], 0
-    for count in segments:
+    for index, count in enumerate(segments):
+        go_under(engine, recuts, index)
         engine.train(done, count)
         done += count
         scores.append(engine.evaluate())

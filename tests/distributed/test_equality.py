@@ -80,6 +80,10 @@ TWO = {
         "conv", (4,), (1, 1), {"weights": "double-buffer", "accumulate": 2, "precision": "bf16"}, segments=(13, 4)
     ),
     "bf16, two chunks": Case("conv", (2, 4, 6), (1, 1, 1, 1), INTERLEAVED | {"microbatches": 2, "precision": "bf16"}),
+    "cut anew": Case("conv", (4,), (1, 1), {"recompute": {3, 4, 5}}, (7, 5, 6), recuts=((2,), (6,))),
+    "cut anew, sockets": Case("skip", (4,), (1, 1), {}, (7, 5, 6), shares_memory=False, recuts=((7,), (2,))),
+    "cut anew, a flush": Case("conv", (4,), (1, 1), {"weights": "one", "microbatches": 3}, recuts=((2,),)),
+    "cut anew, bf16": Case("conv", (4,), (1, 1), {"precision": "bf16"}, recuts=((2,),)),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
 }
 THREE = {
@@ -93,7 +97,9 @@ THREE = {
     "three stages, beyond NOAM, flush": Case(
         "conv", (3, 6), (1, 1, 1), {"depth": 5, "weights": "one", "microbatches": 4}
     ),
+    "three stages, cut anew, both ways": Case("skip", (3, 6), (1, 1, 1), {}, (7, 5, 6), recuts=((1, 8), (5, 6))),
     "2-1": Case("conv", (4,), (2, 1)),
+    "2-1, cut anew": Case("conv", (4,), (2, 1), {}, (7, 5, 6), recuts=((2,), (6,))),
     "2-1, beyond NOAM": Case("skip", (4,), (2, 1), {"depth": 4}, segments=(13, 5)),
     "1-2": Case("skip", (4,), (1, 2)),
     "three stages, predicted": Case("skip", (3, 6), (1, 1, 1), {"weights": "predict"}),

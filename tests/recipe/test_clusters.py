@@ -25,7 +25,7 @@ levels:
 def test_every_cluster_is_here() -> None:
     papers = [f"cluster-{letter}{year}" for letter in "abc" for year in ("", "-2018", "-2019")]
     papers.remove("cluster-c-2018")  # the preprint has two
-    assert cluster_names() == [*papers, "dgx-1", "figure1-1080ti", "free-links", "local"]
+    assert cluster_names() == [*papers, "dgx-1", "figure1-1080ti", "free-links", "local", "vpipe"]
 
 
 def test_cluster_a_is_table_2() -> None:

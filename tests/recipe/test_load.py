@@ -31,6 +31,7 @@ COUNTS = {
     "s2vt": 6,
     "lab": 4,
     "uniform": 4,
+    **dict.fromkeys((f"vpipe/{name}" for name in ("gnmt16", "vgg16", "resnet50")), 2),
     **dict.fromkeys((f"small/{name}" for name in SMALL), 6),
     "small/vgg16": 12,
     "small/gnmt8": 14,

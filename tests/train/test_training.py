@@ -74,8 +74,7 @@ def recipe(**train: Any) -> Recipe:
 
 def prepared(given: Recipe, lr: float = 0.1, plan: Any = ([4], [2, 1]), num_train: int = 46) -> Job:
     setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=num_train), lr=lambda stage, before, own: lr)
-    profile = unit_profile(setup.graph, setup.dataset, range(1, setup.sampler.minibatch_size + 1))
-    return Job(given, flat_cluster(4), profile, setup)
+    return Job(given, flat_cluster(4), setup)
 
 
 def train(given: Job, progress: Silent | None = None) -> tuple[RunResult, Timeline, list[Point]]:

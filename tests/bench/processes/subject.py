@@ -143,6 +143,7 @@ def make_setup(
         graph=graph,
         plan=plan,
         pipeline=pipeline,
+        profile=profile,
         costs=replace(stage_costs(profile, plan), host=host),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster,

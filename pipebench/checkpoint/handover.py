@@ -1,0 +1,91 @@
+"""What workers hand each other of a model's state when its layers move from stage to stage.
+
+A state is in pieces, each under a key. Every worker says which pieces it answers for, as for a checkpoint, and asks
+for those that its stages need and it doesn't have: so a piece travels once to everybody who lacks it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pipebench.checkpoint.share import Share
+from pipebench.checkpoint.state import ModelState
+
+Key = tuple[str, str]  # a section of `ModelState`, and the key in it
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a worker needs of a model's state.
+
+    Attributes:
+        names: the model's own names of the parameters and buffers of its stages.
+        stateful: qualified names of their modules that carry something.
+        share: of any of its stages: which replica it is.
+    """
+
+    names: frozenset[str]
+    stateful: frozenset[str]
+    share: Share
+
+    def wants(self, key: Key) -> bool:
+        """Return whether a piece is needed.
+
+        Loss scales are for everybody: a stage without parameters goes by those of the others.
+        """
+        section, name = key
+        if section == "loss_scale":
+            return True
+        if section == "counters":
+            replica, _, name = name.partition("/")
+            return int(replica) == self.share.replica and name in self.names
+        if section == "carried":
+            stream, _, module = name.split("/", 2)
+            return module in self.stateful and self.share.holds(int(stream))
+        return name in self.names
+
+
+def keys_of(state: ModelState) -> list[Key]:
+    """Return the key of every piece of a state."""
+    return [(section.name, name) for section in fields(state) for name in getattr(state, section.name)]
+
+
+def pieces(state: ModelState, keys: Iterable[Key]) -> ModelState:
+    """Return some pieces of a state: references, not copies."""
+    found = ModelState()
+    for section, name in keys:
+        getattr(found, section)[name] = getattr(state, section)[name]
+    return found
+
+
+def kept(held: ModelState, claim: Claim) -> ModelState:
+    """Return what a worker has already of what it needs."""
+    return pieces(held, [key for key in keys_of(held) if claim.wants(key)])
+
+
+def asked(offers: Sequence[Iterable[Key]], taker: int, has: Collection[Key], claim: Claim) -> dict[int, list[Key]]:
+    """Return what a worker asks the others for, by worker; of several who answer for a piece, the first.
+
+    Args:
+        offers: what every worker answers for.
+        taker: the worker.
+        has: what it has.
+        claim: what it needs.
+    """
+    found = {*has}
+    asks: dict[int, list[Key]] = {}
+    for giver, offered in enumerate(offers):
+        for key in offered if giver != taker else ():
+            if key not in found and claim.wants(key):
+                found.add(key)
+                asks.setdefault(giver, []).append(key)
+    return asks
+
+
+def num_bytes(state: ModelState) -> int:
+    """Return the bytes of the tensors of a state."""
+    sections: Iterable[Mapping[str, object]] = (getattr(state, section.name) for section in fields(state))
+    leaves = (leaf for section in sections for leaf in pytree.tree_leaves(dict(section)))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
