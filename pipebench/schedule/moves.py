@@ -178,6 +178,14 @@ class Moves:
             found = tuple(new if has else old for has, old, new in zip(turned, found, starts, strict=True))
         return found
 
+    def handed(self, source: int, target: int, minibatch: int) -> HandOver:
+        """Return the block that is on its way from a stage to another at a minibatch: from its B to its K."""
+        return next(
+            each
+            for each in self._hand_overs
+            if (each.source, each.target) == (source, target) and each.first <= minibatch <= each.at
+        )
+
     def version(self, stage: int, minibatch: int) -> int:
         """Return the version that a minibatch's forward reads at a stage: the newest there (PipeDream section 3.3)."""
         return max(0, minibatch - self._pipeline.warmups[stage] + 1)
