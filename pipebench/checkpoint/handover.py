@@ -84,7 +84,7 @@ def asked(offers: Sequence[Iterable[Key]], taker: int, has: Collection[Key], cla
     return asks
 
 
-def num_bytes(state: ModelState) -> int:
+def state_bytes(state: ModelState) -> int:
     """Return the bytes of the tensors of a state."""
     sections: Iterable[Mapping[str, object]] = (getattr(state, section.name) for section in fields(state))
     leaves = (leaf for section in sections for leaf in pytree.tree_leaves(dict(section)))

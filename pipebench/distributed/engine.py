@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipebench.checkpoint.handover import asked, kept, keys_of, num_bytes, pieces
+from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
 from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
@@ -237,11 +237,11 @@ class DistributedEngine:
         self.turn_to("migration")
         arrived = self.world.hand_over({self._ranks[taker]: to_bytes(moved) for taker, moved in parcels.items()})
         for taker, moved in parcels.items():
-            self.num_bytes[MIGRATION, self.setup.level_between(old.index, taker).name] += num_bytes(moved)
+            self.num_bytes[MIGRATION, self.setup.level_between(old.index, taker).name] += state_bytes(moved)
         for rank, content in arrived.items():
             moved = from_bytes(content)
             state = ModelState.merge([state, moved])
-            self._note_migration(self._ranks.index(rank), num_bytes(moved), start_s)
+            self._note_migration(self._ranks.index(rank), state_bytes(moved), start_s)
         self.worker.restore(state)
         self.worker.recall(old.peak_bytes, old.versions_max)
         self._collectives = self._connected()

@@ -26,6 +26,7 @@ _WAIT_COLUMNS = {
     Op.PULL: "waiting_weights_s",
     Op.LOAD_INPUT: "waiting_load_s",
 }
+_SWAPS = (Op.SWAP_OUT, Op.SWAP_IN)
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.PUSH)
 _OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # what their times go into
 _UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
@@ -174,12 +175,13 @@ def _busy_s(totals: MeterTotals) -> float:
 
 
 def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]:
-    """Return a worker's row. compute, waiting, sending and other add up to the training time."""
+    """Return a worker's row. compute, waiting, sending, swapping and other add up to the training time."""
     worker, totals = share.worker, share.state.training
     stages = pipeline.stages_of(worker)
     busy_s = _busy_s(totals)
     waiting_s = sum(totals.seconds[op.name] for op in _WAIT_COLUMNS)
     sending_s = sum(totals.seconds[op.name] for op in _SENDS)
+    swapping_s = sum(totals.seconds[op.name] for op in _SWAPS)
     return {
         "worker": worker,
         "rank": share.rank,
@@ -191,7 +193,8 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
         **{column: totals.seconds[op.name] for op, column in _WAIT_COLUMNS.items()},
         "stall_s": totals.stall_s,
         "sending_s": sending_s,
-        "other_s": max(0.0, training_s - busy_s - waiting_s - sending_s),
+        "swapping_s": swapping_s,
+        "other_s": max(0.0, training_s - busy_s - waiting_s - sending_s - swapping_s),
         "all_reduce_s": totals.all_reduce_s,
         "evaluation_compute_s": _busy_s(share.state.evaluation),
         **fractions(busy_s, totals.stall_s, 1, training_s),
@@ -200,7 +203,7 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return worker seconds by what they went to, summed over the workers."""
-    columns = ("compute_s", "waiting_s", *_WAIT_COLUMNS.values(), "sending_s", "other_s")
+    columns = ("compute_s", "waiting_s", *_WAIT_COLUMNS.values(), "sending_s", "swapping_s", "other_s")
     return {column: sum(row[column] for row in rows) for column in columns}
 
 

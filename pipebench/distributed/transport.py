@@ -39,7 +39,7 @@ from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, co
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, Transfer
+from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, PCIE, Transfer
 
 _TAGS = {ACTIVATION: 2, GRADIENT: 4}  # each and the next one, for what is too large; further edges have further ones
 _TAGS_OF_EDGE = 4
@@ -217,6 +217,10 @@ class ChannelTransport:
         self.stall_s += max(0.0, message.arrived_s - max(start_s, message.sent_s))
         return message.values
 
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Count bytes between this worker's device and its host."""
+        self._num_bytes[kind, PCIE] += num_bytes
+
     def flush(self) -> None:
         """Wait until everything sent has left.
 
@@ -257,7 +261,7 @@ def channels_of(setup: Setup) -> Iterator[Channel]:
         returning[edge.source, edge.target] = edge.has_gradient
     if setup.repartitions:  # layers may move anywhere: what crosses then is not known yet
         stages = range(pipeline.num_stages)
-        returning = {edge: True for edge in itertools.combinations(stages, 2)}
+        returning = dict.fromkeys(itertools.combinations(stages, 2), True)
     for (source, target), has_gradient in sorted(returning.items()):
         units = range(pipeline.replicas[source] * pipeline.replicas[target])
         pairs = {(pipeline.worker(source, unit), pipeline.worker(target, unit)) for unit in units}

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from pipebench.engine.split import Rest
+from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Version
 from pipebench.model.recompute import Recomputed
 from pipebench.model.stage import LossFunction
@@ -27,8 +28,9 @@ class InFlight:
         carried: what stateful modules carried into the forward, to recompute it.
         results: where gradients come in: the values themselves have left.
         loss_type: of the loss.
-        num_bytes: what is kept for the backward.
+        kept_bytes: what is kept for the backward, and never swapped.
         rests: what the input part of its backward has left.
+        swap: what swapped layers save; None in a stage without.
     """
 
     version: Version
@@ -38,8 +40,19 @@ class InFlight:
     carried: list[Any]
     results: list[GradientEdge] = field(default_factory=list)
     loss_type: torch.dtype | None = None
-    num_bytes: int = 0
+    kept_bytes: int = 0
     rests: list[Rest] = field(default_factory=list)
+    swap: Swap | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device for the backward."""
+        return self.kept_bytes + (0 if self.swap is None else self.swap.device_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes on the host for the backward."""
+        return 0 if self.swap is None else self.swap.host_bytes
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ import torch
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState, same_type_map
 from pipebench.engine.in_flight import num_bytes
+from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.phases import Phases
 from pipebench.engine.prediction import AS_IT_IS, Move
 from pipebench.engine.replica import Place, Replica, Values
@@ -86,7 +87,7 @@ class Migrating:
         make_replica: makes a replica of layers that are cut out.
     """
 
-    scale = None  # losses aren't scaled where layers move
+    scale: LossScale | None = None  # losses aren't scaled where layers move
 
     def __init__(
         self,
@@ -178,6 +179,18 @@ class Migrating:
             own = [next(given) for _ in part.replica.weights.names]
             part.replica.update(own, lr, keep_from=keep_from)
         self._note_versions()
+
+    def swap_out(self, unit: int) -> int:
+        """Copy what swapped layers saved of a unit to the host; return the bytes."""
+        return sum(replica.swap_out(unit) for replica in self._units[unit] if replica.stage.swapped)
+
+    def swap_in(self, unit: int) -> int:
+        """Begin to copy that back; return the bytes."""
+        return sum(replica.swap_in(unit) for replica in self._units[unit] if replica.stage.swapped)
+
+    def host_bytes(self) -> int:
+        """Return the bytes of minibatches in flight that are on the host."""
+        return sum(each.host_bytes() for each in self._everybody())
 
     def live_bytes(self) -> int:
         """Return the bytes that all that run here hold, and what waits to be handed over."""

@@ -242,6 +242,9 @@ class _Others:
             for layer, found in leaves.items()
         }
 
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Nothing is swapped."""
+
     def on_gradient(self, stage: int) -> None:
         """Nobody takes gradients one by one."""
 
@@ -299,9 +302,9 @@ def _trained_bytes(rows: Sequence[LayerProfile], indices: range) -> int:
 
 
 def _keeping(setup: Setup) -> Setup:
-    """Return a setup that recomputes nothing: what that takes is known from the forwards."""
+    """Return a setup that recomputes nothing: what that takes is known from the forwards; and that swaps nothing."""
     stages = tuple(replace(stage, memory=(KEEP,) * len(stage.memory)) for stage in setup.plan.stages)
-    return replace(setup, plan=replace(setup.plan, stages=stages))
+    return replace(setup, plan=replace(setup.plan, stages=stages), pipeline=replace(setup.pipeline, swaps=()))
 
 
 def _copied(leaf: Any) -> Any:

@@ -43,6 +43,9 @@ class Transport(Protocol):
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Return a unit's values that a stage of another worker sent; waits for them."""
 
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Count what this worker's device has copied to its host (kind `swap-out`), or back (`swap-in`)."""
+
 
 class Collectives(Protocol):
     """What a stage's replicas, or all stages, do together."""

@@ -18,6 +18,7 @@ from pipebench.engine.in_flight import InFlight, detached, differentiable, num_b
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Move, MovedWeights
 from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
+from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Weights
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.precision import lower
@@ -40,6 +41,13 @@ class Place(NamedTuple):
 TRAIN = "train"
 _EVALUATION = name_hash("evaluation")  # what an evaluation draws is nothing that training draws
 _ALONE = Place(TRAIN, 0, 0, starts=True)
+
+
+class _Saves(NamedTuple):
+    """What a forward leaves for its backward: bytes that stay on the device, and which saved tensors do; see `Swap`."""
+
+    kept_bytes: int
+    staying: frozenset[int]
 
 
 class Replica:
@@ -89,7 +97,8 @@ class Replica:
         self._split = SplitBackward(self.stage, device) if split else None
         self.device = device
         self._in_flight: dict[int, InFlight] = {}
-        self._saved_bytes: dict[tuple[torch.Size, ...], int] = {}
+        self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
+        self._fixed = {t.untyped_storage().data_ptr() for t in (*_frozen(self.module), *self.module.buffers())}
         again = [part for each in stage.recomputed for part in each.run.modules()]
         norms = (part for part in again if isinstance(part, nn.modules.batchnorm._NormBase))
         self._norms = [(norm, {n: b if b is None else b.clone() for n, b in norm._buffers.items()}) for norm in norms]
@@ -174,7 +183,7 @@ class Replica:
         """Run the input part of a unit's backward; see `backward`. Layers that can't be split run whole in it."""
         item = self._in_flight[unit]
         returning = self._backward(item, gradients, None, move)
-        item.received, item.carried, item.loss, item.num_bytes = {}, [], None, kept_bytes(item.rests)
+        item.received, item.carried, item.loss, item.kept_bytes = {}, [], None, kept_bytes(item.rests)
         return returning
 
     def backward_weight(self, unit: int, on_gradient: OnGradient | None = None) -> None:
@@ -195,6 +204,14 @@ class Replica:
         """Return the gradients in the types of what the optimizer steps on."""
         self.gradients = self.weights.as_stepped(self.gradients)
         return self.gradients
+
+    def swap_out(self, unit: int) -> int:
+        """Copy what a unit's swapped layers saved to the host, and let go of it; return the bytes."""
+        return self._swap(unit).copy_out()
+
+    def swap_in(self, unit: int) -> int:
+        """Begin to copy that back, which a backward else does when it needs it; return the bytes."""
+        return self._swap(unit).copy_back()
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Apply one update and forget the accumulated gradients; see `Weights.update`."""
@@ -264,6 +281,10 @@ class Replica:
         once = self.weights.master_bytes + self.weights.state_bytes
         return versions + moved + once + gradients + in_flight + carried
 
+    def host_bytes(self) -> int:
+        """Return the bytes of its minibatches in flight that are on the host."""
+        return sum(item.host_bytes for item in self._in_flight.values())
+
     @property
     def inputs(self) -> tuple[str, ...]:
         """The model inputs that a forward reads."""
@@ -282,6 +303,11 @@ class Replica:
     @gradients.setter
     def gradients(self, found: list[torch.Tensor | None]) -> None:
         self._accumulation.gradients = found
+
+    def _swap(self, unit: int) -> Swap:
+        swap = self._in_flight[unit].swap
+        assert swap is not None, "no layer of the stage is swapped"
+        return swap
 
     def _take_up(self, place: Place) -> list[Any]:
         """Let stateful modules carry on where the stream's minibatch before left off; return what they carry."""
@@ -302,17 +328,27 @@ class Replica:
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
         """Run the module; measure what is kept of it for its backward the first time a shape comes by."""
         shapes = tuple([tensor.shape for argument in arguments for tensor in tensors_in(argument)])
-        if shapes in self._saved_bytes:
+        if self.stage.swapped:
+            item.swap = Swap(self.device)
+            for each in self.stage.swapped:
+                each.keeper = item.swap
+        if shapes in self._saves:
             outputs = self.module(*arguments)
         else:
             saved: dict[int, int] = {}
             with record_saved(saved, self.stage.recomputed):
                 outputs = self.module(*arguments)
-            own = {p.untyped_storage().data_ptr() for p in item.version.parameters}
-            own |= {b.untyped_storage().data_ptr() for b in self.module.buffers()}
-            self._saved_bytes[shapes] = sum(size for pointer, size in saved.items() if pointer not in own)
-        item.num_bytes = self._saved_bytes[shapes] + (num_bytes(item.carried) if self.stage.recomputed else 0)
+            own = self._own_storages(item)
+            kept = sum(size for pointer, size in saved.items() if pointer not in own)
+            self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
+        item.kept_bytes = self._saves[shapes].kept_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
+        if item.swap is not None:
+            item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
         return outputs
+
+    def _own_storages(self, item: InFlight) -> set[int]:
+        """Return the addresses of the weights of a unit, and of what the stage has besides."""
+        return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
         self, item: InFlight, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None, move: Move
@@ -320,6 +356,8 @@ class Replica:
         """Run a backward, or the input part of one, and let go of the stage's graph; see `backward`."""
         if self.moved is not None:
             self.moved.for_backward(move)
+        if item.swap is not None:
+            item.swap.wait()
         leaves = [t for value in item.received.values() for t in differentiable(value)]
         if self.stage.recomputed:
             self.weights.bind(item.version)
@@ -391,6 +429,10 @@ def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(remove_duplicate=False))
+
+
+def _frozen(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
 
 def _own_buffers(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

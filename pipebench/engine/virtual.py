@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pipebench.checkpoint.handover import asked, kept, keys_of, num_bytes, pieces
+from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
@@ -39,7 +39,7 @@ from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Measured, Meter, fractions
 from pipebench.simulate.network import Message, Network
 from pipebench.simulate.simulation import Event, Simulation
-from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION, MIGRATION
+from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION, MIGRATION, PCIE
 
 _LOG = logging.getLogger("pipebench.engine")
 
@@ -157,7 +157,7 @@ class VirtualEngine:
             state = kept(old.held(), claim)
             for giver, keys in asked(offers, worker.index, keys_of(state), claim).items():
                 moved = pieces(given[giver], keys)
-                messages.append(self._migrate(giver, worker.index, num_bytes(moved)))
+                messages.append(self._migrate(giver, worker.index, state_bytes(moved)))
                 state = ModelState.merge([state, moved])
             worker.restore(state)
             worker.recall(old.peak_bytes, old.versions_max)
@@ -344,7 +344,9 @@ class VirtualEngine:
     def _migrate(self, sender: int, receiver: int, num_bytes: int) -> Message:
         """Let bytes of the model's state set out from a worker to another, at a drain."""
         self.num_bytes[MIGRATION, self.setup.level_between(sender, receiver).name] += num_bytes
-        return self.network.send(self.network.connection(MIGRATION, sender, receiver), num_bytes, self.clock_s, "layers")
+        return self.network.send(
+            self.network.connection(MIGRATION, sender, receiver), num_bytes, self.clock_s, "layers"
+        )
 
     def _hand_out_averages(self) -> Iterator[Message]:
         """Let replicas evaluate with the averages that a server's optimizer keeps; yield what sets out."""
@@ -379,6 +381,10 @@ class _Mailbox:
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Return what was sent; the clock has seen to it that it has arrived."""
         return self._mail.pop((kind, unit, source, target))
+
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Count bytes between a device and its host."""
+        self._num_bytes[kind, PCIE] += num_bytes
 
 
 class _Rings:

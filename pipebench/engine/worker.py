@@ -30,7 +30,7 @@ from pipebench.schedule.moves import HandOver
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, MIGRATION
+from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, MIGRATION, SWAP_IN, SWAP_OUT
 
 Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's tensors
 _SCALE = -1  # in the place of a layer: the one number that these gradients are multiplied by, if they are
@@ -48,6 +48,7 @@ class Worker:
         replicas: its replica of every stage it has, by stage.
         replica_index: which replica of its stages it is.
         peak_bytes: the most bytes that they have held together.
+        host_peak_bytes: likewise on the host, of layers that are swapped.
     """
 
     def __init__(self, setup: Setup, index: int) -> None:
@@ -60,7 +61,7 @@ class Worker:
         }
         self._phases: Phases | None = None
         self._running: dict[int, Replica | Migrating] = {**self.replicas}
-        self.peak_bytes = 0
+        self.peak_bytes = self.host_peak_bytes = 0
         self._note_memory()
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
         self._handlers: dict[Op, Callable[[Instruction, Transport, Collectives], UnitLoss | None]] = {
@@ -73,6 +74,8 @@ class Worker:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_GRADIENT: self._send_gradient,
+            Op.SWAP_OUT: self._swap_out,
+            Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
@@ -259,6 +262,16 @@ class Worker:
     def _send_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             transport.send(GRADIENT, it.number, it.stage, it.peer, self._gradient_for(it.stage, it.number, it.peer))
+
+    def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            transport.copied(SWAP_OUT, self._running[it.stage].swap_out(it.number))
+            self._note_memory()
+
+    def _swap_in(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            transport.copied(SWAP_IN, self._running[it.stage].swap_in(it.number))
+            self._note_memory()
 
     def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]
@@ -554,6 +567,7 @@ class Worker:
 
     def _note_memory(self) -> None:
         self.peak_bytes = max(self.peak_bytes, sum(replica.live_bytes() for replica in self._running.values()))
+        self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self._running.values()))
 
 
 def make_replica(setup: Setup, stage: int, cut: Stage) -> Replica:

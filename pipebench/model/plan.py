@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from pipebench.errors import PlanError, nearest
-from pipebench.schedule.modes import KEEP, RECOMPUTE
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import noam
 
@@ -25,7 +25,8 @@ class StagePlan:
         stop: index after its last layer.
         replicas: copies of the stage.
         devices: of every replica.
-        memory: of every layer, what is done with its activations between forward and backward: `keep` or `recompute`.
+        memory: of every layer, what is done with its activations between forward and backward: `keep`, `recompute` or
+            `swap`.
     """
 
     start: int
@@ -223,18 +224,42 @@ def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
     return starts
 
 
-def memory_of(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the policy of every layer where those are recomputed whose names match one of the patterns.
+def memory_of(
+    names: Sequence[str], recompute: Sequence[str], swap: Sequence[str] = (), *, others: str = KEEP
+) -> tuple[str, ...]:
+    """Return the policy of every layer.
+
+    Args:
+        names: of the layers.
+        recompute: names, or patterns of them, of those that are recomputed.
+        swap: likewise, of those that are swapped.
+        others: policy of the rest.
 
     Raises:
-        PlanError: a pattern that no layer matches.
+        PlanError: a pattern that no layer matches, or a layer that is to be both.
     """
+    recomputed = _matching(names, recompute, "recompute_layers")
+    swapped = _matching(names, swap, "swap_layers")
+    both = [name for name in names if name in recomputed and name in swapped]
+    if both:
+        raise PlanError(
+            f"parallelism.swap_layers: {swapped[both[0]]!r} names layer {both[0]!r}, and recompute_layers does so as "
+            f"{recomputed[both[0]]!r}: allowed is one of the two"
+        )
+    return tuple(RECOMPUTE if name in recomputed else SWAP if name in swapped else others for name in names)
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str], key: str) -> dict[str, str]:
+    """Return the layers that patterns name, each with the first that does."""
+    found: dict[str, str] = {}
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
             close = nearest(pattern.replace(".", "_"), names)
-            raise PlanError(f"parallelism.recompute_layers: no layer of the model is called {pattern!r}{close}")
-    matched = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
-    return tuple(RECOMPUTE if name in matched else KEEP for name in names)
+            raise PlanError(f"parallelism.{key}: no layer of the model is called {pattern!r}{close}")
+        for name in matching:
+            found.setdefault(name, pattern)
+    return found
 
 
 def split_ties(graph: Cuttable, stages: Sequence[StagePlan]) -> Iterator[str]:

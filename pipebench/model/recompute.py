@@ -5,8 +5,7 @@ the rest, and computes it again when the backward gets there. A run that ends wi
 loss in. Paper: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016).
 """
 
-import operator
-from collections.abc import Container, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,7 +20,6 @@ from pipebench.errors import GraphError
 # Whether layers run once, or the first time or again because they are recomputed.
 ONCE, FIRST, AGAIN = "once", "first", "again"
 running: ContextVar[str] = ContextVar("running", default=ONCE)
-RECOMPUTED = "pipebench_recomputed"  # marks nodes; a name that no model has, as a module's
 
 
 class _Kept:
@@ -108,52 +106,3 @@ class Recomputed(nn.Module):
             tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
             self.kept.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors})
         return _Kept(self.run, values)()
-
-
-def fold_recomputed(module: fx.GraphModule, written: Container[fx.Node]) -> tuple[Recomputed, ...]:
-    """Make every run of marked nodes a module of its own; return those modules in order.
-
-    Args:
-        module: of a stage; it is changed.
-        written: nodes whose values change after they were read: a run keeps copies of them.
-    """
-    runs = _runs(module.graph)
-    found = tuple(_folded(module, nodes, f"{RECOMPUTED}_{index}", written) for index, nodes in enumerate(runs))
-    module.recompile()
-    return found
-
-
-def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return runs of marked nodes that follow each other; attributes that are read in between don't part them."""
-    runs: list[list[fx.Node]] = [[]]
-    for node in graph.nodes:
-        if node.meta.get(RECOMPUTED):
-            runs[-1].append(node)
-        elif node.op not in ("get_attr", "placeholder") and runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
-
-
-def _folded(module: fx.GraphModule, nodes: Sequence[fx.Node], name: str, written: Container[fx.Node]) -> Recomputed:
-    """Take a run out of a module's graph and call it there by name instead."""
-    inside, run = set(nodes), fx.Graph()
-    read = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
-    left = [node for node in nodes if any(user not in inside for user in node.users)]
-    env = {node: run.placeholder(node.name) for node in read}
-    for node in nodes:
-        env[node] = run.node_copy(node, env.__getitem__)
-    run.output(tuple(env[node] for node in left))
-    folded = Recomputed(fx.GraphModule(module, run))
-    module.add_module(name, folded)
-    with module.graph.inserting_after(nodes[-1]):
-        call = module.graph.call_module(name, tuple(read))
-    with module.graph.inserting_before(call):
-        call.args = tuple(module.graph.call_method("clone", (node,)) if node in written else node for node in read)
-    last = call
-    for index, node in enumerate(left):
-        with module.graph.inserting_after(last):
-            last = module.graph.call_function(operator.getitem, (call, index))
-        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
-    for node in reversed(nodes):
-        module.graph.erase_node(node)
-    return folded

@@ -11,12 +11,14 @@ import torch
 from torch import fx, nn
 
 from pipebench.model.evaluation import plan_evaluation
+from pipebench.model.folding import POLICY, fold
 from pipebench.model.graph import Layer, LayerGraph, Rounding, carries_state, is_inplace, overwritten_buffer
 from pipebench.model.plan import Plan
-from pipebench.model.recompute import RECOMPUTED, Recomputed, fold_recomputed
+from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator
+from pipebench.model.swap import Swapped
 from pipebench.model.tracing import set_item, with_item
-from pipebench.schedule.modes import RECOMPUTE
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -87,6 +89,7 @@ class Stage:
         seeder: what they draw derives from.
         loss: the loss head, at the end of the last stage as it trains.
         recomputed: the runs of layers that its backward computes again.
+        swapped: the runs of layers of which the host keeps what they save for the backward.
         modes: whether each module that it has is in training mode.
         rounding: what of it is rounded for the arithmetic; that is left to who runs it. None: nothing.
         evaluation: the same stage as it evaluates, made of the same modules; None if this is that. Its layers are
@@ -105,6 +108,7 @@ class Stage:
     seeder: Seeder
     loss: LossHead
     recomputed: tuple[Recomputed, ...]
+    swapped: tuple[Swapped, ...]
     modes: tuple[tuple[nn.Module, bool], ...]
     rounding: Rounding | None = None
     evaluation: "Stage | None" = None
@@ -169,9 +173,10 @@ def _cut(
     module = copy.deepcopy(fx.GraphModule(graph.root, new), copies)
     delattr(graph.root, _SEEDER)
     delattr(graph.root, _LOSS)
-    recomputed = fold_recomputed(module, _written(module))
+    recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
     for part in (module, *(each.run for each in recomputed)):
         _switch_inplace_off_where_inputs_are_kept(part)
+    swapped = fold(module, SWAP, Swapped)  # last: what is in place stays so
     return Stage(
         index,
         module,
@@ -185,6 +190,7 @@ def _cut(
         seeder=copies.get(id(seeder), seeder),
         loss=copies.get(id(loss), loss),
         recomputed=recomputed,
+        swapped=swapped,
         modes=tuple((part, name in graph.training) for name, part in module.named_modules(remove_duplicate=False)),
         rounding=graph.rounding,
     )
@@ -201,7 +207,7 @@ def _program(
 ) -> fx.Graph:
     """Return the graph of a stage: its layers, the seeding before those that draw, the loss after the last in training.
 
-    Layers that are recomputed are marked, but for those that change a buffer: they run once.
+    Nodes know their layer's policy; layers that change a buffer aren't recomputed: they run once.
     """
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -217,15 +223,16 @@ def _program(
             env[node] = new.get_attr(str(node.target))
         return env[node]
 
-    again = False
-    for layer, policy in zip(layers, memory or [""] * len(layers), strict=True):
+    mark = {POLICY: KEEP}
+    for layer, policy in zip(layers, memory or [KEEP] * len(layers), strict=True):
         for argument in layer.node.all_input_nodes:
             take(argument)  # attributes are copied before the node that reads them
-        again = policy == RECOMPUTE and not overwritten_buffer(graph.root, layer.node)
+        runs_once = policy == RECOMPUTE and overwritten_buffer(graph.root, layer.node)
+        mark = {POLICY: KEEP if runs_once else policy}
         if layer.draws_as:
-            new.call_module(_SEEDER, (layer.draws_as,)).meta[RECOMPUTED] = again
+            new.call_module(_SEEDER, (layer.draws_as,)).meta.update(mark)
         env[layer.node] = new.node_copy(layer.node, take)
-        env[layer.node].meta[RECOMPUTED] = again
+        env[layer.node].meta.update(mark)
     result: list[Any] = []
     for layer in (graph.layers[value] for value in returns):
         leaves = take(layer.node)
@@ -237,7 +244,7 @@ def _program(
         result.append(fx.node.map_arg(output.args[0], take))
         if memory is not None:
             result[-1] = new.call_module(_LOSS, (result[-1],))
-            result[-1].meta[RECOMPUTED] = again
+            result[-1].meta.update(mark)
     new.output(tuple(result))
     return new
 

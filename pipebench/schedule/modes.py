@@ -11,7 +11,8 @@ from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.syncs import ALL_REDUCE, ASYNCHRONOUS
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, NEWEST_PULLED, ONE, PREDICT, WEIGHT_POLICIES
 
-KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations; swapping isn't done yet
+KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations
+MEMORY_POLICIES = (KEEP, RECOMPUTE, SWAP)
 AUTO = "auto"  # leaves the choice of a mode, or of a plan, to the planner
 
 

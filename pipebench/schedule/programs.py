@@ -92,7 +92,8 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
     program = _StageProgram(p, stage, worker, num_minibatches)
     handing, minibatch, done = Handing(routes.moves, stage, num_minibatches), p.minibatch, 0
     for units in _between_flushes(p, num_minibatches):
-        for _, op, unit in _passes(p, worker, units):
+        passes = order_of(p.order).passes(p, worker, units)
+        for _, op, unit in with_copies(passes, (stage,)) if p.swaps else passes:
             k = minibatch(unit)[0]
             if op is Op.FORWARD:
                 yield handing.before_forward(k)
@@ -100,7 +101,7 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
                 yield program.forward(unit, *program.read(k, unit))
                 yield handing.after_forward(k)
             elif op in COPIES:
-                yield [Instruction(op, stage, unit)]
+                yield [Instruction(op, stage, unit)] if stage in routes.forward(k).swaps else []
             else:
                 yield handing.before_backward(k)
                 program.connect(routes.backward(k))

@@ -21,6 +21,7 @@ from pipebench.simulate.timeline import (
     EVALUATION,
     FORWARD,
     GRADIENT,
+    MIGRATION,
     PASSES,
     SEND,
     SYNC_KINDS,
@@ -56,6 +57,7 @@ _TRANSFER_COLOURS = {
     BUFFERS: "#999999",
     EVALUATION: "#CC79A7",
     CONTROL: "#F0E442",
+    MIGRATION: "#009E73",
 }
 _CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _CURVE_STYLES = ("-", "--", "-.", ":")

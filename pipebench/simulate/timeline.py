@@ -12,6 +12,9 @@ ACTIVATION, GRADIENT = "activation", "gradient"
 SYNC_KINDS = tuple(dict.fromkeys(sync.kind for sync in SYNCS.values()))
 TRAINING_KINDS = (ACTIVATION, GRADIENT, *SYNC_KINDS)  # these make the total
 BUFFERS, EVALUATION, CONTROL, MIGRATION = "buffers", "evaluation", "control", "migration"  # counted apart
+SWAP_OUT, SWAP_IN = "swap-out", "swap-in"  # copies to a device's host and back, counted apart, too
+SWAP_KINDS = (SWAP_OUT, SWAP_IN)
+PCIE = "pcie"  # in place of a level: what a device and its host are joined by
 
 
 @dataclass(frozen=True, slots=True)

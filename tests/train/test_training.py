@@ -33,7 +33,7 @@ from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REA
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import read, write
-from tests.support import Blobs, Mlp, flat_cluster, make_setup, unit_profile
+from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
 class Silent:

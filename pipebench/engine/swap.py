@@ -1,0 +1,227 @@
+"""What swapped layers save of a unit: kept on the device, copied to the host, and back before its backward.
+
+Every storage is copied once, whole, however many tensors are views of it; then whoever held it here lets go of it: what
+stands for saved tensors in the graph, and the stage's own inputs. What others keep anyway stays: weights, buffers,
+what a layer that isn't swapped saves, too.
+
+On a GPU, copies run on a stream of their own for each direction, from and to pinned memory. torch keeps that memory for
+the next copies, and gives it out again only when what was queued on a stream has been done with it.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from pipebench.errors import GraphError
+
+_NOWHERE = 0  # address of storages without bytes
+
+
+class _Streams(NamedTuple):
+    """Of a GPU, for all copies that go one way."""
+
+    out: torch.cuda.Stream
+    back: torch.cuda.Stream
+
+
+class Saved:
+    """Stands for a tensor that a swapped layer has saved.
+
+    Attributes:
+        tensor: the tensor; None while it is on the host.
+        version: how often it had been written to when it was saved, or since it is back.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()  # a result itself would keep the graph that saves it
+        self.version = tensor._version
+
+    def checked(self) -> torch.Tensor:
+        """Return the tensor as it was saved; autograd looks itself where no hooks save for it.
+
+        Raises:
+            GraphError: it has been overwritten since.
+        """
+        assert self.tensor is not None, "it is on the host"
+        if self.tensor._version != self.version:
+            times = self.tensor._version - self.version
+            raise GraphError(
+                f"a tensor of shape {tuple(self.tensor.shape)} and type {self.tensor.dtype} that a swapped layer has "
+                f"saved for its backward was overwritten {times} times since: what overwrites it can't be in place"
+            )
+        return self.tensor
+
+    def take(self, tensor: torch.Tensor | None) -> None:
+        """Let go of the tensor, or take it back."""
+        self.tensor = tensor
+        self.version = 0 if tensor is None else tensor._version
+
+
+class _View(NamedTuple):
+    """A tensor that a storage on the host is of: who takes it back, and what it looks like."""
+
+    take: Callable[[torch.Tensor], None]
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
+
+
+class _Copied(NamedTuple):
+    """A storage on the host, and its views."""
+
+    host: torch.Tensor
+    views: list[_View]
+
+
+class Swap:
+    """What the swapped layers of a stage save of one unit.
+
+    Args:
+        device: where the stage computes.
+
+    Attributes:
+        device_bytes: of it on the device: storages that nothing else keeps.
+        host_bytes: of it on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_bytes = self.host_bytes = 0
+        self._device = device
+        self._saved: list[Saved] = []
+        self._going: dict[int, list[Saved]] = {}  # by storage
+        self._inputs: Sequence[torch.Tensor] = ()
+        self._copied: list[_Copied] = []
+        self._left: torch.cuda.Event | None = None
+        self._arrives: torch.cuda.Event | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Take a tensor that autograd saves."""
+        saved = Saved(tensor)
+        self._saved.append(saved)
+        return saved
+
+    def unpack(self, saved: Saved) -> torch.Tensor:
+        """Return it for its backward."""
+        return saved.checked()
+
+    def saved_with(self, kept: Container[int]) -> frozenset[int]:
+        """Return which of the tensors, by the order of saving, are of storages that something else keeps, too."""
+        return frozenset(index for index, each in enumerate(self._saved) if _address(each.tensor, self._device) in kept)
+
+    def settle(self, staying: Container[int], own: Container[int], inputs: Sequence[torch.Tensor]) -> None:
+        """Decide what is copied, when the forward is over.
+
+        Args:
+            staying: tensors that aren't, by the order of saving; see `saved_with`.
+            own: addresses of storages that aren't: weights and buffers.
+            inputs: what the stage has received, and keeps as the graph's leaves.
+        """
+        for index, saved in enumerate(self._saved):
+            address = _address(saved.tensor, self._device)
+            if saved.tensor is None or address == _NOWHERE or address in own or index in staying:
+                continue
+            if address not in self._going:
+                self.device_bytes += saved.tensor.untyped_storage().nbytes()
+            self._going.setdefault(address, []).append(saved)
+        self._saved.clear()
+        self._inputs = [tensor for tensor in inputs if _address(tensor, self._device) in self._going]
+
+    def copy_out(self) -> int:
+        """Copy all of it to the host and let go of it here; return the bytes."""
+        streams = _streams(self._device)
+        if streams is not None:
+            streams.out.wait_stream(torch.cuda.current_stream(self._device))
+        found = {address: _host_copy(held[0].checked(), streams) for address, held in self._going.items()}
+        copied = {address: _Copied(host, []) for address, host in found.items()}
+        self._left = None if streams is None else streams.out.record_event()
+        for address, held in self._going.items():
+            for saved in held:
+                copied[address].views.append(_view(saved.checked(), saved.take))
+                saved.take(None)
+        for tensor in self._inputs:
+            copied[_address(tensor, self._device)].views.append(_view(tensor, _into(tensor)))
+            tensor.data = torch.empty(1, dtype=tensor.dtype, device=self._device).expand(tensor.shape)
+        self._going, self._inputs, self._copied = {}, (), [*copied.values()]
+        self.host_bytes, self.device_bytes = self.device_bytes, 0
+        return self.host_bytes
+
+    def copy_back(self) -> int:
+        """Begin to copy all of it back; return the bytes. The room for it is taken now."""
+        num_bytes, streams = self.host_bytes, _streams(self._device)
+        storages = [torch.empty_like(host, device=self._device, pin_memory=False) for host, _ in self._copied]
+        if streams is None:
+            for storage, (host, _) in zip(storages, self._copied, strict=True):
+                storage.copy_(host)
+        else:
+            assert self._left is not None
+            # The room may have been another tensor's, which what is queued still reads; and the copy out may run yet.
+            streams.back.wait_stream(torch.cuda.current_stream(self._device))
+            streams.back.wait_event(self._left)
+            with torch.cuda.stream(streams.back):
+                for storage, (host, _) in zip(storages, self._copied, strict=True):
+                    storage.copy_(host, non_blocking=True)
+            self._arrives = streams.back.record_event()
+        for storage, (_, views) in zip(storages, self._copied, strict=True):
+            for view in views:
+                view.take(view.of(storage.untyped_storage()))
+        self._copied = []
+        self.device_bytes, self.host_bytes = num_bytes, 0
+        return num_bytes
+
+    def wait(self) -> None:
+        """Let what is queued from now on find all of it on the device; then only the graph refers to it."""
+        if self._copied:  # nobody has asked for it
+            self.copy_back()
+        if self._arrives is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrives)
+        self._going, self._inputs = {}, ()
+
+
+@cache
+def _streams(device: torch.device) -> _Streams | None:
+    """Return the streams for a device's copies; None on a CPU, which copies in line."""
+    if device.type != "cuda":
+        return None
+    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _host_copy(tensor: torch.Tensor, streams: _Streams | None) -> torch.Tensor:
+    """Return the bytes of a tensor's storage on the host, now or once the stream for it gets there."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=streams is not None)
+    if streams is None:
+        return host.copy_(flat)
+    with torch.cuda.stream(streams.out):
+        host.copy_(flat, non_blocking=True)
+    flat.record_stream(streams.out)  # its room isn't given out again before
+    return host
+
+
+def _view(tensor: torch.Tensor, take: Callable[[torch.Tensor], None]) -> _View:
+    return _View(take, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def _into(leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Return what gives a leaf of a graph its values back; the graph refers to the leaf itself."""
+
+    def take(values: torch.Tensor) -> None:
+        leaf.data = values
+
+    return take
+
+
+def _address(tensor: torch.Tensor | None, device: torch.device) -> int:
+    """Return where on the device the bytes lie that a tensor is a view of, and no more than that."""
+    if tensor is None or tensor.layout is not torch.strided or tensor.device.type != device.type:
+        return _NOWHERE
+    return _NOWHERE if tensor.is_conj() or tensor.is_neg() else tensor.untyped_storage().data_ptr()

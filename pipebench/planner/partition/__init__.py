@@ -1,0 +1,1 @@
+"""Graphs cut in parts: Kernighan-Lin, and vPipe's Algorithm 3, which coarsens the graph first."""

@@ -1,0 +1,214 @@
+"""Parts of consecutive layers, which is what a pipeline can run: Algorithm 3 under that restriction, and the best.
+
+Paper: vPipe (TPDS'21) section 4.2.
+Differs: Algorithm 3 exchanges any two layers. A stage is of layers that follow each other, so here a boundary can only
+hand over the layer beside it, and the next. A pass of Kernighan-Lin goes on through exchanges that lose and keeps what
+gained most: of a boundary it looks at every position that the balance allows and takes the one with the fewest bytes.
+That is what is written here, with the steps of the listing: coarsen, halve, lay back, refine at each boundary.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from pipebench.errors import PlanError
+from pipebench.planner.partition.coarsen import coarsen
+from pipebench.planner.partition.graph import TimedGraph
+from pipebench.planner.partition.parts import TOLERANCE
+
+Fits = Callable[[int, int, int], bool]  # whether stage i can be the layers from one to before another
+_MOST_SWEEPS = 100  # over all boundaries; each makes the parts better, few are needed
+_SAME = 1e-9  # relative: seconds that differ by rounding only
+
+
+@dataclass(frozen=True)
+class Line:
+    """Layers in the order of execution, which is to be cut in consecutive parts.
+
+    Attributes:
+        graph: the layers.
+        may_start: layers that a part may begin with; None: any but the first.
+        fits: whether a part's memory suffices; None: it does.
+    """
+
+    graph: TimedGraph
+    may_start: Collection[int] | None = None
+    fits: Fits | None = None
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The layers that a part may begin with, ascending."""
+        return tuple(range(1, len(self.graph)) if self.may_start is None else sorted(self.may_start))
+
+    @cached_property
+    def begun_s(self) -> tuple[float, ...]:
+        """The seconds that all layers before each take."""
+        return (0.0, *itertools.accumulate(self.graph.seconds))
+
+    @cached_property
+    def passing_bytes(self) -> tuple[int, ...]:
+        """The bytes that a cut before each layer carries, every value once."""
+        furthest: dict[int, tuple[int, int]] = {}
+        for source, target, num_bytes in self.graph.edges:
+            far, most = furthest.get(source, (0, 0))
+            furthest[source] = max(far, target), max(most, num_bytes)
+        steps = [0] * (len(self.graph) + 1)
+        for source, (target, num_bytes) in furthest.items():
+            steps[source + 1] += num_bytes
+            steps[target + 1] -= num_bytes
+        return tuple(itertools.accumulate(steps))
+
+    def time(self, start: int, stop: int) -> float:
+        """Return the seconds that consecutive layers take, the last excluded."""
+        return self.begun_s[stop] - self.begun_s[start]
+
+    def ends(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """Return where parts begin and, last, end."""
+        return (0, *starts, len(self.graph))
+
+    def slowest_s(self, starts: Sequence[int]) -> float:
+        """Return the seconds of the slowest part."""
+        return max(self.time(a, b) for a, b in itertools.pairwise(self.ends(starts)))
+
+    def fit(self, starts: Sequence[int]) -> bool:
+        """Return whether every part's memory suffices."""
+        return self.num_unfit(self.ends(starts), range(len(starts) + 1)) == 0
+
+    def num_unfit(self, ends: Sequence[int], parts: Sequence[int]) -> int:
+        """Return how many of some parts don't fit, given where all begin and end."""
+        if self.fits is None:
+            return 0
+        return sum(not self.fits(part, ends[part], ends[part + 1]) for part in parts)
+
+
+def repartition(line: Line, starts: Sequence[int], tolerance: float = TOLERANCE) -> tuple[int, ...]:
+    """Return where parts begin by Algorithm 3, or where they begin now if that is no worse.
+
+    Worse is what has more parts that don't fit, or else a slower slowest part. If what Algorithm 3 finds doesn't fit,
+    the best that does takes its place, where there is any.
+
+    Args:
+        line: what is cut.
+        starts: first layers of all parts but the first as they are now; they say how many there are.
+        tolerance: how far a halving may be from equal shares, in times of a part, so that less is sent.
+
+    Raises:
+        PlanError: fewer places to cut than parts need.
+    """
+    found = algorithm_3_consecutive(line, len(starts) + 1, tolerance)
+    if not line.fit(found):
+        with suppress(PlanError):
+            found = best_consecutive(line, len(starts) + 1)
+
+    def badness(given: Sequence[int]) -> tuple[int, float]:
+        return line.num_unfit(line.ends(given), range(len(given) + 1)), line.slowest_s(given)
+
+    unfit, slowest_s = badness(starts)
+    return found if badness(found) < (unfit, slowest_s * (1 - _SAME)) else tuple(starts)
+
+
+def algorithm_3_consecutive(line: Line, num_parts: int, tolerance: float = TOLERANCE) -> tuple[int, ...]:
+    """Return the first layers of all parts but the first by Algorithm 3; see `repartition`.
+
+    What doesn't fit in memory is mended at the boundaries as far as that goes; the caller looks whether all fits.
+    """
+    if len(line.positions) < num_parts - 1:
+        raise PlanError(f"{num_parts} stages were asked for, but the model can be cut in {len(line.positions) + 1}")
+    places = sorted({*coarsen(line.graph, num_parts).first} & {*line.positions})
+    if len(places) < num_parts - 1:
+        places = [*line.positions]
+    slack_s = tolerance * line.begun_s[-1] / num_parts
+    return _refined(line, _halved(line, (0, len(line.graph)), places, num_parts, slack_s), slack_s)
+
+
+def best_consecutive(line: Line, num_parts: int) -> tuple[int, ...]:
+    """Return the first layers of all parts but the first where the slowest part is fastest; of those, any.
+
+    By dynamic programming over parts and places to cut: exact. What Algorithm 3 finds bounds it from above, so that few
+    places come into question for each part.
+
+    Raises:
+        PlanError: there are no such parts.
+    """
+    guess = algorithm_3_consecutive(line, num_parts)
+    limit_s = line.slowest_s(guess) * (1 + _SAME) if line.fit(guess) else math.inf
+    ends = [0, *line.positions, len(line.graph)]
+    reached = {0: 0.0}  # where the parts so far can end, and the slowest of them
+    before: list[dict[int, int]] = []
+    for part in range(num_parts):
+        following: dict[int, float] = {}
+        nearest: dict[int, int] = {}
+        later = num_parts - part - 1
+        for stop in range(part + 1, len(ends) - later) if later else (len(ends) - 1,):
+            if line.time(ends[stop], ends[-1]) > later * limit_s:
+                continue
+            for start in range(stop - 1, part - 1, -1):
+                seconds = line.time(ends[start], ends[stop])
+                if seconds > limit_s or seconds >= following.get(stop, math.inf):  # longer parts are slower still
+                    break
+                slowest_s = max(reached.get(start, math.inf), seconds)
+                if slowest_s >= following.get(stop, math.inf):
+                    continue
+                if line.fits is None or line.fits(part, ends[start], ends[stop]):
+                    following[stop], nearest[stop] = slowest_s, start
+        reached = following
+        before.append(nearest)
+    if len(ends) - 1 not in reached:
+        raise PlanError(f"the model can't be cut in {num_parts} stages that fit")
+    starts, stop = [], len(ends) - 1
+    for nearest in reversed(before[1:]):
+        stop = nearest[stop]
+        starts.append(ends[stop])
+    return tuple(reversed(starts))
+
+
+def _halved(
+    line: Line, ends: tuple[int, int], places: Sequence[int], num_parts: int, slack_s: float
+) -> tuple[int, ...]:
+    """Return where all parts but the first begin of the layers between two ends, halved again and again."""
+    if num_parts == 1:
+        return ()
+    counts = (num_parts - num_parts // 2, num_parts // 2)
+    share_s = line.time(*ends) * counts[0] / num_parts
+    inside = places[bisect.bisect_right(places, ends[0]) : bisect.bisect_left(places, ends[1])]
+    choices = inside[counts[0] - 1 : len(inside) - counts[1] + 1]  # either half still has to be cut
+
+    def badness(start: int) -> tuple[float, int, float]:
+        off_s = abs(line.time(ends[0], start) - share_s)
+        return max(0.0, off_s - slack_s), line.passing_bytes[start], off_s
+
+    middle = min(choices, key=badness)
+    left = _halved(line, (ends[0], middle), places, counts[0], slack_s)
+    return (*left, middle, *_halved(line, (middle, ends[1]), places, counts[1], slack_s))
+
+
+def _refined(line: Line, starts: Sequence[int], slack_s: float) -> tuple[int, ...]:
+    """Return where parts begin after every boundary has been moved to where it is best, until none moves.
+
+    Best is, in this order: what fits in memory, parts no slower than their share and the slack, fewer bytes, parts that
+    differ less in time. Each is a sum over the parts and boundaries, and no move makes an earlier one larger.
+    """
+    ends = [*line.ends(starts)]
+    most_s = line.begun_s[-1] / (len(ends) - 1) + slack_s
+
+    def badness(boundary: int, start: int) -> tuple[int, float, int, float]:
+        moved = [*ends[:boundary], start, *ends[boundary + 1 :]]
+        pair_s = line.time(ends[boundary - 1], start), line.time(start, ends[boundary + 1])
+        late = sum(round(max(0.0, each / most_s - 1), 9) ** 2 for each in pair_s)
+        unfit = line.num_unfit(moved, (boundary - 1, boundary))
+        return unfit, late, line.passing_bytes[start], round(abs(pair_s[0] - pair_s[1]) / most_s, 9)
+
+    for _ in range(_MOST_SWEEPS):
+        before = [*ends]
+        for boundary in range(1, len(ends) - 1):
+            places = line.positions
+            first = bisect.bisect_right(places, ends[boundary - 1])
+            choices = places[first : bisect.bisect_left(places, ends[boundary + 1])]
+            ends[boundary] = min([ends[boundary], *choices], key=partial(badness, boundary))
+        if ends == before:
+            break
+    return tuple(ends[1:-1])

@@ -1,0 +1,192 @@
+"""Two parts of a graph, improved by exchanging layers: Kernighan and Lin, An Efficient Heuristic Procedure, 1970.
+
+A pass exchanges the two layers that gain most, again and again, each layer once, gains below nothing included; what it
+keeps are the first exchanges, as many as gain most together. Passes go on until one gains nothing. Layers differ in
+time, so the parts are balanced in seconds within a slack; as the authors do for parts of unequal size, there are also
+layers of no time and no edges to exchange with: that is, layers move alone.
+"""
+
+import heapq
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipebench.planner.partition.graph import TimedGraph
+
+# Differs: of each side only so many of the layers that gain most are looked at. The best pair is nearly always among
+# the first few; where balance forbids it, looking on would make a pass quadratic.
+_LOOKED_AT = 16
+_SAME = 1e-9  # relative: seconds that differ by rounding only
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Two parts, each in the order of time stamps.
+
+    Attributes:
+        left, right: their layers.
+        passes: how many it took, the last of which gained nothing.
+    """
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    passes: int = 0
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What the left part's seconds have to be.
+
+    Attributes:
+        left_s: at best.
+        slack_s: how far from it at most.
+        at_least: how many layers each part needs, left and right.
+    """
+
+    left_s: float
+    slack_s: float
+    at_least: tuple[int, int] = (1, 1)
+
+
+def exchanged(
+    graph: TimedGraph,
+    start: Halves,
+    balance: Balance,
+    *,
+    free: Collection[int] | None = None,
+    patience: float = math.inf,
+) -> Halves:
+    """Return the parts after passes that gain; balanced at least as well as the start where that was out of balance.
+
+    Args:
+        graph: what the parts are of; layers in neither are left alone.
+        start: the parts to begin with.
+        balance: what they have to keep to.
+        free: layers that may be exchanged; None: all.
+        patience: exchanges in a row that don't gain, after which a pass is given up.
+    """
+    slack_s = max(balance.slack_s, abs(graph.time(start.left) - balance.left_s) * (1 + _SAME))
+    balance = replace(balance, slack_s=slack_s)
+    side = dict.fromkeys(start.left, 0) | dict.fromkeys(start.right, 1)
+    passes = 0
+    while True:
+        passes += 1
+        taken = _Pass(graph, side, balance, side if free is None else free).best(patience)
+        if not taken:
+            left, right = (tuple(sorted(layer for layer, own in side.items() if own == half)) for half in (0, 1))
+            return Halves(left, right, passes)
+        for layer in taken:
+            side[layer] = 1 - side[layer]
+
+
+class _Pass:
+    """One pass: tries exchanges, and tells which of them to keep."""
+
+    def __init__(self, graph: TimedGraph, side: dict[int, int], balance: Balance, free: Collection[int]) -> None:
+        self._graph, self._balance = graph, balance
+        self._side = dict(side)
+        self._left_s = graph.time(layer for layer, own in side.items() if own == 0)
+        self._counts = [sum(own == half for own in side.values()) for half in (0, 1)]
+        self._gain = {layer: self._gain_of(layer) for layer in free}
+        self._heaps: list[list[tuple[int, int]]] = [[], []]
+        for layer, gain in self._gain.items():
+            self._heaps[side[layer]].append((-gain, layer))
+        for heap in self._heaps:
+            heapq.heapify(heap)
+
+    def best(self, patience: float) -> list[int]:
+        """Return the layers that change sides; none where nothing is gained, neither in bytes nor in balance."""
+        moved: list[int] = []
+        gained, kept, since = 0, 0, 0
+        most, nearest_s = 0, abs(self._left_s - self._balance.left_s)
+        while since < patience and (step := self._step()) is not None:
+            gain, layers = step
+            for layer in layers:
+                self._move(layer)
+            moved += layers
+            gained, since = gained + gain, since + 1
+            off_s = abs(self._left_s - self._balance.left_s)
+            if gained > most or (gained == most and off_s < nearest_s - _SAME * self._balance.left_s):
+                most, nearest_s, kept, since = gained, off_s, len(moved), 0
+        return moved[:kept]
+
+    def _gain_of(self, layer: int) -> int:
+        """Return the bytes that are cut less when a layer moves."""
+        own, total = self._side[layer], 0
+        for other, num_bytes in self._graph.neighbours[layer].items():
+            if other in self._side:
+                total += num_bytes if self._side[other] != own else -num_bytes
+        return total
+
+    def _move(self, layer: int) -> None:
+        """Change a layer's side for good."""
+        own, seconds = self._side[layer], self._graph.seconds[layer]
+        self._side[layer] = 1 - own
+        self._left_s += seconds if own else -seconds
+        self._counts[own] -= 1
+        self._counts[1 - own] += 1
+        self._gain.pop(layer)
+        for other, num_bytes in self._graph.neighbours[layer].items():
+            if other in self._gain:
+                self._gain[other] += 2 * num_bytes if self._side[other] == own else -2 * num_bytes
+                heapq.heappush(self._heaps[self._side[other]], (-self._gain[other], other))
+
+    def _step(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return what gains most, and how much: one layer that moves, or two that change places; None: nothing may."""
+        fronts = [_Front(heap, self._gain) for heap in self._heaps]
+        best: tuple[float, tuple[int, ...]] = (-math.inf, ())
+        for front in fronts:
+            for layer in front:
+                if self._gain[layer] <= best[0]:
+                    break
+                if self._allows((layer,)):
+                    best = self._gain[layer], (layer,)
+                    break
+        for left in fronts[0]:
+            pairs = 0
+            for right in fronts[1]:
+                bound = self._gain[left] + self._gain[right]
+                if bound <= best[0]:
+                    break
+                pairs += 1
+                gain = bound - 2 * self._graph.neighbours[left].get(right, 0)
+                if gain > best[0] and self._allows((left, right)):
+                    best = gain, (left, right)
+            if not pairs:
+                break
+        for front in fronts:
+            front.put_back()
+        return (int(best[0]), best[1]) if best[1] else None
+
+    def _allows(self, layers: Sequence[int]) -> bool:
+        """Return whether the parts are still balanced when layers have changed sides."""
+        left_s, counts = self._left_s, [*self._counts]
+        for layer in layers:
+            own = self._side[layer]
+            left_s += self._graph.seconds[layer] if own else -self._graph.seconds[layer]
+            counts[own] -= 1
+            counts[1 - own] += 1
+        enough = all(count >= least for count, least in zip(counts, self._balance.at_least, strict=True))
+        return enough and abs(left_s - self._balance.left_s) <= self._balance.slack_s
+
+
+class _Front:
+    """The layers of one side that gain most, in that order, taken from its heap as they are asked for."""
+
+    def __init__(self, heap: list[tuple[int, int]], gain: Mapping[int, int]) -> None:
+        self._heap, self._gain = heap, gain
+        self._taken: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._taken
+        while self._heap and len(self._taken) < _LOOKED_AT:
+            gain, layer = heapq.heappop(self._heap)
+            # What was pushed before a gain changed, or twice with the same, is dropped.
+            if self._gain.get(layer) == -gain and layer not in self._taken:
+                self._taken.append(layer)
+                yield layer
+
+    def put_back(self) -> None:
+        """Give the heap back what was taken."""
+        for layer in self._taken:
+            heapq.heappush(self._heap, (-self._gain[layer], layer))

@@ -1,0 +1,121 @@
+"""A graph cut in p parts of about the same time that send each other little: plain Kernighan-Lin, and Algorithm 3.
+
+Paper: vPipe (TPDS'21) section 4.2. Both halve the graph, and the halves, until there are p parts; each halving begins
+in the order of time stamps and is improved by exchanges. Algorithm 3 does so with a coarse graph, whose cost falls with
+the square of its size, then lays the parts back on the layers and exchanges those beside a boundary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipebench.planner.partition.coarsen import Coarse, coarsen
+from pipebench.planner.partition.graph import TimedGraph
+from pipebench.planner.partition.kernighan_lin import Balance, Halves, exchanged
+
+TOLERANCE = 0.05  # of a part's time: how far a halving may be from equal shares
+_MOST_SWEEPS = 8  # over the boundaries; those that have settled cost nothing
+_PATIENCE = 16  # exchanges at a boundary that gain nothing: a block of some layers has been passed through
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a graph.
+
+    Attributes:
+        parts: their layers, each in order of time stamps; parts in the order in which they came of halving.
+        passes: the most passes that one halving took.
+        coarse: what Algorithm 3 worked on; None for plain Kernighan-Lin.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    passes: int
+    coarse: Coarse | None = None
+
+    @property
+    def part_of(self) -> list[int]:
+        """The part of every layer."""
+        found = [0] * sum(map(len, self.parts))
+        for index, part in enumerate(self.parts):
+            for layer in part:
+                found[layer] = index
+        return found
+
+
+def plain(graph: TimedGraph, num_parts: int, tolerance: float = TOLERANCE) -> Parts:
+    """Return the parts of Kernighan-Lin on the whole graph.
+
+    Args:
+        graph: with as many layers as parts, or more.
+        num_parts: at least 1.
+        tolerance: how far a halving may be from equal shares, in times of a part; further only where it begins so.
+    """
+    slack_s = tolerance * sum(graph.seconds) / num_parts
+    parts, passes = _halved(graph, tuple(range(len(graph))), num_parts, slack_s)
+    return Parts(tuple(parts), passes)
+
+
+def algorithm_3(graph: TimedGraph, num_parts: int, tolerance: float = TOLERANCE) -> Parts:
+    """Return the parts of vPipe's Algorithm 3; arguments are as of `plain`."""
+    coarse = coarsen(graph, num_parts)
+    if len(coarse.graph) < num_parts:
+        coarse = Coarse(graph, tuple(range(len(graph))), len(graph))
+    slack_s = tolerance * sum(graph.seconds) / num_parts
+    nodes, passes = _halved(coarse.graph, tuple(range(len(coarse.graph))), num_parts, slack_s)
+    parts = [tuple(layer for node in part for layer in coarse.layers(node)) for part in nodes]
+    return Parts(tuple(_refined(graph, coarse, parts, slack_s)), passes, coarse)
+
+
+def _halved(
+    graph: TimedGraph, layers: tuple[int, ...], num_parts: int, slack_s: float
+) -> tuple[list[tuple[int, ...]], int]:
+    """Return some layers of a graph in parts, and the most passes that a halving took."""
+    if num_parts == 1:
+        return [layers], 0
+    counts = (num_parts - num_parts // 2, num_parts // 2)
+    balance = Balance(graph.time(layers) * counts[0] / num_parts, slack_s, counts)
+    halves = exchanged(graph, _in_time_order(graph, layers, balance), balance)
+    found = [_halved(graph, *half, slack_s) for half in zip((halves.left, halves.right), counts, strict=True)]
+    return [part for parts, _ in found for part in parts], max(halves.passes, *(passes for _, passes in found))
+
+
+def _in_time_order(graph: TimedGraph, layers: Sequence[int], balance: Balance) -> Halves:
+    """Return the first layers and the rest: cut where that is cheapest of what is balanced, or nearest to balance."""
+    first, last = balance.at_least[0], len(layers) - balance.at_least[1]
+    passing, found = 0, []
+    left_s, known = 0.0, {*layers}
+    for position, layer in enumerate(layers, 1):
+        left_s += graph.seconds[layer]
+        for other, num_bytes in graph.neighbours[layer].items():
+            if other in known:
+                passing += num_bytes if other > layer else -num_bytes
+        if first <= position <= last:
+            off_s = abs(left_s - balance.left_s)
+            found.append((max(0.0, off_s - balance.slack_s), passing, off_s, position))
+    *_, position = min(found)
+    return Halves(tuple(layers[:position]), tuple(layers[position:]))
+
+
+def _refined(graph: TimedGraph, coarse: Coarse, parts: list[tuple[int, ...]], slack_s: float) -> list[tuple[int, ...]]:
+    """Return the parts after exchanges at every boundary of layers that coarsening held together."""
+    node_of = [node for node in range(len(coarse.graph)) for _ in coarse.layers(node)]
+    settled: list[tuple[tuple[int, ...], ...]] = [()] * (len(parts) - 1)  # what each boundary lay between
+    for _ in range(_MOST_SWEEPS):
+        for index in range(len(parts) - 1):
+            left, right = pair = parts[index], parts[index + 1]
+            if settled[index] == pair:
+                continue
+            free = _beside(graph, coarse, node_of, left, right)
+            balance = Balance((graph.time(left) + graph.time(right)) / 2, slack_s)
+            halves = exchanged(graph, Halves(left, right), balance, free=free, patience=_PATIENCE)
+            parts[index], parts[index + 1] = settled[index] = halves.left, halves.right
+    return parts
+
+
+def _beside(
+    graph: TimedGraph, coarse: Coarse, node_of: Sequence[int], left: Sequence[int], right: Sequence[int]
+) -> set[int]:
+    """Return the layers of two parts whose node has an edge from one part to the other."""
+    own, others = {*left}, {*right}
+    cut = [(layer, other) for layer in left for other in graph.neighbours[layer] if other in others]
+    nodes = {node_of[layer] for edge in cut for layer in edge}
+    return {layer for node in nodes for layer in coarse.layers(node) if layer in own or layer in others}

@@ -1,0 +1,243 @@
+"""Layers that are swapped: whichever they are, a stage computes the same bits; what is on the device when."""
+
+import gc
+import random
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipebench.engine.replica import Replica
+from pipebench.engine.swap import Saved, Swap
+from pipebench.errors import GraphError, PlanError
+from pipebench.model.graph import trace
+from pipebench.model.plan import memory_of
+from tests.engine.test_split import Recurrent
+from tests.model.test_recompute import Counts, Overwrites, replicas_of
+from tests.models import ConvNet, FunctionalDropout, MixedTypes, RandomNet, SkipNet, Structures, Tied
+
+Unit = tuple[torch.Tensor, torch.Tensor]
+
+
+class Masked(nn.Module):
+    """Attention under a mask, a tensor that two layers share, and dropout; double precision, [n, 6] to [n, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.queries, self.keys, self.drop = nn.Linear(3, 5), nn.Linear(3, 5), nn.Dropout(0.4)
+        self.head = nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take the features as two steps of three."""
+        steps = x.view(-1, 2, 3)
+        queries, keys = torch.tanh(self.queries(steps)), self.keys(steps).transpose(1, 2)
+        weights = (queries @ keys).masked_fill(x[:, :1, None] > 0.5, -1e9).softmax(-1)
+        output: torch.Tensor = self.head((self.drop(weights) @ queries * queries).sum(1))
+        return output
+
+
+def images(count: int) -> list[Unit]:
+    return [(torch.randn(5, 2, 8, 8), torch.randint(4, (5,))) for _ in range(count)]
+
+
+def rows(count: int) -> list[Unit]:
+    return [(torch.randn(5, 6, dtype=torch.float64), torch.randint(4, (5,))) for _ in range(count)]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Unit]]]] = {
+    "convolutions": (lambda: ConvNet(dropout=0.3), images),
+    "skips": (SkipNet, rows),
+    "random": (lambda: RandomNet([[0], [0, 1], [1, 2], [0, 2, 3]]), rows),
+    "recurrent": (Recurrent, rows),
+    "attention": (Masked, rows),
+    "dropout": (lambda: FunctionalDropout().double(), rows),
+    "overwriting": (lambda: Overwrites().double(), rows),
+    "buffers": (lambda: Counts().double(), rows),
+    "tied": (Tied, rows),
+    "types": (MixedTypes, rows),
+    "structures": (Structures, rows),
+}
+
+
+def run(replicas: Sequence[Replica], units: Sequence[Unit], *, late: bool = False) -> dict[str, torch.Tensor]:
+    """Run units forward through all stages, swapping each at once, then back; return gradients and buffers.
+
+    Args:
+        replicas: of the stages.
+        units: inputs and targets.
+        late: whether nobody asks for what is on the host before a backward needs it.
+    """
+    for unit, (x, target) in enumerate(units):
+        values: dict[int, object] = {}
+        for replica in replicas:
+            stage = replica.stage
+            received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
+            loss = (lambda o, t=target: functional.cross_entropy(o, t)) if stage.is_last else None
+            out, _ = replica.forward(unit, (unit, 0), [x for _ in stage.inputs], received, version=0, loss=loss)
+            values |= out
+            if stage.swapped:
+                replica.swap_out(unit)
+    for unit in reversed(range(len(units))):
+        gradients: dict[int, list[torch.Tensor]] = {}
+        for replica in reversed(replicas):
+            if replica.stage.swapped and not late:
+                replica.swap_in(unit)
+            heads = [tensor for layer in replica.stage.returns for tensor in gradients.get(layer, [])]
+            for layer, own in replica.backward(unit, heads).items():
+                known = gradients.get(layer)
+                gradients[layer] = own if known is None else [a + b for a, b in zip(known, own, strict=True)]
+    found: dict[str, torch.Tensor] = {}
+    for replica in replicas:
+        found |= {n: g for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
+        found |= dict(replica.module.named_buffers())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_layers_are_swapped_with_the_same_bits(name: str) -> None:
+    """Also beside layers that are recomputed, in one stage and two, and where nothing asks for the copies back."""
+    make, data = MODELS[name]
+    torch.default_generator.manual_seed(0)
+    model, units, draw = make(), data(3), random.Random(name)
+    num_layers = len(trace(model).layers)
+    for starts in ([], [num_layers - 1 if name == "tied" else num_layers // 2]):
+        kept = run(replicas_of(model, starts, "keep"), units)
+        chosen = [[draw.choice(("keep", "swap", "recompute")) for _ in range(num_layers)] for _ in range(6)]
+        for index, policies in enumerate((*chosen, ["swap"] * num_layers)):
+            found = run(replicas_of(model, starts, policies), units, late=index % 2 == 0)
+            assert found.keys() == kept.keys()
+            for each, value in kept.items():
+                assert torch.equal(found[each], value), (each, policies)
+
+
+def second_stage(model: nn.Module, start: int, memory: Sequence[str]) -> tuple[Replica, int]:
+    """Return the second of two stages, and the layer whose value it receives."""
+    _, replica = replicas_of(model, [start], memory)
+    ((layer,),) = replica.stage.receives.values()
+    return replica, layer
+
+
+def forward(replica: Replica, layer: int, values: torch.Tensor, unit: int = 0) -> None:
+    received = {layer: values.requires_grad_()}
+    target = torch.zeros(len(values), dtype=torch.long)
+    replica.forward(unit, (unit, 0), [], received, version=0, loss=lambda o: functional.cross_entropy(o, target))
+
+
+def chain() -> nn.Module:
+    torch.default_generator.manual_seed(3)
+    hidden = [each for _ in range(3) for each in (nn.Linear(6, 6), nn.Tanh())]
+    return nn.Sequential(*hidden, nn.Linear(6, 4)).double()
+
+
+def test_what_is_swapped_is_counted_once_and_without_weights() -> None:
+    """A linear layer saves its input, which the tanh before it saves as its result: 5 x 6 numbers of 8 bytes each."""
+    replica, layer = second_stage(chain(), 2, ["keep"] * 2 + ["swap"] * 5)
+    before = replica.live_bytes()
+    forward(replica, layer, torch.randn(5, 6, dtype=torch.float64))
+    loss = 5 * 4 * 8 + 5 * 8 + 8  # softmax, targets, their total weight
+    values = 3 * 5 * 6 * 8  # the received one and two results of tanh
+    assert replica.live_bytes() - before == values + loss
+    assert replica.swap_out(0) == values + loss == replica.host_bytes()
+    assert replica.live_bytes() == before
+    assert replica.swap_in(0) == values + loss
+    assert (replica.live_bytes(), replica.host_bytes()) == (before + values + loss, 0)
+    replica.backward(0, [])
+    assert replica.host_bytes() == 0
+
+
+def test_what_a_layer_that_is_kept_saves_too_stays_on_the_device() -> None:
+    """Of linear, tanh, linear, tanh the second linear layer is swapped: its input is the first tanh's result."""
+    replica, layer = second_stage(chain(), 2, ["keep", "keep", "keep", "keep", "swap", "keep", "swap"])
+    before = replica.live_bytes()
+    forward(replica, layer, torch.randn(5, 6, dtype=torch.float64))
+    kept = replica.live_bytes() - before
+    loss = 5 * 4 * 8 + 5 * 8 + 8
+    for _ in range(2):  # a second unit finds it known
+        assert replica.swap_out(0) == loss
+        assert replica.live_bytes() - before == kept - loss == 3 * 5 * 6 * 8
+        replica.backward(0, [])
+        before = replica.live_bytes()
+        forward(replica, layer, torch.randn(5, 6, dtype=torch.float64))
+
+
+def test_nothing_of_a_swapped_unit_is_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it received, its graph's leaf, isn't either; and back again it goes with the graph."""
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    pack, take = Swap.pack, Saved.take
+
+    def packing(self: Swap, tensor: torch.Tensor) -> Saved:
+        if tensor.is_floating_point():  # the targets are the loss function's, too
+            storages.append(weakref.ref(tensor.untyped_storage()))
+        return pack(self, tensor)
+
+    def taking(self: Saved, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and tensor.is_floating_point():
+            storages.append(weakref.ref(tensor.untyped_storage()))
+        take(self, tensor)
+
+    monkeypatch.setattr(Swap, "pack", packing)
+    monkeypatch.setattr(Saved, "take", taking)
+    replica, layer = second_stage(chain(), 2, ["keep"] * 2 + ["swap"] * 5)
+    forward(replica, layer, torch.randn(5, 6, dtype=torch.float64))
+    weights = {flat.untyped_storage().data_ptr() for flat in replica.weights.newest.flats}
+
+    def num_alive() -> int:
+        gc.collect()
+        found = {storage.data_ptr() for each in storages for storage in [each()] if storage is not None}
+        return len(found - weights)
+
+    assert num_alive() == 5  # what it received, two results of tanh, softmax and total weight
+    replica.swap_out(0)
+    assert num_alive() == 0
+    replica.swap_in(0)
+    assert num_alive() == 5
+    replica.backward(0, [])
+    assert num_alive() == 0
+
+
+def test_what_is_overwritten_before_it_is_copied_is_refused() -> None:
+    """As by autograd, whether it is overwritten before the copy or, where there is none, before the backward."""
+    for swaps in (True, False):
+        replica, layer = second_stage(chain(), 2, ["keep"] * 2 + ["swap"] * 5)
+        values = torch.randn(5, 6, dtype=torch.float64)
+        forward(replica, layer, values)
+        with torch.no_grad():
+            values.mul_(2.0)
+        use = partial(replica.swap_out, 0) if swaps else partial(replica.backward, 0, [])
+        with pytest.raises(GraphError, match=r"shape \(5, 6\) and type torch.float64 .* was overwritten 1 times since"):
+            use()
+
+
+def test_what_is_overwritten_after_it_was_copied_is_as_it_was() -> None:
+    found = []
+    for spoils in (False, True):
+        replica, layer = second_stage(chain(), 2, ["keep"] * 2 + ["swap"] * 5)
+        values = torch.linspace(0, 1, 30, dtype=torch.float64).view(5, 6)
+        forward(replica, layer, values)
+        replica.swap_out(0)
+        if spoils:
+            with torch.no_grad():
+                values.mul_(2.0)
+        replica.backward(0, [])
+        found.append([gradient for gradient in replica.gradients if gradient is not None])
+    assert len(found[0]) == 6
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_layers_to_swap_are_chosen_by_name_or_pattern() -> None:
+    names = ["first", "second_a", "second_b", "third"]
+    assert memory_of(names, (), ["second_*"]) == ("keep", "swap", "swap", "keep")
+    assert memory_of(names, ["first"], ["second_*", "third"]) == ("recompute", "swap", "swap", "swap")
+    assert memory_of(names, (), ["third"], others="recompute") == ("recompute",) * 3 + ("swap",)
+    with pytest.raises(PlanError, match=r"parallelism.swap_layers: no layer of the model is called 'thrid'; did you"):
+        memory_of(names, (), ["thrid"])
+    said = "swap_layers: 'second_b' names layer 'second_b', and recompute_layers does so as 'second_*': allowed is one"
+    with pytest.raises(PlanError, match=re.escape(said)):
+        memory_of(names, ["second_*"], ["second_b"])
