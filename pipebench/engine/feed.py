@@ -77,14 +77,21 @@ class Feed:
         if not names or self.size(unit) == 0:
             return []
         fields = [self._fields[name] for name in names]
-        key = (stage, worker)
-        if key not in self._ahead or self._ahead[key].fields != fields:
-            if key in self._ahead:  # layers have come or gone
-                self._ahead[key].units.close()
-            self._ahead[key] = _Ahead(fields, self._fetch_ahead(stage, worker, fields, unit))
-        found, fetched = next(self._ahead[key].units)
+        found, fetched = next(self._fetching(stage, worker, fields, unit))
+        if found != unit and self._setup.repartitions:  # for a while, no layer here read inputs
+            self._ahead.pop((stage, worker)).units.close()
+            found, fetched = next(self._fetching(stage, worker, fields, unit))
         assert found == unit, f"stage {stage} of worker {worker} asked for unit {unit}, next is {found}"
         return [self._onto_device(fetched[field]) for field in fields]
+
+    def _fetching(self, stage: int, worker: int, fields: list[str], unit: int) -> "_Fetched":
+        """Return what fetches a worker's inputs; it begins with a unit where it is the first, or reads other fields."""
+        ahead = self._ahead.get((stage, worker))
+        if ahead is None or ahead.fields != fields:
+            if ahead is not None:
+                ahead.units.close()
+            ahead = self._ahead[stage, worker] = _Ahead(fields, self._fetch_ahead(stage, worker, fields, unit))
+        return ahead.units
 
     def targets(self, unit: int) -> dict[str, torch.Tensor]:
         """Return what the loss needs besides the model's output."""

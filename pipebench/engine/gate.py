@@ -68,7 +68,7 @@ def admitted_program(
 
     Asks before the first instruction of every grain: that is a forward's (or its load's or receive's), or, on a replica
     that has no unit in the last, short round, its wait or update in that round. So a worker at the end of its list
-    has asked for the last grain, and the segment can't be shortened behind its back. Handing layers over begins nothing.
+    has asked for the last grain, and the segment can't be shortened behind its back. What moves layers begins nothing.
 
     Yields:
         What `programs(pipeline, admission.limit)[worker]` holds, with the limit as it is at the end.

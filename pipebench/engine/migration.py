@@ -1,6 +1,6 @@
 """A stage while layers leave or join it. To its worker it is a replica like any other; inside it is several.
 
-Units that have run forward through one replica run backward through it. What is cut anew, because a block of layers is to
+A unit that ran forward through a replica runs backward through it. What is cut anew, because a block of layers is to
 leave or has come, starts as a copy of the newest weights and of all that belongs to them; who was there before retires:
 it serves the backwards of its units in flight, makes no update any more, and goes with the last of them. Gradients are
 told apart by the model's own names: whoever computed one, it is the new owner's update that takes it.
@@ -10,6 +10,7 @@ buffers and states they read it with, are handed to the new owner, who computes 
 happens in a replica of the block's own, a guest, whose running statistics nobody reads.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,6 +181,12 @@ class Migrating:
             part.replica.update(own, lr, keep_from=keep_from)
         self._note_versions()
 
+    def skip_update(self, *, keep_from: int) -> None:
+        """Forget the gradients instead of applying them."""
+        for part in self._parts:
+            part.replica.skip_update(keep_from=keep_from)
+        self._note_versions()
+
     def swap_out(self, unit: int) -> int:
         """Copy what swapped layers saved of a unit to the host; return the bytes."""
         return sum(replica.swap_out(unit) for replica in self._units[unit] if replica.stage.swapped)
@@ -205,7 +212,7 @@ class Migrating:
         old = self._parts[index]
         bounds = sorted({old.start, block.start, block.stop, old.stop})
         state, number = state_of(old.replica, self._share), old.replica.weights.newest.number
-        new = [Part(self._made(a, b, state, number), a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        new = [Part(self._made(a, b, state, number), a, b) for a, b in itertools.pairwise(bounds)]
         for part in new:
             part.leaves_to = block.target if part.start == block.start else old.leaves_to
         self._parts[index : index + 1] = new
@@ -221,9 +228,7 @@ class Migrating:
         self._parts.remove(part)
         return state_of(part.replica, self._share)
 
-    def forward_again(
-        self, block: HandOver, unit: int, given: GivenUnit, draw: tuple[int, ...], place: Place
-    ) -> None:
+    def forward_again(self, block: HandOver, unit: int, given: GivenUnit, draw: tuple[int, ...], place: Place) -> None:
         """Run a unit forward through a block that ran it at its old owner, so that it can run backward here."""
         if block.source not in self._guests:
             stage = self._phases.cut(block.start, block.stop)

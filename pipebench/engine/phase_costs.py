@@ -4,10 +4,10 @@ A unit's size, which costs are looked up by, says here under which cuts it runs 
 simulator asks as ever, and tables answer that are filled as moves come to be.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipebench.engine.phases import Phases
 from pipebench.engine.setup import Setup
@@ -17,6 +17,7 @@ from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.moves import HandOver, Starts
 from pipebench.simulate.costs import Costs, StageCosts
 
+N = TypeVar("N", int, float)
 _SIZES_KEPT = 1024  # more than there are units in flight
 
 
@@ -34,14 +35,15 @@ class PhasedSize(NamedTuple):
     backward: Starts
 
 
-class _Table(dict[PhasedSize, float]):
-    """Costs by size, looked up when they are first asked for."""
+class _Table(dict[Any, N], Generic[N]):
+    """Costs by `PhasedSize`, looked up when they are first asked for."""
 
-    def __init__(self, find: Callable[[PhasedSize], float]) -> None:
-        self._find = find
+    def __init__(self, find: Callable[[PhasedSize], N]) -> None:
+        self._find: Callable[[PhasedSize], N] = find
 
-    def __missing__(self, key: PhasedSize) -> float:
-        self[key] = found = self._find(key)
+    def __missing__(self, key: PhasedSize) -> N:
+        found: N = self._find(key)
+        self[key] = found
         return found
 
 
@@ -97,37 +99,41 @@ class PhaseCosts:
     def _minibatch(self, it: Instruction) -> int:
         return it.number if it.op is Op.GIVE else self._minibatch_of(it.number)
 
-    def _size_of(self, unit: int) -> Size:
+    def _size_of(self, unit: int) -> Any:
         minibatch, moves = self._minibatch_of(unit), self._phases.routes.moves
         starts = moves.forward_starts(minibatch), moves.backward_starts(minibatch)
-        return PhasedSize(self._plain_size(unit), *starts)  # type: ignore[return-value]
+        return PhasedSize(self._plain_size(unit), *starts)
 
     def _stage(self, index: int) -> StageCosts:
-        def table(field: str, way: str) -> _Table:
+        def table(field: str, way: str) -> _Table[float]:
             return _Table(
                 lambda key: float(getattr(self._phases.at(getattr(key, way)).costs.stages[index], field)[key.size])
             )
 
         return replace(
             self._phases.setup.costs.stages[index],
-            forward_s=table("forward_s", "forward"),  # type: ignore[arg-type]
-            backward_s=table("backward_s", "backward"),  # type: ignore[arg-type]
-            weight_s=table("weight_s", "backward"),  # type: ignore[arg-type]
-            load_s=table("load_s", "forward"),  # type: ignore[arg-type]
+            forward_s=table("forward_s", "forward"),
+            backward_s=table("backward_s", "backward"),
+            weight_s=table("weight_s", "backward"),
+            load_s=table("load_s", "forward"),
         )
 
-    def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _Table:
-        return _Table(lambda key: getattr(self._phases.at(getattr(key, way)).costs, field).get(edge, {}).get(key.size, 0))
+    def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _Table[int]:
+        return _Table(
+            lambda key: getattr(self._phases.at(getattr(key, way)).costs, field).get(edge, {}).get(key.size, 0)
+        )
 
 
 def _held_bytes(setup: Setup, block: HandOver) -> tuple[int, int]:
     """Return the bytes of a block's parameters and of its buffers."""
     layers = setup.graph.layers[block.start : block.stop]
-    sizes = [
-        sum(attribute(setup.graph.root, name).nbytes for name in {n: None for layer in layers for n in names(layer)})
-        for names in (lambda layer: layer.parameters, lambda layer: layer.buffers)
-    ]
-    return sizes[0], sizes[1]
+    parameters = {name for layer in layers for name in layer.parameters}
+    buffers = {name for layer in layers for name in layer.buffers}
+    return _bytes_of(setup, parameters), _bytes_of(setup, buffers)
+
+
+def _bytes_of(setup: Setup, names: Iterable[str]) -> int:
+    return sum(attribute(setup.graph.root, name).nbytes for name in names)
 
 
 def _read_bytes(setup: Setup, block: HandOver, size: Size) -> int:

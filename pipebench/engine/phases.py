@@ -41,9 +41,13 @@ class Phases:
             PlanError: it can't be made, or not from that minibatch on.
         """
         if self.setup.plan.relay:
-            raise PlanError("layers move while training goes on only where values go straight to who reads them; set relay: false")
+            raise PlanError(
+                "layers move while training goes on only where values go straight to who reads them; set relay: false"
+            )
         if self.setup.loss_scale is not None:
-            raise PlanError("layers move while training goes on only where no stage scales its loss; set train.precision: bf16")
+            raise PlanError(
+                "layers move while training goes on only where no stage scales its loss; set train.precision: bf16"
+            )
         self.routes.announce(move)
 
     @property
@@ -74,7 +78,7 @@ class Phases:
         return self._receives[stage, starts]
 
     def handed(self, source: int, target: int, minibatch: int) -> HandOver:
-        """Return the block on its way from a stage to another, by K or a minibatch that runs forward here, back there."""
+        """Return the block on its way from a stage to another, at a minibatch from its B to its K."""
         return self.routes.moves.handed(source, target, minibatch)
 
     def cut(self, start: int, stop: int) -> Stage:

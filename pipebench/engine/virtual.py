@@ -29,6 +29,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, scale_metrics, training_feed
 from pipebench.model.plan import Plan
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.moves import Move
 from pipebench.schedule.pipeline import Pipeline
@@ -286,7 +287,8 @@ class VirtualEngine:
         turns: Turns | None = None,
         phases: Phases | None = None,
     ) -> None:
-        size_of, moving = self._feed.size, None
+        size_of: Callable[[int], Size] = self._feed.size
+        moving = None
         if phases is not None:
             moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
             costs, size_of = moving.costs, moving.size_of

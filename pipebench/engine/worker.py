@@ -329,7 +329,11 @@ class Worker:
     def _forward_again(self, it: Instruction, _: Transport, __: Collectives) -> None:
         given = self._given_units.pop((it.stage, it.number, it.peer), None)
         if given is not None:
-            block, draw, place = self._block(it.peer, it.stage, it.number), self._feed.minibatch(it.number), self._feed.place(it.number)
+            block, draw, place = (
+                self._block(it.peer, it.stage, it.number),
+                self._feed.minibatch(it.number),
+                self._feed.place(it.number),
+            )
             self._migrating(it.stage).forward_again(block, it.number, given, draw, place)
             self._note_memory()
 
@@ -350,9 +354,7 @@ class Worker:
             return replica
         assert phases is not None
         bounds = self._bounds[stage]
-        made = Migrating(
-            replica, bounds, self._shares[stage], phases, lambda cut: make_replica(self.setup, stage, cut)
-        )
+        made = Migrating(replica, bounds, self._shares[stage], phases, lambda cut: make_replica(self.setup, stage, cut))
         self._running[stage] = made
         return made
 

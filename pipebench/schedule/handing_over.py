@@ -1,10 +1,11 @@
 """Where a stage's list hands layers over: what stands before and after its forwards, backwards and updates in a move.
 
-The giver cuts the block apart (`RC`) before its first forward whose backward runs elsewhere. What the block's layers read
-of each such unit leaves with the unit's version right after the forward (`GU`); the taker has them (`TU`) and computes
-the block forward again (`FA`) right before the unit's backward. Weights and all that belongs to them leave (`G`) after
-the giver's last update of them and the last forward that touches its buffers, and are there (`T`) before the taker's
-first update or forward that needs them. What isn't handed over when a segment ends is handed over then.
+The giver cuts the block apart (`RC`) after its last forward that runs backward there, too. What the block's layers
+read of each such unit leaves, with the version they read it with, right after the forward (`GU`); the taker has it
+(`TU`) and computes the block forward again (`FA`) right before the unit's backward. Weights and all that belongs to
+them leave (`G`) after the giver's last update of them and its last forward, which may change their buffers; they are
+there (`T`) before the taker's first update or forward that needs them. What isn't handed over when a segment ends is
+handed over then.
 """
 
 from collections.abc import Iterable
@@ -27,17 +28,13 @@ class Handing:
         self._stage = stage
         self._end = num_minibatches
 
-    def before_forward(self, minibatch: int) -> list[Instruction]:
-        """Return what stands before a forward."""
-        if self._stage == 0:
-            self._moves.begin(minibatch)
-        return [self._recut(each) for each in self._gives() if each.first == minibatch and each.first < each.at]
-
     def after_forward(self, minibatch: int) -> list[Instruction]:
         """Return what stands after a forward and its messages."""
         made = []
         for each in self._gives():
-            if each.first <= minibatch < each.at:
+            if minibatch == each.first - 1 and each.first < each.at:
+                made.append(self._recut(each))
+            elif each.first <= minibatch < each.at:
                 made.append(Instruction(Op.GIVE_UNIT, self._stage, minibatch, each.target))
                 if each.goes_left and minibatch == each.at - 1:
                     made.append(self._give(each))
@@ -75,7 +72,7 @@ class Handing:
 
     def after_flush(self, num_minibatches: int) -> list[Instruction]:
         """Return what stands after a flush that comes after so many minibatches."""
-        return self._all_of(
+        return self._whole(
             each
             for each in self._moves.at_stage(self._stage)
             if each.first == each.at and (each.at == num_minibatches or self._end <= num_minibatches < each.at)
@@ -83,17 +80,18 @@ class Handing:
 
     def at_end(self) -> list[Instruction]:
         """Return what is left to do when a segment without a flush ends."""
-        return self._all_of(each for each in self._moves.at_stage(self._stage) if not self._is_under_way(each))
+        return self._whole(each for each in self._moves.at_stage(self._stage) if not self._is_under_way(each))
 
     def _is_under_way(self, each: HandOver) -> bool:
         """Return whether a unit of the segment runs forward at the one stage and backward at the other."""
         return each.first < self._end
 
-    def _all_of(self, blocks: Iterable[HandOver]) -> list[Instruction]:
-        """Return whole hand-overs, where nothing is in flight: giving waits for nobody, so it comes first."""
-        blocks = tuple(blocks)
-        gives = [each for each in blocks if each.source == self._stage]
-        made = [make(each) for each in gives for make in (self._recut, self._give)]
+    def _whole(self, blocks: Iterable[HandOver]) -> list[Instruction]:
+        """Return what hands blocks over where nothing is in flight: giving waits for nobody, so it comes first."""
+        blocks, made = tuple(blocks), []
+        for each in (block for block in blocks if block.source == self._stage):
+            has_parted = each.first < each.at and each.first <= self._end
+            made += [self._give(each)] if has_parted else [self._recut(each), self._give(each)]
         return made + [self._take(each) for each in blocks if each.target == self._stage]
 
     def _gives(self) -> list[HandOver]:

@@ -6,14 +6,16 @@ backwards follow from B = K - d_a + 1 on, d_a being the depth of the left stage.
 the left stage runs the backward of B - 1 right before its forward of K, the right stage that of B right after its
 forward of K - 1. So every unit runs once through every layer, both ways, and each stage's list stays what it was.
 
-Updates go with the backwards: those up to B - 1 are the old owner's, all later ones the new owner's. A forward reads the
-newest version of where it runs, and its backward the same, wherever that runs: with the units whose forward was here and
-whose backward is there, their versions travel. Where every update empties the pipeline, B = K and nothing is in flight.
+Updates go with the backwards: those up to B - 1 are the old owner's, all later ones the new owner's. A forward reads
+the newest version of where it runs, and its backward the same, wherever that runs: with the units whose forward was
+here and whose backward is there, their versions travel. Where every update empties the pipeline, B = K, and nothing is
+in flight.
 
 Paper: vPipe (TPDS'21) section 4.3 and its eq. 4. Differs: it copies what was saved for backwards; here what the layers
 read travels, and the new owner computes them again to run backward.
 """
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -213,7 +215,7 @@ def shape_problems(pipeline: Pipeline) -> Iterator[str]:
     if is_csv(pipeline.order):
         yield f"{can} the order of work has a name, and {pipeline.order} is a file"
     if not pipeline.flushes and pipeline.weights != STASH:
-        yield f"{can} every minibatch keeps its weights, weights: {STASH}, or every update flushes; got {pipeline.weights}"
+        yield f"{can} minibatches keep their weights, weights: {STASH}, or every update flushes; got {pipeline.weights}"
     elif not pipeline.flushes and pipeline.accumulate > 1:
         yield f"{can} every minibatch is an update, and {pipeline.accumulate} make one; set accumulate: 1"
     elif not pipeline.flushes and not replicated and pipeline.depth != pipeline.num_stages:
@@ -229,14 +231,14 @@ def cut_problems(before: Starts, after: Starts, num_layers: int) -> Iterator[str
         yield f"a move keeps the number of stages, {len(before) + 1}; got cuts for {len(after) + 1}"
         return
     bounds = [0, *after, num_layers]
-    for stage, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start >= stop:
             yield f"a move leaves stage {stage} without layers: cuts before layers {list(after)}"
             return
     if after == before:
         yield "a move that moves nothing: the cuts are those there are"
     old = [0, *before, num_layers]
-    for stage, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if max(start, old[stage]) >= min(stop, old[stage + 1]):
             yield (
                 f"a layer moves by one stage at a time, and each stage keeps one of its layers: none of those of stage "

@@ -96,7 +96,8 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
         for _, op, unit in with_copies(passes, (stage,)) if p.swaps else passes:
             k = minibatch(unit)[0]
             if op is Op.FORWARD:
-                yield handing.before_forward(k)
+                if stage == 0:
+                    routes.moves.begin(k)
                 program.connect(routes.forward(k))
                 yield program.forward(unit, *program.read(k, unit))
                 yield handing.after_forward(k)

@@ -32,7 +32,13 @@ COMPUTE = {
     Op.UPDATE: (UPDATE, "U"),
     Op.FORWARD_AGAIN: (FORWARD, "again F"),
 }
-_SENDS = {Op.SEND_ACTIVATION: "F", Op.SEND_GRADIENT: "B", Op.PUSH: "all of B", Op.GIVE_UNIT: "layers' share of ", Op.GIVE: "layers from "}
+_SENDS = {
+    Op.SEND_ACTIVATION: "F",
+    Op.SEND_GRADIENT: "B",
+    Op.PUSH: "all of B",
+    Op.GIVE_UNIT: "layers' share of ",
+    Op.GIVE: "layers from ",
+}
 _WAIT_LABELS = {
     Op.LOAD_INPUT: "load",
     Op.RECEIVE_ACTIVATION: "wait for activation",

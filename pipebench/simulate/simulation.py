@@ -233,7 +233,9 @@ class Simulation:
         connection = edge.connections.get((worker, peer))
         if connection is None:
             connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer, edge.values)
-        label = edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit)) if self._network.observed else ""
+        label = (
+            edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit)) if self._network.observed else ""
+        )
         message = self._network.send(connection, num_bytes, now_s, label)
         waiting = edge.waiting.pop(unit, None)
         if waiting is None:
