@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 # Half precision's lowest number, as MLPerf's: far below any energy, and finite where a sample is padding only.
-_NEVER = -65504.0
+NEVER = -65504.0
 
 
 class BahdanauAttention(nn.Module):
@@ -40,6 +40,6 @@ class BahdanauAttention(nn.Module):
         compared = torch.tanh(self.linear_q(queries).unsqueeze(2) + keys.unsqueeze(1) + self.normalize_bias)
         direction = self.linear_att / self.linear_att.norm() * self.normalize_scalar
         is_padding = torch.arange(memory.shape[1], device=memory.device) >= lengths.unsqueeze(1)
-        energy = compared.matmul(direction).masked_fill(is_padding.unsqueeze(1), _NEVER)
+        energy = compared.matmul(direction).masked_fill(is_padding.unsqueeze(1), NEVER)
         weights = functional.softmax(energy, -1)
         return torch.bmm(weights, memory), weights

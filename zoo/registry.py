@@ -193,6 +193,11 @@ MODELS: dict[str, Entry] = {
         "zoo.resnet:resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images"
     ),
     "s2vt": Entry("zoo.s2vt:s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout"),
+    "transformer": Entry(
+        "zoo.transformer:transformer",
+        "the Transformer, base: attention only, every operator a layer; layers, widths, heads, vocabularies",
+    ),
+    "transformer_big": Entry("zoo.transformer:transformer_big", "the Transformer, big: transformer twice as wide"),
     "uniform": Entry("zoo.uniform:uniform", "a chain of equal linear layers, for closed formulas; layers, width"),
     "vgg16": Entry("zoo.vgg:vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout"),
 }

@@ -12,6 +12,7 @@ from pipebench.cli.draw import draw
 from pipebench.cli.export import export
 from pipebench.cli.group import Commands
 from pipebench.cli.lab import lab
+from pipebench.cli.largest import largest
 from pipebench.cli.ls import list_
 from pipebench.cli.plan import plan
 from pipebench.cli.profile import profile_
@@ -36,6 +37,7 @@ def cli() -> None:
       pipebench show quickstart            every setting of a recipe
       pipebench profile quickstart         what every layer costs, as a table and a picture
       pipebench plan quickstart            which layers make a stage, on how many workers, and why
+      pipebench largest vpipe/vgg16/gpipe  the largest minibatch that fits in memory
       pipebench report --list              published tables and figures beside what is reproduced
       pipebench calibrate table1           a report's constants, fitted on the cells that it names
       pipebench ls modes                   what there is to choose from
@@ -51,7 +53,7 @@ def cli() -> None:
     """
 
 
-for command in (run, report, calibrate, show, draw, profile_, plan, compare, export, lab, list_, ui):
+for command in (run, report, calibrate, show, draw, profile_, plan, largest, compare, export, lab, list_, ui):
     cli.add_command(command)
 
 

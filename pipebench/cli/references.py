@@ -53,7 +53,7 @@ def load_to_plan(words: Sequence[str], *, zipped: bool) -> list["LoadedRecipe"]:
     from pipebench.recipe.catalog import find, recipe_names
     from pipebench.recipe.load import load, load_each
 
-    path = find(references[0], recipe_names())
+    path = find(references[0], recipe_names)
     if path.is_dir():
         return [load(references[0], overrides)]
     loaded = load_each(path, overrides, zipped=zipped, builds=False)

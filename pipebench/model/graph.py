@@ -322,6 +322,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
     index = {node: i for i, node in enumerate(computing)}
     (output,) = graph.find_nodes(op="output")
     changed = {name for node in computing if (name := overwritten_buffer(module, node)) is not None}
+    first_name = {id(parameter): name for name, parameter in module.named_parameters()}
     layers = tuple(
         Layer(
             index=i,
@@ -330,7 +331,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             node=node,
             reads=tuple(sorted({index[n] for n in node.all_input_nodes if n in index})),
             inputs=tuple(n.name for n in node.all_input_nodes if n.op == "placeholder"),
-            parameters=tuple(_parameters(module, node)),
+            parameters=tuple(_parameters(module, node, first_name)),
             buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
         )
@@ -360,9 +361,14 @@ def _kind(module: nn.Module, node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _parameters(module: nn.Module, node: fx.Node) -> Iterator[str]:
-    """Yield the qualified names of the parameters the node uses; a tied parameter has one name, its first."""
-    first_name = {id(parameter): name for name, parameter in module.named_parameters()}
+def _parameters(module: nn.Module, node: fx.Node, first_name: Mapping[int, str]) -> Iterator[str]:
+    """Yield the qualified names of the parameters the node uses; a tied parameter has one name, its first.
+
+    Args:
+        module: holds them.
+        node: the layer.
+        first_name: of every parameter of the module, by its identity.
+    """
     used: list[nn.Parameter] = []
     if node.op == "call_module":
         used += list(module.get_submodule(str(node.target)).parameters())

@@ -1,7 +1,7 @@
 """Where recipes are: by path, or by short name from anywhere, in a checkout and in an installed wheel alike."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pipebench
@@ -29,7 +29,7 @@ def find_recipes(reference: str) -> list[Path]:
     Raises:
         RecipeError: nothing is there, or the folder holds no recipe.
     """
-    found = find(reference, recipe_names())
+    found = find(reference, recipe_names)
     if not found.is_dir():
         return [found]
     recipes = sorted(path for path in found.glob("*.yaml") if is_recipe(path))
@@ -38,12 +38,12 @@ def find_recipes(reference: str) -> list[Path]:
     return recipes
 
 
-def find(reference: str, names: Iterable[str], beside: Path | None = None) -> Path:
+def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None = None) -> Path:
     """Return the existing file or folder that `reference` means.
 
     Args:
         reference: path, seen from `beside` or the working directory, or short name.
-        names: short names to suggest one of when nothing is found.
+        names: asked for short names to suggest one of when nothing is found.
         beside: folder of the file that holds the reference.
 
     Raises:
@@ -53,7 +53,7 @@ def find(reference: str, names: Iterable[str], beside: Path | None = None) -> Pa
         if os.path.isfile(candidate) or os.path.isdir(candidate):
             return Path(candidate)
     exists = os.path.exists(reference)
-    problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, names)}"
+    problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, names())}"
     raise RecipeError([Fault(_short(reference), "", problem)])
 
 
@@ -76,7 +76,7 @@ def find_cluster(name: str, beside: Path | None = None) -> Path:
         RecipeError: nothing is there.
     """
     if name.endswith((".yaml", ".yml")):
-        return find(name, [path.name for path in beside.glob("*.yaml")] if beside else [], beside)
+        return find(name, lambda: [path.name for path in beside.glob("*.yaml")] if beside else [], beside)
     names = cluster_names()
     if name not in names:
         allowed = (

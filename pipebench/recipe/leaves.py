@@ -59,12 +59,18 @@ def is_expression(value: object) -> bool:
     return isinstance(value, str) and "${" in value
 
 
+@functools.cache
+def types_of(section: type) -> dict[str, Any]:
+    """Return the declared types of a section's keys, which are looked up for every key of every recipe."""
+    return get_type_hints(section)
+
+
 def expected_type(key: Key) -> Any:
     """Return the declared type of a key of the schema; Any for an option of a model or dataset."""
     expected: Any = Recipe
     for part in key:
         section = _section(expected)
-        expected = get_type_hints(section)[part] if section else Any
+        expected = types_of(section)[part] if section else Any
     return expected
 
 
@@ -123,7 +129,7 @@ class Leaves:
                 del self.found[old]
 
     def _flatten(self, data: Mapping[Any, Any], section: type, prefix: Key, file: str) -> Iterator[tuple[Key, Any]]:
-        expected = get_type_hints(section)
+        expected = types_of(section)
         for name, value in data.items():
             if name in expected:
                 yield from self._value((*prefix, name), value, expected[name], file)

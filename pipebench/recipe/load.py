@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +33,7 @@ from pipebench.recipe.leaves import (
     dotted,
     expected_type,
     is_expression,
+    types_of,
 )  # fmt: skip
 from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
@@ -50,9 +52,9 @@ class LoadedRecipe:
 
     Attributes:
         recipe: typed values, interpolations resolved.
-        config: the whole recipe as YAML data; `${oc.env:...}` and what depends on it stay expressions, everything
+        plain: the whole recipe as YAML data; `${oc.env:...}` and what depends on it stay expressions, everything
             else is resolved. Written to a file it is a recipe of its own.
-        flat: full key to text, for tracking parameters; expressions as in `config`.
+        flat: full key to text, for tracking parameters; expressions as in `plain`.
         path: the recipe's file.
         source: the recipe's file as people know it.
         origins: full key to the file that gave its value (`command line` for an override); defaults are absent.
@@ -66,7 +68,7 @@ class LoadedRecipe:
     """
 
     recipe: Recipe
-    config: DictConfig
+    plain: Mapping[str, Any]
     flat: Mapping[str, str]
     path: Path
     source: str
@@ -77,6 +79,14 @@ class LoadedRecipe:
     varied_name: str = ""
     varied: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+
+    @cached_property
+    def config(self) -> DictConfig:
+        """`plain` for OmegaConf: without the schema, which it has been checked against.
+
+        OmegaConf 2.3 merges nothing into frozen classes. Making it takes longer than all else of a recipe: not unasked.
+        """
+        return OmegaConf.create(dict(self.plain))
 
     @property
     def run_name(self) -> str:
@@ -126,7 +136,7 @@ def load(reference: str, overrides: Sequence[str] = (), *, builds: bool = True) 
     Raises:
         RecipeError: with every fault found; needs neither the data nor the device to find them.
     """
-    path = find(reference, recipe_names())
+    path = find(reference, recipe_names)
     if path.is_dir():
         names = ", ".join(display(recipe) for recipe in find_recipes(reference))
         raise RecipeError([Fault(display(path), "", f"is a folder; one recipe is needed, here {names}")])
@@ -222,7 +232,7 @@ def _blamed(fault: Fault, having: Sequence[Varied], num_runs: int, lists: Mappin
 
 
 def _find_base(given: str, beside: Path) -> Path:
-    return find(given, [*(path.name for path in beside.glob("*.yaml")), *recipe_names()], beside=beside)
+    return find(given, lambda: [*(path.name for path in beside.glob("*.yaml")), *recipe_names()], beside=beside)
 
 
 def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
@@ -246,8 +256,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     plain = _kept_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,
-        # Without the schema, which it has been checked against: OmegaConf 2.3 merges nothing into frozen classes.
-        config=OmegaConf.create(plain),
+        plain=plain,
         flat=dict(flattened(plain)),
         path=path,
         source=display(path),
@@ -320,11 +329,10 @@ def _missing(data: Mapping[str, Any], prefix: Key) -> Iterator[Key]:
 
 def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], list[Fault]]:
     """Return the data with every expression replaced by its value, and what only the environment lacks."""
-    config = OmegaConf.create(given)
-    resolved, pending = copy.deepcopy(given), []
-    for key, leaf in leaves.found.items():
-        if not is_expression(leaf.value):
-            continue
+    resolved, pending = copy.deepcopy(given), list[Fault]()
+    expressions = {key: leaf for key, leaf in leaves.found.items() if is_expression(leaf.value)}
+    config = OmegaConf.create(given if expressions else {})
+    for key, leaf in expressions.items():
         try:
             value = OmegaConf.select(config, ".".join(key))
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -394,7 +402,7 @@ def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _build(section: type, data: Mapping[str, Any]) -> Any:
     """Return the dataclass of a section; only called on data that has been checked."""
-    expected = get_type_hints(section)
+    expected = types_of(section)
     return section(**{name: _convert(expected[name], value) for name, value in data.items()})
 
 

@@ -1,8 +1,10 @@
 """Rules on model and data: names and options against the zoo's registry, target and streams against the data set."""
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from pipebench.cluster import Cluster
@@ -146,19 +148,30 @@ def _model_values(_builds: bool, model: Mapping[str, Any]) -> Problems:
 
 def model_problems(model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo on the meta device: it checks the ranges of its options itself."""
-    if model.get("name") is None or not _is_small(model):
-        return
+    if model.get("name") is not None and _is_small(model):
+        from zoo import MODELS
+
+        problem = _problem_of_building(MODELS[model["name"]], json.dumps(model, sort_keys=True, default=repr))
+        if problem:
+            yield "model", problem
+
+
+@lru_cache(maxsize=128)  # the runs of a report have few models
+def _problem_of_building(entry: object, model: str) -> str:
+    """Return what is wrong with the options of a registered model, given as JSON; "" if it can be built."""
     from pipebench.recipe.weightless import weightless  # late: imports torch
 
+    options = json.loads(model)
     try:
         with weightless(), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*zero-element")  # a layer without channels or classes
-            make_model(model)
+            make_model(options)
     except (TypeError, ValueError) as error:
-        yield "model", one_line(error)
+        return one_line(error)
     except (RuntimeError, ArithmeticError, UserWarning) as error:
         # Not the model's own words but torch's, on a layer that can't be.
-        yield "model", f"{model['name']} can't be built with these options: {one_line(error)}"
+        return f"{options['name']} can't be built with these options: {one_line(error)}"
+    return ""
 
 
 @rule("train.target", "@metrics")

@@ -4,7 +4,9 @@ Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-
 number as everywhere else, and anchors are refused (`extends` and `${...}` do their work, and don't explode).
 """
 
+import copy
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,11 @@ def parse(text: str) -> Any:
     Raises:
         ValueError: the text isn't YAML; the message is the end of a sentence, with the line.
     """
+    return copy.deepcopy(_parsed(text))
+
+
+@lru_cache(maxsize=256)  # the recipes of a report have few bases, and each is read with every one of them
+def _parsed(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -84,12 +84,14 @@ class RunReference:
         engine: the kind of engine.
         seeds: one run per seed; None for the recipe's own.
         same: whether columns change nothing of it.
+        largest: whether its minibatch is to be the largest that fits on its cluster.
     """
 
     words: tuple[str, ...]
     engine: str = "simulated"
     seeds: tuple[int, ...] | None = None
     same: bool = False
+    largest: bool = False
 
 
 @dataclass(frozen=True)

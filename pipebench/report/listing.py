@@ -35,9 +35,11 @@ def what_is_there(name: str) -> Iterator[str]:
     """
     path = find_report(name)
     report, asked = load_report(path)
-    collection = Collection(asked)
+    collection = Collection([each for each in asked if not each.largest])
     collection.look_up(path.parent)
     missing = collection.missing
     rest = f", the rest takes {guess(missing)}" if missing else ""
     yield report.title
-    yield f"{len(report.rows)} rows, {len(collection.answers)} of {len(collection.recipes)} results{rest}"
+    unsized = sum(each.largest for each in asked)
+    sought = f"; the largest minibatch that fits is sought first for {unsized} more" if unsized else ""
+    yield f"{len(report.rows)} rows, {len(collection.answers)} of {len(collection.recipes)} results{rest}{sought}"

@@ -14,6 +14,7 @@ from pipebench.report.evaluated import KEPT, MLFLOW, Evaluated
 from pipebench.report.progress import RunsProgress, guess
 from pipebench.report.recipes import Asked
 from pipebench.report.render import Rendered, render
+from pipebench.report.sized import sized
 from pipebench.run.runner import draw
 from pipebench.show.terminal import standard_output
 from pipebench.tracking import RunLog, Tracking, require_writable
@@ -39,6 +40,7 @@ def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: 
         UserError: something that the runs use isn't here; nothing has run then. Or the folder takes no file.
     """
     require_writable()
+    asked = sized(asked, _say)
     collection = Collection(asked)
     if not fresh:
         collection.look_up(report.path.parent)

@@ -22,6 +22,7 @@ _ALWAYS = (
     "comm_bytes_total",
     *(f"comm_bytes_{kind}" for kind in _KINDS),
     "peak_memory_bytes_max",
+    "minibatch_size",
     "samples_per_update",
     "num_workers",
 )
@@ -63,8 +64,10 @@ def metric_problem(metric: str, engine: str) -> str | None:
 
 
 def metrics_of(result: RunResult) -> Mapping[str, float]:
-    """Return all numbers of a run, the best values of its curves among them."""
-    return {**summarise_curves(result.points), **result.metrics}
+    """Return all numbers of a run, the best values of its curves and the size of its minibatches among them."""
+    size = result.recipe.get("train.minibatch_size")
+    sizes = {} if size is None else {"minibatch_size": float(size)}
+    return {**sizes, **summarise_curves(result.points), **result.metrics}
 
 
 def value_of(result: RunResult, metric: str) -> float | str:

@@ -12,10 +12,11 @@ from pipebench.report.reading import NO_WORD, WORD, Reading
 from pipebench.report.rows import MOST_ROWS, generated, substituted
 
 _ROW = ("name", "title", "for", "at", "runs", "published", "where", "by_construction", "hypothesis", "note")
-_RUN = ("recipe", "engine", "seeds", "columns")
+_RUN = ("recipe", "engine", "seeds", "columns", "minibatch")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BOUNDS = tuple(bound for bound in get_args(Bound) if bound != "exact")
 _SAME = "same"
+_LARGEST = "largest"
 
 
 def read_rows(data: Mapping[str, Any], reading: Reading) -> tuple[Row, ...]:
@@ -81,6 +82,7 @@ def _run(name: str, key: str, given: object, reading: Reading) -> RunReference:
     words = _split(reading.plain(data, key, "recipe", str), key, reading)
     engine = reading.one_of(data, key, "engine", tuple(ENGINES), "simulated")
     columns = reading.one_of(data, key, "columns", (_SAME,), "")
+    minibatch = reading.one_of(data, key, "minibatch", (_LARGEST,), "")
     seeds: Any = data.get("seeds")
     if seeds is not None and (
         problem_with(seeds, list[int]) or not seeds or len({*seeds}) < len(seeds) or min(seeds) < 0
@@ -89,13 +91,16 @@ def _run(name: str, key: str, given: object, reading: Reading) -> RunReference:
         seeds = None
     if any("=" in word for word in words[:1]):
         reading.fault(key, f"got {words[0][:60]!r} first, needed is a recipe, and then key=value")
+    own_keys = {"engine.kind": "engine", "train.seed": "seeds"}
+    if minibatch:
+        own_keys["train.minibatch_size"] = "minibatch"
     for word in words[1:]:
-        own = {"engine.kind": "engine", "train.seed": "seeds"}.get(word.partition("=")[0])
+        own = own_keys.get(word.partition("=")[0])
         if own is not None:
             reading.fault(key, f"got {word[:60]!r}, write `{own}` beside `recipe`")
         elif "=" not in word:
             reading.fault(key, f"got {word[:60]!r} after the recipe, allowed is key=value")
-    return RunReference(words, engine, None if seeds is None else tuple(seeds), columns == _SAME)
+    return RunReference(words, engine, None if seeds is None else tuple(seeds), columns == _SAME, minibatch == _LARGEST)
 
 
 def _split(text: str, key: str, reading: Reading) -> tuple[str, ...]:

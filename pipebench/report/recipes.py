@@ -23,6 +23,7 @@ class Asked:
         column: name of the column, SAME where columns change nothing.
         words: the command line that repeats it, from the recipe on.
         loaded: its recipe, with the seed.
+        largest: whether the largest minibatch that fits is still to be found for it.
     """
 
     row: str
@@ -30,6 +31,7 @@ class Asked:
     column: str
     words: tuple[str, ...]
     loaded: LoadedRecipe
+    largest: bool = False
 
 
 def asked_runs(report: Report, engine: str | None = None) -> tuple[list[Asked], list[Fault]]:
@@ -62,7 +64,6 @@ class _Loader:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._folder = report.path.absolute().parent
-        self._names = recipe_names()
         self._loaded: dict[tuple[str, ...], LoadedRecipe | RecipeError] = {}
         self._told: dict[str, Fault] = {}
         self._clusters: set[str] = set()  # that the recipes are on, before columns change them
@@ -77,7 +78,7 @@ class _Loader:
         kind = run.engine if engine is None or run.same else engine
         key = f"rows.{row.name}.runs.{name}"
         try:
-            path = find(run.words[0], self._names, self._folder) if run.words else None
+            path = find(run.words[0], recipe_names, self._folder) if run.words else None
             if path is None or path.is_dir():
                 raise RecipeError([Fault(display(path or self._folder), "", "is a folder; one recipe is needed")])
             beside = os.path.exists(self._folder / run.words[0])
@@ -85,7 +86,7 @@ class _Loader:
             words = self._in_column(path, given, column)
             for seed in run.seeds or (None,):
                 seeded = words if seed is None else (*words, f"train.seed={seed}")
-                yield Asked(row.name, name, column.name, seeded, self._load(path, seeded))
+                yield Asked(row.name, name, column.name, seeded, self._load(path, seeded), run.largest)
         except RecipeError as error:
             where = f" (column {column.name})" if column.name and len(self._report.columns) > 1 else ""
             for fault in error.faults:

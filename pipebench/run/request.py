@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -66,6 +65,5 @@ def with_seed(loaded: LoadedRecipe, seed: int) -> LoadedRecipe:
 
 def recipe_yaml(loaded: LoadedRecipe) -> str:
     """Return a recipe of its own with everything filled in, and the run's seed."""
-    config: Any = OmegaConf.to_container(loaded.config, resolve=False)
-    config["train"]["seed"] = loaded.recipe.train.seed
-    return OmegaConf.to_yaml(OmegaConf.create(config))
+    train = {**loaded.plain["train"], "seed": loaded.recipe.train.seed}
+    return OmegaConf.to_yaml(OmegaConf.create({**loaded.plain, "train": train}))

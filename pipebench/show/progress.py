@@ -195,6 +195,21 @@ def preparing(
 
 
 @contextmanager
+def trying(name: str) -> Iterator[Callable[[int], None]]:
+    """Show how a search for a size gets on; yields what takes each size that has been tried.
+
+    Args:
+        name: of the recipe. Nothing is written where standard output isn't a terminal.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        yield lambda _size: None
+        return
+    with console.status(Text(f"{name}: looking for the largest minibatch")) as status:
+        yield lambda size: status.update(Text(f"{name}: looking for the largest minibatch, last tried {size:,}"))
+
+
+@contextmanager
 def searching(name: str, console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
     """Show how a search gets on once it has taken 2 s; yields what takes (parts done, parts in all, what is searched).
 

@@ -16,6 +16,7 @@ TWO = [
     ZooCase("resnet50", "gpipe", 2),
     ZooCase("gnmt8", "pipedream", 2),
     ZooCase("gnmt8", "dp", 2),
+    ZooCase("transformer", "pipedream", 2),
     ZooCase("awd_lm", "pipedream-flush", 2),
 ]
 THREE = [
@@ -24,6 +25,7 @@ THREE = [
     ZooCase("resnet50", "pipedream-flush", 3),
     ZooCase("gnmt8", "gpipe", 3),
     ZooCase("gnmt8", "dp", 3),
+    ZooCase("transformer", "pipedream", 3),
     ZooCase("awd_lm", "model", 3),
     ZooCase("awd_lm", "pipedream, replicated", 3),
 ]

@@ -11,7 +11,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.schema import OptimizerRecipe, PeriodRecipe, Recipe, ScheduleRecipe, TargetRecipe
 from tests.recipe.conftest import VALID, Write
 
-SMALL = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")
+SMALL = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt", "transformer")
 QUICKSTART = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "quickstart/pipedream"]
 
 
@@ -29,6 +29,7 @@ COUNTS = {
     "gnmt16": 13,
     "awd_lm": 7,
     "s2vt": 6,
+    "transformer": 9,
     "lab": 4,
     "uniform": 4,
     **dict.fromkeys((f"vpipe/{name}" for name in ("gnmt16", "vgg16", "resnet50")), 2),
@@ -285,7 +286,7 @@ class TestCatalog:
 
     def test_what_is_here_comes_first(self, write: Write) -> None:
         write(VALID, "quickstart")
-        assert find("quickstart", []) == Path("quickstart")
+        assert find("quickstart", list) == Path("quickstart")
 
 
 def test_paths_in_a_recipe_are_seen_from_its_file(write: Write) -> None:

@@ -91,6 +91,14 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"rows__0__runs__dp": "dpp.yaml"}, "rows.first.runs.dp: dpp.yaml: no such file, folder or short name"),
     ({"rows__0__runs__dp": "recipes/quickstart"}, "rows.first.runs.dp: recipes/quickstart: is a folder; one recipe is"),
     ({"rows__0__runs__dp": "dp.yaml trian.seed=1"}, "rows.first.runs.dp: command line: trian: unknown key, allowed at"),
+    (
+        {"rows__0__runs__dp": {"recipe": "dp.yaml", "minibatch": "larges"}},
+        "rows.first.runs.dp.minibatch: .*'larges', .*'largest'",
+    ),
+    (
+        {"rows__0__runs__dp": {"recipe": "dp.yaml train.minibatch_size=8", "minibatch": "largest"}},
+        "rows.first.runs.dp: got 'train.minibatch_size=8', write `minibatch` beside `recipe`",
+    ),
     ({"rows__0__runs__dp": "dp.yaml train.minibatch_size=1,2"}, "rows.first.runs.dp: .*got a list, one value is need"),
     ({"rows__0__runs__dp": "dp.yaml quick"}, "rows.first.runs.dp: got 'quick' after the recipe, allowed is key=value"),
     ({"rows__0__runs__dp": "train.seed=1"}, "rows.first.runs.dp: got 'train.seed=1' first, needed is a recipe"),

@@ -22,9 +22,8 @@ def trained() -> Iterator[tuple[str, ...]]:
 def test_kept_results_answer_what_their_command_asks() -> None:
     kept = kept_results(reports_folder())
     assert len(kept) > 50
-    names = recipe_names()
     for each in kept:
-        path = find(each.words[0], names)
+        path = find(each.words[0], recipe_names)
         assert each.answers(load_file(path, each.words[1:])), each.words
 
 

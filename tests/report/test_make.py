@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from pipebench.cli.main import cli
+from pipebench.recipe.catalog import find_cluster
 from pipebench.report import catalog, collect
 from pipebench.report.recipes import Asked
 from pipebench.tracking.results import find_runs
@@ -110,6 +111,7 @@ def test_an_interrupted_report_goes_on(make: Make, ran: list[str], monkeypatch: 
 def test_a_killed_report_goes_on(make: Make, ran: list[str]) -> None:
     killed = """\
 import os, signal
+from pipebench.recipe.catalog import find_cluster
 from pipebench.report import catalog, collect
 run_one, done = collect.run_one, []
 def killed(*given):
@@ -237,3 +239,44 @@ def test_mistakes_on_the_command_line(make: Make, words: list[str], message: str
     code, said = make(*words)
     assert code == 2
     assert re.search(message, said), said
+
+
+def test_the_largest_minibatch_that_fits_is_found_before_anything_is_looked_up(
+    make: Make, write: Write, ran: list[str]
+) -> None:
+    """In every column on its own cluster: 8 MB hold fewer images than 12 MB do."""
+    text = Path(find_cluster("cluster-a")).read_text()
+    for size in (8, 12):
+        Path(f"has-{size}.yaml").write_text(text.replace("value: 16 GB", f"value: {size} MB"))
+    run = {"recipe": "dp.yaml cluster.name=has-8.yaml", "minibatch": "largest"}
+    rows = [{"name": "first", "runs": {"dp": run}, "published": {"size": 16}}]
+    columns = {"small": {"title": "8 MB"}, "large": {"title": "12 MB", "clusters": {"has-8": "has-12.yaml"}}}
+    measures = {
+        "size": {"title": "minibatch", "unit": "count", "value": "dp.minibatch_size"},
+        "memory": {"title": "memory", "unit": "bytes", "value": "dp.peak_memory_bytes_max"},
+    }
+    write(changed(rows=rows, columns=columns, measures=measures, claims=None, pictures=None, calibration=None))
+    _, listed = make("small.yaml", "--list")
+    assert "0 of 0 results; the largest minibatch that fits is sought first for 2 more" in listed
+    code, said = make("small.yaml")
+    assert code == 0, said
+    sizes = [int(size) for size in re.findall(r"first, dp: (\d+) samples are the largest minibatch that fits", said)]
+    page = Path("rendered/small/report.md").read_text()
+    assert len(sizes) == 2
+    assert 1 < sizes[0] < sizes[1]
+    assert all(f"train.minibatch_size={size}" in page for size in sizes)
+    assert "would not fit" not in page
+    assert len(ran) == 2
+    assert "2 recorded in MLflow with this version, nothing to run" in make("small.yaml")[1]
+
+
+def test_where_no_minibatch_fits_the_cell_says_why(make: Make, write: Write) -> None:
+    text = Path(find_cluster("cluster-a")).read_text()
+    Path("tiny.yaml").write_text(text.replace("value: 16 GB", "value: 10 kB"))
+    run = {"recipe": "straight.yaml cluster.name=tiny.yaml parallelism.plan=auto", "minibatch": "largest"}
+    measures = {"memory": {"title": "memory", "unit": "bytes", "value": "dp.peak_memory_bytes_max"}}
+    rows = [{"name": "first", "runs": {"dp": run}}]
+    write(changed(rows=rows, measures=measures, columns=None, claims=None, pictures=None, calibration=None))
+    code, said = make("small.yaml")
+    assert code == 0, said
+    assert "no value: first, memory, reproduced: no plan of mode pipedream fits" in said

@@ -40,7 +40,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def recipe(*overrides: str) -> LoadedRecipe:
-    return load_each(find("quickstart", []), overrides, builds=False)[0]
+    return load_each(find("quickstart", list), overrides, builds=False)[0]
 
 
 def test_what_is_known_is_what_is_made(built: list[str]) -> None:
@@ -114,7 +114,7 @@ def test_what_is_measured_or_the_users_own_is_never_taken_for_known(
 
 def test_what_a_model_says_of_its_options_is_told_by_plan_and_not_by_show() -> None:
     with pytest.raises(RecipeError, match=r"model: vgg16: width is -1\.0, allowed is more than 0") as built:
-        load_each(find("quickstart", []), ["model.width=-1.0"])
+        load_each(find("quickstart", list), ["model.width=-1.0"])
     with pytest.raises(RecipeError) as planned:
         to_plan(recipe("model.width=-1.0"))
     assert planned.value.faults == built.value.faults

@@ -1,6 +1,5 @@
 """GNMT: sizes by closed formulas, padding that reaches nothing, every cut, and translation against the forward."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
 from tests.zoo.cuts import check_every_cut
+from tests.zoo.pairs import Pairs
 from zoo.gnmt import GNMT, gnmt8, gnmt16
 from zoo.text import BOS, EOS, PAD, pad_rows
-from zoo.translation import Translation, TranslationOptions
 
 SMALL: dict[str, Any] = {"hidden_size": 6, "source_vocabulary": 11, "target_vocabulary": 13, "init_range": 0.5}
 LOUD: dict[str, Any] = {
@@ -23,31 +22,6 @@ LOUD: dict[str, Any] = {
     "init_range": 1.0,
 }  # outputs that differ from sentence to sentence without training
 WIDTH, VOCABULARY = 1024, 32320
-
-
-class Pairs(Translation):
-    """Sentence pairs of different lengths that mean nothing."""
-
-    def __init__(
-        self, columns: tuple[int | None, int | None] = (None, None), typical: tuple[int, int] = (9, 8)
-    ) -> None:
-        options = TranslationOptions(
-            "pairs", 6, 2, 13, *columns, typical_columns=typical, max_written=8, label_smoothing=0.1, num_scored=0
-        )
-        super().__init__(options)
-
-    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return 1 to 6 tokens; the sides differ."""
-        vocabulary, shift = (11, 1) if side == "source" else (13, 4)
-        return [[4 + (3 * i + j) % (vocabulary - 4) for j in range(1 + (i + shift) % 6)] for i in indices]
-
-    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
-        """Return tokens as words."""
-        return [self.text(row) for row in self.tokens(side, "eval", indices)]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return tokens as words."""
-        return " ".join(map(str, ids))
 
 
 def make(num_layers: int = 8, **options: Any) -> GNMT:

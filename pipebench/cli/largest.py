@@ -1,0 +1,42 @@
+"""`pipebench largest`: the largest minibatch with which a recipe fits on its cluster."""
+
+import click
+
+from pipebench.cli.group import tracebacks
+from pipebench.cli.imports import importing
+from pipebench.cli.references import load_one
+
+
+@click.command(short_help="Find the largest minibatch that fits in memory.")
+@click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True)
+@tracebacks
+def largest(words: tuple[str, ...]) -> None:
+    """Find the largest minibatch with which a recipe's plan fits in the memory of its cluster's devices.
+
+    The simulator says what the fullest worker keeps; nothing is trained. Sizes that are tried are powers of two, and
+    between two of them seven more. What the recipe leaves to the planner is planned anew for every size.
+
+    \b
+    Examples:
+      pipebench largest vpipe/gnmt16/pipedream
+      pipebench largest vpipe/gnmt16/gpipe parallelism.accumulate=8
+      pipebench largest quickstart cluster.name=cluster-a
+    """
+    loaded = load_one(words)
+    with importing():
+        from pipebench.recipe.load import faults_of
+        from pipebench.recipe.preflight import preflight
+        from pipebench.show.largest_report import print_largest
+        from pipebench.show.progress import trying
+        from pipebench.train.largest_minibatch import Trial, largest_minibatch
+
+    preflight(loaded, trains=False)
+    trials: list[Trial] = []
+    with faults_of(loaded), trying(loaded.recipe.name) as tell:
+
+        def on_trial(trial: Trial) -> None:
+            trials.append(trial)
+            tell(trial.minibatch_size)
+
+        found = largest_minibatch(loaded, on_trial)
+    print_largest(loaded, found, trials)

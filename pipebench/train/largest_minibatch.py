@@ -1,0 +1,110 @@
+"""The largest minibatch that fits: the batch size that a recipe's plan supports on its cluster, by the memory model.
+
+vPipe (TPDS'21, section 6) gives every system "the largest batch that fits in all GPUs", and doesn't say how that is
+found. Here the simulator says of a size what the fullest worker keeps, and sizes are tried: powers of two, then what
+lies between the largest that fits and the smallest that doesn't, in steps of an eighth of the former.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pipebench.errors import PlanError
+from pipebench.formats import num_bytes
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.make import make_dataset
+from pipebench.recipe.schema import Recipe
+from pipebench.train.prepare import prepare
+from pipebench.train.watch import Watch
+
+_STEPS: Final = 8  # from one power of two to the next
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a size came to.
+
+    Attributes:
+        minibatch_size: that.
+        peak_bytes: what the fullest worker keeps at most; None where no plan fits.
+        fits: whether a device's memory is enough.
+        problem: why no plan fits, or "".
+    """
+
+    minibatch_size: int
+    peak_bytes: int | None
+    fits: bool
+    problem: str = ""
+
+
+def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = lambda _trial: None) -> Trial:
+    """Return the largest size that fits, of those that are tried; a multiple of the recipe's microbatches.
+
+    What fits is taken to fit with fewer samples, too.
+
+    Args:
+        loaded: a recipe; its own minibatch size is where the search begins.
+        on_trial: is told of every size that was tried.
+
+    Raises:
+        PlanError: not even the smallest fits, or the cluster has no limit of memory.
+        UserError: what the recipe turns out not to allow, whatever the size.
+    """
+    recipe, cluster = loaded.recipe, loaded.cluster
+    if cluster.memory_bytes is None:
+        raise PlanError(
+            f"cluster.name: got {cluster.name}, whose file gives no memory size; a largest minibatch needs one"
+        )
+    unit = recipe.parallelism.microbatches
+    known: dict[int, Trial] = {}
+
+    def tried(count: int) -> Trial:
+        if count not in known:
+            known[count] = trial(loaded, unit * count)
+            on_trial(known[count])
+        return known[count]
+
+    most = max(1, make_dataset(recipe.dataset).num_train // unit)
+    low = 1 << max(0, (min(recipe.train.minibatch_size // unit, most)).bit_length() - 1)
+    while not tried(low).fits:
+        if low == 1:
+            raise PlanError(_nothing_fits(known[1], recipe, cluster.device, cluster.memory_bytes))
+        low //= 2
+    while 2 * low <= most and tried(2 * low).fits:
+        low *= 2
+    between = [low + step * max(1, low // _STEPS) for step in range(1, min(low, _STEPS))]
+    between = [count for count in between if count <= most]
+    while between:
+        middle = len(between) // 2
+        if tried(between[middle]).fits:
+            low, between = between[middle], between[middle + 1 :]
+        else:
+            between = between[:middle]
+    return known[low]
+
+
+def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
+    """Return whether a recipe fits with another size of the minibatch.
+
+    Raises:
+        UserError: what the recipe doesn't allow; no plan that fits is no error.
+    """
+    recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, minibatch_size=minibatch_size))
+    limit = loaded.cluster.memory_bytes
+    assert limit is not None, "who asks has checked"
+    try:
+        job = prepare(recipe, loaded.cluster, trains=False)
+    except PlanError as error:
+        return Trial(minibatch_size, None, False, str(error))
+    peak = Watch.over(job).memory.fullest.num_bytes
+    return Trial(minibatch_size, peak, peak <= limit)
+
+
+def _nothing_fits(smallest: Trial, recipe: Recipe, device: str, limit: int) -> str:
+    if smallest.peak_bytes is None:
+        return smallest.problem
+    return (
+        f"train.minibatch_size: not even {smallest.minibatch_size} fits with parallelism.mode "
+        f"{recipe.parallelism.mode}: it needs {num_bytes(smallest.peak_bytes)} on a worker, and a {device} has "
+        f"{num_bytes(limit)}; what would help: more stages, other cuts, or recomputation"
+    )

@@ -1,0 +1,319 @@
+"""The Transformer for translation: attention only, half of the layers in the encoder, half in the decoder.
+
+Vaswani et al. (2017), "Attention is all you need", base and big, with the dropouts and the initialisation of the
+authors' code (tensor2tensor), which the paper leaves out. Every operator is a layer: in the encoder 20 a block, in the
+decoder 33. The encoder's output is read by all blocks of the decoder, so it crosses every cut there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zoo.beam_search import Tensors, beam_search
+from zoo.multi_head import AddNorm, HideFuture, HidePadding, MultiHeadAttention
+from zoo.text import NUM_SPECIAL
+from zoo.wmt16 import VOCABULARY
+
+_LONGEST_WAVE = 10_000.0  # the paper's, in tokens over 2 pi
+
+
+@dataclass(frozen=True)
+class TransformerOptions:
+    """The options of `transformer`, checked.
+
+    Attributes:
+        name: of the model, for errors.
+    """
+
+    name: str
+    num_layers: int
+    width: int
+    feed_forward: int
+    num_heads: int
+    source_vocabulary: int
+    target_vocabulary: int
+    dropout: float
+    share_embeddings: bool
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(("num_layers", "width", "feed_forward", "num_heads"), 1)
+        for option, smallest in (
+            least | dict.fromkeys(("source_vocabulary", "target_vocabulary"), NUM_SPECIAL)
+        ).items():
+            if getattr(self, option) < smallest:
+                raise ValueError(f"{self.name}: {option} is {getattr(self, option)}, allowed is {smallest} or more")
+        if self.width % self.num_heads or self.width % 2:
+            raise ValueError(
+                f"{self.name}: width is {self.width}, allowed is an even multiple of num_heads, {self.num_heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"{self.name}: dropout is {self.dropout}, allowed is 0 or more and less than 1")
+        if self.share_embeddings and self.source_vocabulary != self.target_vocabulary:
+            raise ValueError(
+                f"{self.name}: share_embeddings is true, allowed is false for vocabularies of unequal sizes, here "
+                f"{self.source_vocabulary} and {self.target_vocabulary}"
+            )
+
+
+class AddPositions(nn.Module):
+    """Adds a sine or cosine of the position to every feature, from short waves to long ones (section 3.5)."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Return x, [samples, tokens, width], plus the encodings of positions `start` and on."""
+        num_tokens, width = x.shape[1:]
+        position = torch.arange(start, start + num_tokens, dtype=x.dtype, device=x.device).unsqueeze(1)
+        even = torch.arange(0, width, 2, dtype=x.dtype, device=x.device)
+        angle = position * _LONGEST_WAVE ** (-even / width)
+        return x + torch.stack((angle.sin(), angle.cos()), 2).flatten(1)
+
+
+class Embedding(nn.Module):
+    """Token ids to what a stack of blocks reads: vectors, scaled, with positions, dropped out."""
+
+    def __init__(self, table: nn.Embedding, dropout: float) -> None:
+        super().__init__()
+        self.table, self.positions, self.dropout = table, AddPositions(), nn.Dropout(dropout)
+        self.scale = table.embedding_dim**0.5
+
+    def forward(self, tokens: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Map [samples, tokens] int64, the first of which stands at position `start`, to [samples, tokens, width]."""
+        embedded: torch.Tensor = self.dropout(self.positions(self.table(tokens) * self.scale, start))
+        return embedded
+
+
+class FeedForward(nn.Module):
+    """The same two linear layers at every position (section 3.3)."""
+
+    def __init__(self, options: TransformerOptions) -> None:
+        super().__init__()
+        self.wide = nn.Linear(options.width, options.feed_forward)
+        self.relu = nn.ReLU()
+        self.dropout = nn.Dropout(options.dropout)
+        self.narrow = nn.Linear(options.feed_forward, options.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens, width] to the same shape."""
+        y: torch.Tensor = self.narrow(self.dropout(self.relu(self.wide(x))))
+        return y
+
+
+class EncoderBlock(nn.Module):
+    """Attention of a sentence to itself, then two linear layers."""
+
+    def __init__(self, options: TransformerOptions) -> None:
+        super().__init__()
+        width, heads, dropout = options.width, options.num_heads, options.dropout
+        self.attention = MultiHeadAttention(width, heads, dropout, HidePadding())
+        self.after_attention = AddNorm(width, dropout)
+        self.feed_forward = FeedForward(options)
+        self.after_feed_forward = AddNorm(width, dropout)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens, width] to the same shape; lengths: tokens that aren't padding, [samples] int64."""
+        x = self.after_attention(x, self.attention(x, x, lengths))
+        y: torch.Tensor = self.after_feed_forward(x, self.feed_forward(x))
+        return y
+
+
+class DecoderBlock(nn.Module):
+    """Attention to what was written before, attention to the source, then two linear layers."""
+
+    def __init__(self, options: TransformerOptions) -> None:
+        super().__init__()
+        width, heads, dropout = options.width, options.num_heads, options.dropout
+        self.attention = MultiHeadAttention(width, heads, dropout, HideFuture())
+        self.after_attention = AddNorm(width, dropout)
+        self.source_attention = MultiHeadAttention(width, heads, dropout, HidePadding())
+        self.after_source_attention = AddNorm(width, dropout)
+        self.feed_forward = FeedForward(options)
+        self.after_feed_forward = AddNorm(width, dropout)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Map [samples, target tokens, width] to the same shape.
+
+        Args:
+            x: what was written; no position depends on a later one.
+            memory: the encoder's output: [samples, source tokens, width].
+            lengths: source tokens that aren't padding: [samples] int64.
+        """
+        x = self.after_attention(x, self.attention(x, x))
+        x = self.after_source_attention(x, self.source_attention(x, memory, lengths))
+        y: torch.Tensor = self.after_feed_forward(x, self.feed_forward(x))
+        return y
+
+    def step(self, x: torch.Tensor, before: Tensors, source: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """Take one token.
+
+        Args:
+            x: [rows, 1, width].
+            before: keys and values of the tokens before it.
+            source: keys and values of the source, and its lengths.
+
+        Returns:
+            [rows, 1, width], and keys and values of the tokens up to this one.
+        """
+        keys = torch.cat((before[0], self.attention.key(x)), 3)
+        values = torch.cat((before[1], self.attention.value(x)), 2)
+        x = self.after_attention(x, self.attention.attend(self.attention.query(x), keys, values))
+        x = self.after_source_attention(x, self.source_attention.attend(self.source_attention.query(x), *source))
+        x = self.after_feed_forward(x, self.feed_forward(x))
+        return x, (keys, values)
+
+
+class Transformer(nn.Module):
+    """The translator; see `transformer` for its options.
+
+    Inputs are `source` [samples, source tokens] int64, `source_length` [samples] int64, and `target_in` [samples,
+    target tokens] int64, which starts with BOS. Padding, on the right, influences nothing.
+    """
+
+    def __init__(self, options: TransformerOptions) -> None:
+        super().__init__()
+        source = nn.Embedding(options.source_vocabulary, options.width)
+        target = source if options.share_embeddings else nn.Embedding(options.target_vocabulary, options.width)
+        self.source_embedding = Embedding(source, options.dropout)
+        self.encoder = nn.ModuleList(EncoderBlock(options) for _ in range(options.num_layers))
+        self.target_embedding = Embedding(target, options.dropout)
+        self.decoder = nn.ModuleList(DecoderBlock(options) for _ in range(options.num_layers))
+        self.classifier = nn.Linear(options.width, options.target_vocabulary, bias=False)
+        if options.share_embeddings:
+            self.classifier.weight = target.weight
+
+    def forward(self, source: torch.Tensor, source_length: torch.Tensor, target_in: torch.Tensor) -> torch.Tensor:
+        """Return the logits of every next token: [samples, target tokens, target vocabulary] float."""
+        memory = self._encode(source, source_length)
+        x = self.target_embedding(target_in)
+        for block in self.decoder:
+            x = block(x, memory, source_length)
+        logits: torch.Tensor = self.classifier(x)
+        return logits
+
+    @torch.no_grad()
+    def translate(
+        self, source: torch.Tensor, source_length: torch.Tensor, *, max_length: int, beam_size: int = 4
+    ) -> list[list[int]]:
+        """Return the translations of sentences, by the paper's beam search: four hypotheses, length penalty 0.6.
+
+        Args:
+            source: padded on the right: [samples, source tokens] int64.
+            source_length: [samples] int64.
+            max_length: most tokens to generate, EOS included.
+            beam_size: hypotheses per sentence.
+
+        Returns:
+            Target ids without BOS and EOS.
+
+        Raises:
+            ValueError: max_length or beam_size is less than 1.
+        """
+        memory = self._encode(source, source_length)
+        attentions = [block.source_attention for block in self._decoder()]
+        keys = torch.stack([attention.key(memory) for attention in attentions], 1)
+        values = torch.stack([attention.value(memory) for attention in attentions], 1)
+        num_samples, num_layers, num_heads, num_features = keys.shape[:4]
+        before = (num_samples, beam_size, num_layers, num_heads)
+        state = (keys.new_empty(*before, num_features, 0), keys.new_empty(*before, 0, num_features))
+        context = (keys, values, source_length)
+        return beam_search(self._step, state, context, max_length=max_length, beam_size=beam_size)
+
+    def _decoder(self) -> list[DecoderBlock]:
+        return [block for block in self.decoder if isinstance(block, DecoderBlock)]
+
+    def _encode(self, source: torch.Tensor, source_length: torch.Tensor) -> torch.Tensor:
+        """Return the memory: [samples, source tokens, width]."""
+        x: torch.Tensor = self.source_embedding(source)
+        for block in self.encoder:
+            x = block(x, source_length)
+        return x
+
+    def _step(self, tokens: torch.Tensor, state: Tensors, context: Tensors) -> tuple[torch.Tensor, None, Tensors]:
+        """Compute one token of every hypothesis: what `forward` does after the encoder; see zoo/beam_search.py."""
+        beam_size = tokens.shape[1]
+        keys, values = (each.flatten(0, 1).unbind(1) for each in state)
+        source_keys, source_values, lengths = (each.repeat_interleave(beam_size, 0) for each in context)
+        x = self.target_embedding(tokens.reshape(-1, 1), state[0].shape[-1])
+        after: list[Tensors] = []
+        for index, block in enumerate(self._decoder()):
+            source = (source_keys[:, index], source_values[:, index], lengths)
+            x, seen = block.step(x, (keys[index], values[index]), source)
+            after.append(seen)
+        logits = self.classifier(x[:, 0]).view(*tokens.shape, -1)
+        stacked = (torch.stack(each, 1) for each in zip(*after, strict=True))
+        state = tuple(each.view(*tokens.shape, *each.shape[1:]) for each in stacked)
+        return functional.log_softmax(logits, -1), None, state
+
+
+def transformer(
+    num_layers: int = 6,
+    width: int = 512,
+    feed_forward: int = 2048,
+    num_heads: int = 8,
+    source_vocabulary: int = VOCABULARY,
+    target_vocabulary: int = VOCABULARY,
+    dropout: float = 0.1,
+    share_embeddings: bool = False,
+) -> Transformer:
+    """Build the Transformer, by default the paper's base model (table 3).
+
+    Args:
+        num_layers: blocks of the encoder, and of the decoder; vPipe's model for 16 GPUs has twice those for 8.
+        width: features of a token.
+        feed_forward: features between the two linear layers.
+        num_heads: of every attention; divides `width`.
+        source_vocabulary: tokens of the source's language, at least 4.
+        target_vocabulary: tokens of the target's language, at least 4.
+        dropout: probability of dropping a feature or an attention's weight, in [0, 1).
+        share_embeddings: both embeddings and the matrix before the softmax are one, as in the paper; needs equal
+            vocabularies. pipebench keeps tied parameters in one stage, so a model that shares them can't be cut
+            between its ends; the default has three.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    return _build(
+        TransformerOptions(
+            "transformer", num_layers, width, feed_forward, num_heads, source_vocabulary, target_vocabulary, dropout,
+            share_embeddings,
+        )
+    )  # fmt: skip
+
+
+def transformer_big(
+    num_layers: int = 6,
+    width: int = 1024,
+    feed_forward: int = 4096,
+    num_heads: int = 16,
+    source_vocabulary: int = VOCABULARY,
+    target_vocabulary: int = VOCABULARY,
+    dropout: float = 0.3,
+    share_embeddings: bool = False,
+) -> Transformer:
+    """Build the paper's big model (table 3); options as for `transformer`.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    return _build(
+        TransformerOptions(
+            "transformer_big", num_layers, width, feed_forward, num_heads, source_vocabulary, target_vocabulary,
+            dropout, share_embeddings,
+        )
+    )  # fmt: skip
+
+
+def _build(options: TransformerOptions) -> Transformer:
+    """Return the model as tensor2tensor draws it: matrices as Glorot and Bengio, embeddings N(0, 1 / width)."""
+    model = Transformer(options)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    for module in model.modules():  # last: a classifier that shares its matrix has an embedding's
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, 0, options.width**-0.5)
+    return model
