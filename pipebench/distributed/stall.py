@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import HANDING, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 
 ADMIT, EXCHANGE, BARRIER = "admit", "exchange", "barrier"
@@ -22,6 +22,12 @@ _UNIT_WORDS = {
     Op.PULL: "pulls weights of the server, up to {unit}",
     Op.SWAP_OUT: "copies what it saved of {unit} to the host",
     Op.SWAP_IN: "copies what it saved of {unit} back from the host",
+    Op.RECUT: "cuts the layers apart that worker {peer} takes from {unit} on",
+    Op.GIVE_UNIT: "gives worker {peer} what layers that go there read of {unit}",
+    Op.GIVE: "gives layers to worker {peer}, which runs them from {unit} on",
+    Op.TAKE_UNIT: "waits for what layers that come from worker {peer} read of {unit}",
+    Op.FORWARD_AGAIN: "runs {unit} forward again through layers that come from worker {peer}",
+    Op.TAKE: "waits for layers from worker {peer}, which it runs from {unit} on",
 }
 _ROUND_WORDS = {
     Op.WAIT_ALL_REDUCE: "waits for the all-reduce of {round} with {others}",
@@ -34,7 +40,16 @@ _OTHER_WORDS = {
     EXCHANGE: "waits for what the other workers say at a drain",
     BARRIER: "waits for all workers at a barrier",
 }
-_WAITS = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.WAIT_ALL_REDUCE, Op.WAIT_NORM, Op.PUSH, Op.PULL)
+_WAITS = (
+    Op.RECEIVE_ACTIVATION,
+    Op.RECEIVE_GRADIENT,
+    Op.WAIT_ALL_REDUCE,
+    Op.WAIT_NORM,
+    Op.PUSH,
+    Op.PULL,
+    Op.TAKE_UNIT,
+    Op.TAKE,
+)
 _STUCK = 0.25  # of the limit: a worker that computes for less may just be slow
 
 
@@ -72,7 +87,7 @@ def describe(
         waits = work in (ADMIT, EXCHANGE, BARRIER)
         return Activity(work or "nothing", _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
     if instruction.op in _UNIT_WORDS:
-        unit = _unit(pipeline, instruction.number, whole=bool(work))
+        unit = _unit(pipeline, instruction.number, whole=bool(work) or instruction.op in HANDING)
         peer = pipeline.worker(instruction.peer, instruction.number)
         words = _UNIT_WORDS[instruction.op].format(unit=unit, peer=peer)
     else:

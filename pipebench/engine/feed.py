@@ -7,7 +7,7 @@ The order is fixed beforehand: what is fetched, and when it arrives, changes no 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import data
@@ -77,12 +77,21 @@ class Feed:
         if not names or self.size(unit) == 0:
             return []
         fields = [self._fields[name] for name in names]
-        key = (stage, worker)
-        if key not in self._ahead:
-            self._ahead[key] = self._fetch_ahead(stage, worker, fields)
-        found, fetched = next(self._ahead[key])
+        found, fetched = next(self._fetching(stage, worker, fields, unit))
+        if found != unit and self._setup.repartitions:  # for a while, no layer here read inputs
+            self._ahead.pop((stage, worker)).units.close()
+            found, fetched = next(self._fetching(stage, worker, fields, unit))
         assert found == unit, f"stage {stage} of worker {worker} asked for unit {unit}, next is {found}"
         return [self._onto_device(fetched[field]) for field in fields]
+
+    def _fetching(self, stage: int, worker: int, fields: list[str], unit: int) -> "_Fetched":
+        """Return what fetches a worker's inputs; it begins with a unit where it is the first, or reads other fields."""
+        ahead = self._ahead.get((stage, worker))
+        if ahead is None or ahead.fields != fields:
+            if ahead is not None:
+                ahead.units.close()
+            ahead = self._ahead[stage, worker] = _Ahead(fields, self._fetch_ahead(stage, worker, fields, unit))
+        return ahead.units
 
     def targets(self, unit: int) -> dict[str, torch.Tensor]:
         """Return what the loss needs besides the model's output."""
@@ -93,7 +102,7 @@ class Feed:
     def close(self) -> None:
         """End the processes that fetch ahead: left to garbage collection, each would be waited for for seconds."""
         for ahead in self._ahead.values():
-            ahead.close()
+            ahead.units.close()
 
     def _onto_device(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value on the device; a GPU copies it when its turn comes, and the host doesn't wait for that.
@@ -105,22 +114,22 @@ class Feed:
             value = value.pin_memory()
         return value.to(device, non_blocking=True)
 
-    def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str]) -> "_Ahead":
-        """Yield the units of a worker's stage in order with their fields."""
+    def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str], first: int) -> "_Fetched":
+        """Yield the units of a worker's stage from one on in order with their fields."""
         tasks = _Tasks(self._setup.dataset, self.split, fields)
         if self._processes == 0:
-            for unit in self._units(stage, worker):
+            for unit in self._units(stage, worker, first):
                 yield unit, tasks[self._task(unit)]
             return
         loader: Any = data.DataLoader(
             tasks,
-            sampler=map(self._task, self._units(stage, worker)),
+            sampler=map(self._task, self._units(stage, worker, first)),
             batch_size=None,
             num_workers=self._processes,
             prefetch_factor=_AHEAD,
             pin_memory=self._setup.device.type == "cuda",
         )
-        for unit, fetched in zip(self._units(stage, worker), loader, strict=True):
+        for unit, fetched in zip(self._units(stage, worker, first), loader, strict=True):
             if isinstance(fetched, _Mistake):
                 raise UserCodeError(f"in a process that fetches ahead, {fetched.sentence}")
             yield unit, fetched
@@ -131,12 +140,12 @@ class Feed:
         pipeline, total = self._pipeline, self._setup.dataset.loader_processes
         return min(total, max(1, total // sum(pipeline.replicas[stage] for stage in pipeline.loads)))
 
-    def _units(self, stage: int, worker: int) -> Iterator[int]:
-        """Yield the units of a worker's stage that aren't empty, ascending."""
+    def _units(self, stage: int, worker: int, first: int) -> Iterator[int]:
+        """Yield the units of a worker's stage from one on that aren't empty, ascending."""
         pipeline = self._pipeline
         blocks = -(-self._num_minibatches // pipeline.block)
         for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * self._parts)):
-            if self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
+            if unit >= first and self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
                 yield unit
 
     def _task(self, unit: int) -> "_Task":
@@ -154,7 +163,14 @@ class Feed:
 
 
 _Task = tuple[list[int], int]
-_Ahead = Generator[tuple[int, dict[str, torch.Tensor]], None, None]
+_Fetched = Generator[tuple[int, dict[str, torch.Tensor]], None, None]
+
+
+class _Ahead(NamedTuple):
+    """The fields that a worker's stage reads, and its units with them."""
+
+    fields: list[str]
+    units: _Fetched
 
 
 @dataclass(frozen=True)

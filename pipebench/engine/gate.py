@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import HANDING, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
+from pipebench.schedule.routes import Routes
 
 _ROUND_OPS = (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM, Op.UPDATE)
 
@@ -57,7 +58,7 @@ class Admission(Protocol):
 
 
 def admitted_program(
-    pipeline: Pipeline, worker: int, num_minibatches: int, admission: Admission
+    pipeline: Pipeline, worker: int, num_minibatches: int, admission: Admission, routes: Routes | None = None
 ) -> Iterator[Instruction]:
     """Yield a worker's instructions for a segment, going over to a shorter segment's as soon as one is agreed on.
 
@@ -67,21 +68,24 @@ def admitted_program(
 
     Asks before the first instruction of every grain: that is a forward's (or its load's or receive's), or, on a replica
     that has no unit in the last, short round, its wait or update in that round. So a worker at the end of its list
-    has asked for the last grain, and the segment can't be shortened behind its back.
+    has asked for the last grain, and the segment can't be shortened behind its back. What moves layers begins nothing.
 
     Yields:
         What `programs(pipeline, admission.limit)[worker]` holds, with the limit as it is at the end.
     """
     size = pipeline.period
     admitted = 0  # minibatches before this one may begin
-    for executed, instruction in enumerate(programs(pipeline, num_minibatches)[worker]):
+    for executed, instruction in enumerate(programs(pipeline, num_minibatches, routes)[worker]):
+        if instruction.op in HANDING:
+            yield instruction
+            continue
         if instruction.op in _ROUND_OPS:
             minibatch = instruction.number * pipeline.round_size(instruction.stage)
         else:
             minibatch = pipeline.minibatch(instruction.number)[0]
         if minibatch >= admitted:
             if not admission.admit(minibatch):
-                yield from itertools.islice(programs(pipeline, admission.limit)[worker], executed, None)
+                yield from itertools.islice(programs(pipeline, admission.limit, routes)[worker], executed, None)
                 return
             admitted = (minibatch // size + 1) * size
         yield instruction

@@ -4,7 +4,7 @@ It knows no schedule, no clock and no transport, and no mode: which version a mi
 it holds can be asked of it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ class Replica:
         """
         weights = self.weights.find(version) if self.moved is None else self.moved.for_forward(version, move)
         weights.users += 1
-        received = {layer: detached(value) for layer, value in received.items()}
+        received = {layer: detached(received[layer]) for layer in self.stage.reads}
         self.weights.bind(weights)
         item = self._in_flight[unit] = InFlight(weights, received, draw, loss, self._take_up(place))
         self.stage.seeder.draw, self.stage.loss.function = draw, loss
@@ -196,6 +196,15 @@ class Replica:
             backward_weight(item.rests, item.version.parameters)
         self.weights.release(item.version)
 
+    def heads(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return gradients by layer as `backward` takes them."""
+        return [tensor for layer in self.stage.returns for tensor in gradients.get(layer, ())]
+
+    def stepped(self) -> list[torch.Tensor | None]:
+        """Return the gradients in the types of what the optimizer steps on."""
+        self.gradients = self.weights.as_stepped(self.gradients)
+        return self.gradients
+
     def swap_out(self, unit: int) -> int:
         """Copy what a unit's swapped layers saved to the host, and let go of it; return the bytes."""
         return self._swap(unit).copy_out()
@@ -234,10 +243,24 @@ class Replica:
         stage.seeder.draw = (_EVALUATION, *draw)
         self._take_up(place)
         with torch.no_grad():
-            outputs = stage.module(*inputs, *received.values())
+            outputs = stage.module(*inputs, *(received[layer] for layer in stage.reads))
         self._lay_down(place)
         self.stage.enter()
         return dict(zip(stage.returns, outputs, strict=False)), outputs[-1] if stage.is_last else None
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The units that have run forward and not all of their backward."""
+        return tuple(self._in_flight)
+
+    def let_go(self, unit: int) -> None:
+        """Forget a unit that has run forward: its backward runs elsewhere."""
+        self.weights.release(self._in_flight.pop(unit).version)
+
+    def retire(self) -> None:
+        """Make no more updates, and keep nothing but what the backwards of units in flight need."""
+        self.weights.retire()
+        self.states = {}
 
     def forget(self, split: str) -> None:
         """Let go of the states of a split's streams."""
@@ -261,6 +284,16 @@ class Replica:
     def host_bytes(self) -> int:
         """Return the bytes of its minibatches in flight that are on the host."""
         return sum(item.host_bytes for item in self._in_flight.values())
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The model inputs that a forward reads."""
+        return self.stage.inputs
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is computed here."""
+        return self.stage.is_last
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:

@@ -19,6 +19,8 @@ from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_by
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.phase_costs import PhaseCosts
+from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.replica import Replica
 from pipebench.engine.ring import all_reduce, of_one_type, server_sum
 from pipebench.engine.scores import Scores
@@ -27,7 +29,9 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, scale_metrics, training_feed
 from pipebench.model.plan import Plan
+from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.moves import Move
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
 from pipebench.schedule.pushes import Turns
@@ -79,6 +83,7 @@ class VirtualEngine:
         self._on_unit = on_unit
         self._meter = meter or Meter(setup.pipeline, costs=setup.costs)
         self._stop = stop or StopRequest()
+        self._phases: Phases | None = None
         self._cut_stages(setup)
 
     def _cut_stages(self, setup: Setup) -> None:
@@ -218,19 +223,38 @@ class VirtualEngine:
         """
         pipeline = self.setup.pipeline
         self._feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
+        phases = self._phases or phases_of(self.setup)
+        self._phases = phases
         for worker in self.workers:
-            worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors)
+            worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors, phases)
         admission = StoppableAdmission(
             self._stop, pipeline, num_minibatches, self.setup.sampler.streams or 1, self._cut
         )
-        lists = [admitted_program(pipeline, index, num_minibatches, admission) for index in range(len(self.workers))]
+        routes = None if phases is None else phases.routes
+        lists = [admitted_program(pipeline, w.index, num_minibatches, admission, routes) for w in self.workers]
         self._rings.begin(first_minibatch)
         self._meter.begin(self._feed.size)
         turns = Turns(self.setup.push_order.get(first_minibatch), lambda: admission.limit)
-        self._play(pipeline, self.setup.costs, lists, turns)
+        self._play(pipeline, self.setup.costs, lists, turns, phases)
+        for worker in self.workers:
+            worker.end_training()
+        if phases is not None:
+            self.setup = phases.last
+        self._phases = None
         if admission.limit > 0:
             self._average_buffers()
         return admission.limit
+
+    def announce(self, move: Move) -> None:
+        """Let layers move while training goes on: in the segment that runs now, which who hears of its events may call.
+
+        Between two segments the move is for the next one.
+
+        Raises:
+            PlanError: layers can't move so, or not from that minibatch on.
+        """
+        self._phases = self._phases or Phases(self.setup)
+        self._phases.announce(move)
 
     def _cut(self, num_minibatches: int) -> None:
         """Let the segment end early."""
@@ -264,9 +288,19 @@ class VirtualEngine:
         return WholeModel(self.setup)
 
     def _play(
-        self, pipeline: Pipeline, costs: Costs, lists: Sequence[Iterator[Instruction]], turns: Turns | None = None
+        self,
+        pipeline: Pipeline,
+        costs: Costs,
+        lists: Sequence[Iterator[Instruction]],
+        turns: Turns | None = None,
+        phases: Phases | None = None,
     ) -> None:
-        simulation = Simulation(pipeline, lists, costs, self.network, self._feed.size, self.clock_s, turns)
+        size_of: Callable[[int], Size] = self._feed.size
+        moving = None
+        if phases is not None:
+            moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
+            costs, size_of = moving.costs, moving.size_of
+        simulation = Simulation(pipeline, lists, costs, self.network, size_of, self.clock_s, turns, moving)
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         try:
             for event in simulation:

@@ -151,6 +151,7 @@ class Weights:
         self._averages: Version | None = None
         self._bound: Version | None = None
         self._keep_from = 0
+        self._retired = False
         self._lock = threading.RLock()
         self._held: Version | None = None
         self.most_alive = 1
@@ -166,6 +167,19 @@ class Weights:
     def num_alive(self) -> int:
         """Number of versions held, the newest included."""
         return len(self._alive)
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The numbers of the versions held."""
+        return tuple(version.number for version in self._alive)
+
+    @_one_at_a_time
+    def retire(self) -> None:
+        """Make no more versions, and keep only those that minibatches in flight refer to."""
+        self.optimizer, self._masters, self._averages = None, None, None
+        self.master_bytes = self.state_bytes = 0
+        self._retired = True
+        self._collect()
 
     @_one_at_a_time
     def find(self, number: int) -> Version:
@@ -358,12 +372,14 @@ class Weights:
 
     def _collect(self) -> None:
         """Free the versions nobody refers to and nobody may ask for."""
-        for version in [v for v in self._alive if v is not self.newest and not self._is_needed(v)]:
+        for version in [v for v in self._alive if (self._retired or v is not self.newest) and not self._is_needed(v)]:
             self._alive.remove(version)
             self._free.append(version)
+        if self._retired:
+            self._free.clear()
 
     def _is_needed(self, version: Version) -> bool:
-        return version.users > 0 or version.number >= self._keep_from
+        return version.users > 0 or (version.number >= self._keep_from and not self._retired)
 
 
 def _masters(values: Sequence[torch.Tensor]) -> Version:

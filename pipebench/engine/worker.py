@@ -15,6 +15,8 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.clipping import clipped, gradient_norm
 from pipebench.engine.feed import Feed
+from pipebench.engine.migration import GivenUnit, Migrating
+from pipebench.engine.phases import Phases
 from pipebench.engine.prediction import AS_IT_IS, Move
 from pipebench.engine.protocols import Collectives, Transport, UnitLoss
 from pipebench.engine.replica import Replica, Values
@@ -24,10 +26,11 @@ from pipebench.engine.setup import Setup, loss_divisors, minibatch_weight, share
 from pipebench.engine.structure import CrossingError, flatten
 from pipebench.model.stage import LossFunction, Stage, cut_stage
 from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.moves import HandOver
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, SWAP_IN, SWAP_OUT
+from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, MIGRATION, SWAP_IN, SWAP_OUT
 
 Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's tensors
 _SCALE = -1  # in the place of a layer: the one number that these gradients are multiplied by, if they are
@@ -52,21 +55,12 @@ class Worker:
         self.setup = setup
         self.index = index
         self.replica_index = setup.pipeline.replica_of(index)
-        policy = WEIGHT_POLICIES[setup.pipeline.weights]
         self.replicas = {
-            stage: Replica(
-                cut_stage(setup.graph, setup.plan, stage),
-                setup.make_optimizer,
-                device=setup.device,
-                seed=setup.seed,
-                split=setup.pipeline.backward == SPLIT,
-                overwrite=not policy.stashed,
-                moves=policy.moves(setup.pipeline, stage),
-                gamma=setup.gamma(stage),
-                loss_scale=setup.loss_scale,
-            )
+            stage: make_replica(setup, stage, cut_stage(setup.graph, setup.plan, stage))
             for stage in setup.pipeline.stages_of(index)
         }
+        self._phases: Phases | None = None
+        self._running: dict[int, Replica | Migrating] = {**self.replicas}
         self.peak_bytes = self.host_peak_bytes = 0
         self._note_memory()
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
@@ -87,6 +81,12 @@ class Worker:
             Op.UPDATE: self._update,
             Op.PUSH: self._push,
             Op.PULL: self._pull,
+            Op.RECUT: self._recut,
+            Op.GIVE_UNIT: self._give_unit,
+            Op.GIVE: self._give,
+            Op.TAKE_UNIT: self._take_unit,
+            Op.FORWARD_AGAIN: self._forward_again,
+            Op.TAKE: self._take,
         }
 
     @property
@@ -102,7 +102,14 @@ class Worker:
         if names:
             self.setup.dataset.fetch("train", self.setup.sampler.indices(0), names)
 
-    def begin_training(self, feed: Feed, first: int, num_minibatches: int, divisors: list[float] | None) -> None:
+    def begin_training(
+        self,
+        feed: Feed,
+        first: int,
+        num_minibatches: int,
+        divisors: list[float] | None,
+        phases: Phases | None = None,
+    ) -> None:
         """Start a segment of training, with nothing in flight.
 
         Args:
@@ -110,14 +117,31 @@ class Worker:
             first: the minibatch that the segment begins with.
             num_minibatches: its length; `end_early` may lower it.
             divisors: `loss_divisors` of it.
+            phases: the cuts that it goes through, where layers may move.
         """
         self._begin(feed, {stage: replica.stage for stage, replica in self.replicas.items()}, None)
         self._first = first
         self._num_minibatches = num_minibatches
         self._divisors = divisors
+        self._phases = phases
+        self._bounds = {s: (self.setup.plan.stages[s].start, self.setup.plan.stages[s].stop) for s in self.replicas}
+        self._given_units: dict[tuple[int, int, int], GivenUnit] = {}  # by stage, unit and where it comes from
         self._drained_versions = {stage: r.weights.newest.number for stage, r in self.replicas.items()}
         if not SYNCS[self.setup.pipeline.sync].waits:
             self._held = {stage: replica.weights.hold() for stage, replica in self.replicas.items()}
+
+    def end_training(self) -> None:
+        """End a segment: where layers have moved, the stages are cut as they stand now, for evaluations, too."""
+        phases, self._phases = self._phases, None
+        if phases is None or not phases.routes.moves.announced:
+            return
+        self.setup = phases.last
+        for stage, replica in self.replicas.items():
+            made = make_replica(self.setup, stage, cut_stage(self.setup.graph, self.setup.plan, stage))
+            restore(made, held_by(replica, self._shares[stage]), self._shares[stage])
+            made.weights.newest.number = replica.weights.newest.number
+            made.weights.most_alive = replica.weights.most_alive
+            self.replicas[stage] = self._running[stage] = made
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
         """Start an evaluation, with nothing in flight; `scores` takes what the model puts out."""
@@ -157,7 +181,8 @@ class Worker:
 
     def _load(self, it: Instruction, _: Transport, __: Collectives) -> None:
         if self._feed.size(it.number) > 0:
-            inputs = self._feed.inputs(it.stage, self.index, it.number, self._stages[it.stage].inputs)
+            names = self._running[it.stage].inputs if self._scores is None else self._stages[it.stage].inputs
+            inputs = self._feed.inputs(it.stage, self.index, it.number, names)
             self._inputs[it.stage, it.number] = inputs
 
     def _receive_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
@@ -170,12 +195,11 @@ class Worker:
         if self._feed.size(unit) == 0:
             return None
         inputs = self._inputs.pop((it.stage, unit), [])
-        received = self._in_order(it.stage, self._received.pop((it.stage, unit), {}))
+        received = self._received.pop((it.stage, unit), {})
         if self._scores is not None:
             self._evaluate(it.stage, unit, inputs, received, self._scores)
             return None
-        replica, minibatch = self.replicas[it.stage], self.setup.pipeline.minibatch(unit)[0]
-        is_last = replica.stage.is_last
+        replica, minibatch = self._running[it.stage], self.setup.pipeline.minibatch(unit)[0]
         self._outgoing[it.stage, unit], loss = replica.forward(
             unit,
             self._feed.minibatch(unit),
@@ -184,7 +208,7 @@ class Worker:
             self._feed.place(unit),
             version=self._held[it.stage] if it.version < 0 else self._drained_versions[it.stage] + it.version,
             move=self._move(it),
-            loss=self._loss_function(unit) if is_last else None,
+            loss=self._loss_function(unit) if replica.is_last else None,
         )
         self._note_memory()
         self._hand_over(it.stage, unit)
@@ -213,15 +237,20 @@ class Worker:
             self._arriving.setdefault((it.stage, it.number), {})[it.peer] = gradients
 
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        replica = self.replicas[it.stage]
         if self._feed.size(it.number) > 0:
-            heads, on_gradient = self._arrived(it), self._on_gradient(it, collectives)
-            self._return(it, replica.backward(it.number, heads, on_gradient, self._move(it)))
+            replica, arrived = self._running[it.stage], self._arrived(it)
+            on_gradient = self._on_gradient(it, collectives)
+            if isinstance(replica, Migrating):
+                self._return(it, replica.backward(it.number, arrived))
+                self._gather(it.stage)
+            else:
+                self._return(it, replica.backward(it.number, replica.heads(arrived), on_gradient, self._move(it)))
         self._end_round(it, collectives)
 
     def _backward_input(self, it: Instruction, _: Transport, __: Collectives) -> None:
         if self._feed.size(it.number) > 0:
-            replica, heads = self.replicas[it.stage], self._arrived(it)
+            replica = self.replicas[it.stage]
+            heads = replica.heads(self._arrived(it))
             self._return(it, replica.backward_input(it.number, heads, self._move(it)))
 
     def _backward_weight(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
@@ -236,12 +265,12 @@ class Worker:
 
     def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:
-            transport.copied(SWAP_OUT, self.replicas[it.stage].swap_out(it.number))
+            transport.copied(SWAP_OUT, self._running[it.stage].swap_out(it.number))
             self._note_memory()
 
     def _swap_in(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:
-            transport.copied(SWAP_IN, self.replicas[it.stage].swap_in(it.number))
+            transport.copied(SWAP_IN, self._running[it.stage].swap_in(it.number))
             self._note_memory()
 
     def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
@@ -254,8 +283,8 @@ class Worker:
         self._norm = collectives.norm(it.number)
 
     def _update(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        setup, replica = self.setup, self.replicas[it.stage]
-        replica.gradients = gradients = replica.weights.as_stepped(replica.gradients)
+        setup, replica = self.setup, self._running[it.stage]
+        gradients = replica.stepped()
         self._note_memory()
         keep_from = self._drained_versions[it.stage] + it.version
         if replica.scale is not None:
@@ -275,6 +304,66 @@ class Worker:
         lr = self._lr(it.stage, it.number)
         replica.update(gradients, lr, keep_from=keep_from)
         self._note_memory()
+
+    # Layers that move: see `Migrating`.
+
+    def _recut(self, it: Instruction, _: Transport, __: Collectives) -> None:
+        self._migrating(it.stage).part(self._block(it.stage, it.peer, it.number))
+        self._note_memory()
+
+    def _give_unit(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            given = self._migrating(it.stage).give_unit(it.number, it.peer)
+            transport.send(MIGRATION, it.number, it.stage, it.peer, given.to_plain())
+
+    def _give(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        state = self._migrating(it.stage).give(it.peer)
+        transport.send(MIGRATION, it.number, it.stage, it.peer, vars(state))
+        self._gather(it.stage)
+
+    def _take_unit(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        if self._feed.size(it.number) > 0:
+            given = transport.receive(MIGRATION, it.number, it.peer, it.stage)
+            self._given_units[it.stage, it.number, it.peer] = GivenUnit.from_plain(given)
+
+    def _forward_again(self, it: Instruction, _: Transport, __: Collectives) -> None:
+        given = self._given_units.pop((it.stage, it.number, it.peer), None)
+        if given is not None:
+            block, draw, place = (
+                self._block(it.peer, it.stage, it.number),
+                self._feed.minibatch(it.number),
+                self._feed.place(it.number),
+            )
+            self._migrating(it.stage).forward_again(block, it.number, given, draw, place)
+            self._note_memory()
+
+    def _take(self, it: Instruction, transport: Transport, _: Collectives) -> None:
+        state = ModelState(**transport.receive(MIGRATION, it.number, it.peer, it.stage))
+        self._migrating(it.stage).take(self._block(it.peer, it.stage, it.number), state)
+        self._note_memory()
+        self._gather(it.stage)
+
+    def _block(self, source: int, target: int, minibatch: int) -> HandOver:
+        assert self._phases is not None
+        return self._phases.routes.moves.handed(source, target, minibatch)
+
+    def _migrating(self, stage: int) -> Migrating:
+        """Return a stage some of whose layers move; the first to ask makes it of its replica."""
+        replica, phases = self._running[stage], self._phases
+        if isinstance(replica, Migrating):
+            return replica
+        assert phases is not None
+        bounds = self._bounds[stage]
+        made = Migrating(replica, bounds, self._shares[stage], phases, lambda cut: make_replica(self.setup, stage, cut))
+        self._running[stage] = made
+        return made
+
+    def _gather(self, stage: int) -> None:
+        """Let one replica run a stage again, if nothing more is handed over or in flight in others."""
+        migrating = self._running[stage]
+        if isinstance(migrating, Migrating) and (whole := migrating.whole) is not None:
+            self.replicas[stage] = self._running[stage] = whole.replica
+            self._bounds[stage] = whole.bounds
 
     def _push(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica, gradients = self.replicas[it.stage], self.replicas[it.stage].gradients
@@ -376,6 +465,18 @@ class Worker:
         """Return those stages that this worker has, too: what goes from one of its stages to another doesn't travel."""
         return [other for other in others if other in self.replicas and other != stage]
 
+    def _sends(self, stage: int, unit: int) -> Mapping[int, tuple[int, ...]]:
+        """Return the layers whose values of a unit go to other stages, by stage."""
+        if self._phases is None or self._scores is not None:
+            return self._stages[stage].sends
+        return self._phases.sends(stage, self.setup.pipeline.minibatch(unit)[0])
+
+    def _returns(self, stage: int, unit: int) -> Mapping[int, tuple[int, ...]]:
+        """Return the layers whose gradients of a unit go back to other stages, by stage."""
+        if self._phases is None:
+            return self.replicas[stage].stage.receives
+        return self._phases.returns(stage, self.setup.pipeline.minibatch(unit)[0])
+
     def _hand_over(self, stage: int, unit: int) -> None:
         for target in self._within_worker(self._stages[stage].sends, stage):
             self._take_activation(target, unit, self._activation_for(stage, unit, target))
@@ -385,23 +486,22 @@ class Worker:
 
     def _activation_for(self, stage: int, unit: int, target: int) -> Values:
         """Return the values of a unit that stage `target` reads; it asks once, the last one to ask takes the rest."""
-        outgoing, sends = self._outgoing.get((stage, unit), {}), self._stages[stage].sends
+        outgoing, sends = self._outgoing.get((stage, unit), {}), self._sends(stage, unit)
         values = {layer: outgoing[layer] for layer in sends[target] if layer in outgoing}
         if values and (stage, target) not in self._can_cross:  # the first unit shows what the others will be
             self._check_crossing(values)
             self._can_cross.add((stage, target))
-        if target == self._asks_last(stage):
+        if target == self._asks_last(sends):
             self._outgoing.pop((stage, unit), None)
         return values
 
-    def _asks_last(self, stage: int) -> int:
+    def _asks_last(self, sends: Iterable[int]) -> int:
         """Return the last stage to be given a unit's values: those of this worker are served before all others."""
-        sends = self._stages[stage].sends
         away = [target for target in sends if target not in self.replicas]
         return max(away or sends)
 
-    def _arrived(self, it: Instruction) -> list[torch.Tensor]:
-        return self._heads(it.stage, self._arriving.pop((it.stage, it.number), {}))
+    def _arrived(self, it: Instruction) -> Gradients:
+        return self._total(it.stage, self._arriving.pop((it.stage, it.number), {}))
 
     def _return(self, it: Instruction, returning: Gradients) -> None:
         """Keep the gradients that a backward gave until they are sent; stages of this worker have them at once."""
@@ -424,7 +524,7 @@ class Worker:
     def _gradient_for(self, stage: int, unit: int, source: int) -> Gradients:
         """Return the gradients of the values that came from stage `source`; asked for once."""
         returning = self._returning.get((stage, unit), {})
-        layers = self.replicas[stage].stage.receives[source]
+        layers = self._returns(stage, unit)[source]
         gradients = {layer: returning.pop(layer) for layer in layers if layer in returning}
         scale = self.replicas[stage].scale
         if gradients and scale is not None:
@@ -441,17 +541,14 @@ class Worker:
             except CrossingError as error:
                 raise CrossingError(f"layer {graph.layers[layer].name}: {error}") from None
 
-    def _in_order(self, stage: int, received: Values) -> Values:
-        return {layer: received[layer] for layers in self._stages[stage].receives.values() for layer in layers}
-
-    def _heads(self, stage: int, arriving: Mapping[int, Gradients]) -> list[torch.Tensor]:
+    def _total(self, stage: int, arriving: Mapping[int, Gradients]) -> Gradients:
         """Add gradients that meet, in one order whatever the plan: last reader first; all in this stage's scale."""
         total: Gradients = {}
         for reader in sorted(arriving, reverse=True):
             for layer, tensors in self._in_own_scale(stage, arriving[reader]).items():
                 known = total.get(layer)
                 total[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
-        return [tensor for layer in self.replicas[stage].stage.returns for tensor in total.get(layer, ())]
+        return total
 
     def _in_own_scale(self, stage: int, gradients: Gradients) -> Gradients:
         scale = self.replicas[stage].scale
@@ -471,8 +568,24 @@ class Worker:
         return loss
 
     def _note_memory(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, sum(replica.live_bytes() for replica in self.replicas.values()))
-        self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self.replicas.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(replica.live_bytes() for replica in self._running.values()))
+        self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self._running.values()))
+
+
+def make_replica(setup: Setup, stage: int, cut: Stage) -> Replica:
+    """Return a replica of layers that were cut out for a stage, with their initial weights."""
+    policy = WEIGHT_POLICIES[setup.pipeline.weights]
+    return Replica(
+        cut,
+        setup.make_optimizer,
+        device=setup.device,
+        seed=setup.seed,
+        split=setup.pipeline.backward == SPLIT,
+        overwrite=not policy.stashed,
+        moves=policy.moves(setup.pipeline, stage),
+        gamma=setup.gamma(stage),
+        loss_scale=setup.loss_scale,
+    )
 
 
 def training_feed(setup: Setup, first: int, num_minibatches: int) -> tuple[Feed, list[float] | None]:

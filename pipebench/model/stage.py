@@ -114,6 +114,11 @@ class Stage:
     evaluation: "Stage | None" = None
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        """Layers whose values it receives, in the order in which its module takes them."""
+        return tuple(layer for layers in self.receives.values() for layer in layers)
+
+    @property
     def evaluated(self) -> "Stage":
         """The same stage as it evaluates."""
         return self if self.evaluation is None else self.evaluation

@@ -25,6 +25,12 @@ class Op(enum.IntEnum):
     PULL = 13
     SWAP_OUT = 14
     SWAP_IN = 15
+    RECUT = 16
+    GIVE_UNIT = 17
+    GIVE = 18
+    TAKE_UNIT = 19
+    FORWARD_AGAIN = 20
+    TAKE = 21
 
 
 _LETTERS = {
@@ -44,6 +50,12 @@ _LETTERS = {
     Op.PULL: "PULL",
     Op.SWAP_OUT: "SO",
     Op.SWAP_IN: "SI",
+    Op.RECUT: "RC",
+    Op.GIVE_UNIT: "GU",
+    Op.GIVE: "G",
+    Op.TAKE_UNIT: "TU",
+    Op.FORWARD_AGAIN: "FA",
+    Op.TAKE: "T",
 }
 # A backward in one piece or the two parts of one; what comes first of it, and what a stage is done with a unit after.
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -51,6 +63,9 @@ FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 # Copies between a device and its host: begun in turn, and over when they are.
 COPIES = (Op.SWAP_OUT, Op.SWAP_IN)
+# What moves layers, told by the minibatch from which on the forward runs elsewhere, and what goes towards the peer.
+HANDING = (Op.RECUT, Op.GIVE, Op.TAKE)
+_TOWARDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.RECUT, Op.GIVE_UNIT, Op.GIVE)
 _OPS = {letters: op for op, letters in _LETTERS.items()}
 _TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:([<>])(\d+))?(?:\+(\d+))?(?:@(\d+))?(?:~(-?\d+))?")
 
@@ -62,8 +77,10 @@ class Instruction(NamedTuple):
         op: what to do.
         stage: the stage it is done for, one of the worker's. A wait for the norm is for all of them: the first.
         number: the unit (a minibatch, or one microbatch of it) it is about; for waits and updates, the round. A pull is
-            for the minibatch that comes next, or at the end of the list, after the segment's last.
-        peer: the other stage of a send or receive, else -1. The unit tells which of its replicas that is.
+            for the minibatch that comes next, or at the end of the list, after the segment's last. Where layers are cut
+            apart, given or taken, the first minibatch whose forward runs at their new stage.
+        peer: the other stage of a send or receive, or the one that layers go to or come from, else -1. The unit tells
+            which of its replicas that is.
         reduce: the round whose all-reduce a backward, or its weight part, starts, else -1.
         version: the weights that a forward or backward uses; of an update, the oldest that the stage may still be
             asked for afterwards; of a pull, the one it waits for. Versions count the stage's updates since the drain.
@@ -88,8 +105,12 @@ class Instruction(NamedTuple):
         a backward, `0BW3@1` its weight part. `0SO3` copies what is saved of unit 3 to the host, `0SI3` back.
         `0F3@1~2` predicts from version 1 what the weights are 2 updates later,
         `0B3@3~-2` takes version 3 back by 2.
+
+        Where layers move: `1RC9>0` cuts those apart that stage 0 runs forward from 9 on, `1GU7>0` gives what they read
+        of unit 7, `0TU7<1` takes it, `0FA7<1@6` computes them again there, `1G9>0` gives the layers, `0T9<1` takes
+        them.
         """
-        arrow = ">" if self.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) else "<"
+        arrow = ">" if self.op in _TOWARDS else "<"
         peer = f"{arrow}{self.peer}" if self.peer >= 0 else ""
         reduce = f"+{self.reduce}" if self.reduce >= 0 else ""
         version = f"@{self.version}" if self.version >= 0 else ""

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
+from pipebench.schedule.handing_over import Handing
 from pipebench.schedule.instructions import COPIES, ENDS, Instruction, Op
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.passes import Pass, forwards
 from pipebench.schedule.pipeline import SPLIT, Pipeline
+from pipebench.schedule.routes import Routes
 from pipebench.schedule.swaps import with_copies
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
@@ -22,11 +24,20 @@ from pipebench.schedule.weights import WEIGHT_POLICIES
 _instruction = partial(tuple.__new__, Instruction)
 
 
-def programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
-    """Return every worker's list of instructions for `num_minibatches` minibatches between two drains, lazily."""
-    program = _program if SYNCS[pipeline.sync].waits else _pushing_program
+def programs(pipeline: Pipeline, num_minibatches: int, routes: Routes | None = None) -> list[Iterator[Instruction]]:
+    """Return every worker's list of instructions for `num_minibatches` minibatches between two drains, lazily.
+
+    Args:
+        pipeline: the shape.
+        num_minibatches: of the segment.
+        routes: where layers may move meanwhile: which stages exchange values of a unit, read when its turn comes.
+    """
     workers = range(pipeline.num_workers)
-    return [chain.from_iterable(program(pipeline, worker, num_minibatches)) for worker in workers]
+    if not SYNCS[pipeline.sync].waits:
+        return [chain.from_iterable(_pushing_program(pipeline, worker, num_minibatches)) for worker in workers]
+    if routes is None:
+        return [chain.from_iterable(_program(pipeline, worker, num_minibatches)) for worker in workers]
+    return [chain.from_iterable(_moving_program(pipeline, worker, num_minibatches, routes)) for worker in workers]
 
 
 def forward_programs(pipeline: Pipeline, num_minibatches: int) -> list[Iterator[Instruction]]:
@@ -73,6 +84,39 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
     for program in stages.values():  # the last round is short and had no unit for us
         if not p.flushes and program.updates * p.round_size(program.stage) < num_minibatches:
             yield _update(p, [program])
+
+
+def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Routes) -> Iterator[list[Instruction]]:
+    """Pass after pass as ever, over the edges that a unit has, and what hands layers over in between."""
+    (stage,) = p.stages_of(worker)
+    program = _StageProgram(p, stage, worker, num_minibatches)
+    handing, minibatch, done = Handing(routes.moves, stage, num_minibatches), p.minibatch, 0
+    for units in _between_flushes(p, num_minibatches):
+        passes = order_of(p.order).passes(p, worker, units)
+        for _, op, unit in with_copies(passes, (stage,)) if p.swaps else passes:
+            k = minibatch(unit)[0]
+            if op is Op.FORWARD:
+                if stage == 0:
+                    routes.moves.begin(k)
+                program.connect(routes.forward(k))
+                yield program.forward(unit, *program.read(k, unit))
+                yield handing.after_forward(k)
+            elif op in COPIES:
+                yield [Instruction(op, stage, unit)] if stage in routes.forward(k).swaps else []
+            else:
+                yield handing.before_backward(k)
+                program.connect(routes.backward(k))
+                yield program.backward(op, unit)
+                if program.left == 0 and not p.flushes:
+                    yield handing.before_update(k)
+                    yield _update(p, [program])
+                    yield handing.after_update(k)
+        if p.flushes:
+            yield _update(p, [program])
+            done += len(units) // p.microbatches
+            yield handing.after_flush(done)
+    if not p.flushes:
+        yield handing.at_end()
 
 
 def _pushing_program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
@@ -146,6 +190,15 @@ class _StageProgram:
         self._bellwether = (-1, 0)  # the last round that has begun here, and the version of its first forward
         self._to_begin = 0  # units of that round that haven't run forward
         self._next = self._replica  # the minibatch that the worker turns to after the one it ran forward last
+        self._connected: Pipeline | None = None
+        self.connect(p)
+        self._begin_round()
+
+    def connect(self, p: Pipeline) -> None:
+        """Let messages go along the edges of a pipeline from here on, and load what that loads."""
+        if p is self._connected:
+            return
+        stage, self._connected = self.stage, p
         self._loads = stage in p.loads
         # Two stages of one worker hand values over by themselves.
         away = [edge for edge in p.edges if p.positions[edge.source] != p.positions[edge.target]]
@@ -154,7 +207,6 @@ class _StageProgram:
         # Gradients that meet come from the last reader first.
         self._answering = sorted((e.target for e in away if e.source == stage and e.has_gradient), reverse=True)
         self._answered = [edge.source for edge in away if edge.target == stage and edge.has_gradient]
-        self._begin_round()
 
     def read(self, minibatch: int, unit: int) -> tuple[int, int]:
         """Return the version that the forward of a unit reads, and how far ahead of it its weights are predicted."""

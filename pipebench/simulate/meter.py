@@ -36,8 +36,15 @@ COMPUTE = {
     Op.BACKWARD_INPUT: (BACKWARD_INPUT, "I"),
     Op.BACKWARD_WEIGHT: (BACKWARD_WEIGHT, "W"),
     Op.UPDATE: (UPDATE, "U"),
+    Op.FORWARD_AGAIN: (FORWARD, "again F"),
 }
-_SENDS = {Op.SEND_ACTIVATION: "F", Op.SEND_GRADIENT: "B", Op.PUSH: "all of B"}
+_SENDS = {
+    Op.SEND_ACTIVATION: "F",
+    Op.SEND_GRADIENT: "B",
+    Op.PUSH: "all of B",
+    Op.GIVE_UNIT: "layers' share of ",
+    Op.GIVE: "layers from ",
+}
 _WAIT_LABELS = {
     Op.LOAD_INPUT: "load",
     Op.RECEIVE_ACTIVATION: "wait for activation",
@@ -45,6 +52,8 @@ _WAIT_LABELS = {
     Op.WAIT_ALL_REDUCE: "wait for all-reduce",
     Op.WAIT_NORM: "wait for gradient norm",
     Op.PULL: "wait for weights",
+    Op.TAKE_UNIT: "wait for what layers read",
+    Op.TAKE: "wait for layers",
 }
 
 

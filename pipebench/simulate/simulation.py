@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from pipebench.errors import ScheduleError
 from pipebench.model.sampling import Size
@@ -22,7 +22,7 @@ from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.network import Connection, Message, Network
 from pipebench.simulate.pushing import Pushing
 from pipebench.simulate.reductions import EVERY_STAGE, Reductions, Wait
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT
+from pipebench.simulate.timeline import ACTIVATION, GRADIENT, MIGRATION
 
 
 class Event(NamedTuple):
@@ -70,7 +70,21 @@ class _Edge:
     waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
 
 
+class Moving(Protocol):
+    """What moving layers costs, where they move while a pipeline runs."""
+
+    def update_s(self, stage: int, round_index: int) -> float:
+        """Return the seconds of an update."""
+
+    def again_s(self, it: Instruction) -> float:
+        """Return the seconds in which a unit runs forward once more through layers that have come."""
+
+    def num_bytes(self, it: Instruction) -> int:
+        """Return the bytes of what is given."""
+
+
 _Stages = tuple[int, int]  # the stage a message leaves, the one that reads it
+_RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.TAKE_UNIT, Op.TAKE)
 
 
 class Simulation:
@@ -84,6 +98,7 @@ class Simulation:
         size_of: what the costs of a unit depend on, its number of samples.
         start_s: time at which every worker starts.
         turns: whose push the server applies next, where replicas don't wait for each other.
+        moving: what it costs that layers move; None where they stay.
 
     Raises:
         ScheduleError: while iterating, if workers wait for each other in a circle.
@@ -98,8 +113,10 @@ class Simulation:
         size_of: Callable[[int], Size],
         start_s: float = 0.0,
         turns: Turns | None = None,
+        moving: Moving | None = None,
     ) -> None:
         self._pipeline = pipeline
+        self._moving = moving
         self._programs = programs
         self._costs = costs
         self._network = network
@@ -119,6 +136,10 @@ class Simulation:
         for (source, target), sizes in costs.gradient_bytes.items():
             _, values = costs.values.get((source, target), (1.0, 1.0))
             self._gradients[target, source] = _Edge(GRADIENT, "B", sizes, first[source], replicas[source], values)
+        self._migrations: dict[_Stages, _Edge] = {}
+        for left in range(pipeline.num_stages - 1 if moving is not None else 0):
+            for source, target in ((left, left + 1), (left + 1, left)):
+                self._migrations[source, target] = _Edge(MIGRATION, "M", {}, first[target], replicas[target])
         self._loaders = [(start_s, start_s, start_s)] * len(programs)  # loaded; taken, the last two
         self._running = set(range(len(programs)))
         self.end_s = start_s
@@ -136,8 +157,9 @@ class Simulation:
             tuple.__new__,
             Op.UPDATE,
             Op.BACKWARD_WEIGHT,
-            (Op.SEND_ACTIVATION, Op.SEND_GRADIENT),
+            (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.GIVE_UNIT, Op.GIVE),
         )
+        moving, again = self._moving, Op.FORWARD_AGAIN
         then: Entry | None = None  # what the worker at hand comes to next
         while heap or then is not None:
             now_s, _, _, worker, payload = pop(heap) if then is None else replace(heap, then)
@@ -165,7 +187,9 @@ class Simulation:
                     if reduce >= 0:
                         self._reductions.join(stage, reduce, now_s, lasts_s, in_part=op is weight)
                 elif op is update:
-                    lasts_s = update_s[stage]
+                    lasts_s = update_s[stage] if moving is None else moving.update_s(stage, number)
+                elif op is again:
+                    lasts_s = moving.again_s(instruction) if moving is not None else 0.0
                 elif op in sends:
                     lasts_s = self._send(worker, instruction, now_s)
                     if lasts_s == 0:
@@ -229,12 +253,18 @@ class Simulation:
     def _send(self, worker: int, instruction: Instruction, now_s: float) -> float:
         """Let a message set out; return the seconds that sending it keeps the worker."""
         op, stage, unit, other, *_ = instruction
-        edge = (self._activations if op is Op.SEND_ACTIVATION else self._gradients)[stage, other]
-        num_bytes, peer = edge.num_bytes[self._size_of(unit)], edge.first + unit % edge.replicas
+        edge = self._edges(op)[stage, other]
+        peer = edge.first + unit % edge.replicas
+        if edge.kind == MIGRATION and self._moving is not None:
+            num_bytes = self._moving.num_bytes(instruction)
+        else:
+            num_bytes = edge.num_bytes[self._size_of(unit)]
         connection = edge.connections.get((worker, peer))
         if connection is None:
             connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer, edge.values)
-        label = edge.letter + self._pipeline.label(unit) if self._network.observed else ""
+        label = (
+            edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit)) if self._network.observed else ""
+        )
         message = self._network.send(connection, num_bytes, now_s, label)
         waiting = edge.waiting.pop(unit, None)
         if waiting is None:
@@ -242,6 +272,12 @@ class Simulation:
         else:
             self._receive(message, peer, (*waiting, now_s), now_s)
         return self._end_s(message)
+
+    def _edges(self, op: Op) -> dict[_Stages, _Edge]:
+        """Return the messages that an instruction sends or receives one of."""
+        if op is Op.SEND_ACTIVATION or op is Op.RECEIVE_ACTIVATION:
+            return self._activations
+        return self._gradients if op is Op.SEND_GRADIENT or op is Op.RECEIVE_GRADIENT else self._migrations
 
     def _receive(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
         """Let a worker go on when a message has arrived, and its end of it is done."""
@@ -277,8 +313,10 @@ class Simulation:
         op, stage, number, other, *_ = instruction
         if op is Op.LOAD_INPUT:
             return self._load(worker, stage, number, now_s), math.inf
-        if op is Op.RECEIVE_ACTIVATION or op is Op.RECEIVE_GRADIENT:
-            edge = (self._activations if op is Op.RECEIVE_ACTIVATION else self._gradients)[other, stage]
+        if op is Op.RECUT:
+            return now_s, now_s
+        if op in _RECEIVES:
+            edge = self._edges(op)[other, stage]
             arrived = edge.arrived.pop(number, None)
             if arrived is None:
                 edge.waiting[number] = now_s, instruction
@@ -312,7 +350,7 @@ class Simulation:
 
     def _deadlock(self) -> str:
         pipeline = self._pipeline
-        edges = (*self._activations.items(), *self._gradients.items())
+        edges = (*self._activations.items(), *self._gradients.items(), *self._migrations.items())
         receiving = [
             (pipeline.worker(stage, unit), *waiting)
             for (_, stage), edge in edges

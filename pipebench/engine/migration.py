@@ -1,0 +1,296 @@
+"""A stage while layers leave or join it. To its worker it is a replica like any other; inside it is several.
+
+A unit that ran forward through a replica runs backward through it. What is cut anew, because a block of layers is to
+leave or has come, starts as a copy of the newest weights and of all that belongs to them; who was there before retires:
+it serves the backwards of its units in flight, makes no update any more, and goes with the last of them. Gradients are
+told apart by the model's own names: whoever computed one, it is the new owner's update that takes it.
+
+The forwards of a block that is about to leave keep nothing for a backward. What their layers read, and the weights,
+buffers and states they read it with, are handed to the new owner, who computes them again before its backward. That
+happens in a replica of the block's own, a guest, whose running statistics nobody reads.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipebench.checkpoint.share import Share
+from pipebench.checkpoint.state import ModelState, same_type_map
+from pipebench.engine.in_flight import num_bytes
+from pipebench.engine.loss_scale import LossScale
+from pipebench.engine.phases import Phases
+from pipebench.engine.prediction import AS_IT_IS, Move
+from pipebench.engine.replica import Place, Replica, Values
+from pipebench.engine.replica_state import restore, state_of
+from pipebench.model.stage import LossFunction, Stage
+from pipebench.schedule.moves import HandOver
+
+
+@dataclass(frozen=True)
+class GivenUnit:
+    """A unit that ran forward through a block at its old owner and runs backward at its new one.
+
+    Attributes:
+        version: of the block's weights: updates since the run began.
+        state: what the block's layers had before the forward: parameters of that version, buffers, carried states.
+        inputs: model inputs that they read, in their stage's order.
+        received: values that they read of other layers, by layer.
+    """
+
+    version: int
+    state: ModelState
+    inputs: list[torch.Tensor]
+    received: Values
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as dictionaries and lists of tensors and numbers, which travel."""
+        return {**vars(self), "state": vars(self.state)}
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> "GivenUnit":
+        """Return what `to_plain` was called on."""
+        return cls(**{**data, "state": ModelState(**data["state"])})
+
+
+@dataclass
+class Part:
+    """Layers of the stage that run as one.
+
+    Attributes:
+        replica: runs them.
+        start: the first of them.
+        stop: the layer after the last.
+        leaves_to: the stage that takes them, where they are about to leave.
+    """
+
+    replica: Replica
+    start: int
+    stop: int
+    leaves_to: int | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Its first layer, and the one after its last."""
+        return self.start, self.stop
+
+
+class Migrating:
+    """A stage some of whose layers move.
+
+    Args:
+        replica: what has run it up to now.
+        bounds: its first layer, and the one after its last.
+        share: its share of the model's state.
+        phases: the cuts.
+        make_replica: makes a replica of layers that are cut out.
+    """
+
+    scale: LossScale | None = None  # losses aren't scaled where layers move
+
+    def __init__(
+        self,
+        replica: Replica,
+        bounds: tuple[int, int],
+        share: Share,
+        phases: Phases,
+        make_replica: Callable[[Stage], Replica],
+    ) -> None:
+        self._share = share
+        self._phases = phases
+        self._make_replica = make_replica
+        self._parts = [Part(replica, *bounds)]
+        self._units = {unit: [replica] for unit in replica.in_flight}  # who runs them backward, in forward order
+        self._guests: dict[int, Replica] = {}  # by the stage that they come from
+        self._set_aside: dict[tuple[int, int], GivenUnit] = {}  # by unit and the stage that takes it
+        self._gradients: dict[str, torch.Tensor] = {}  # by the model's own name, until they are applied
+        self._collect_gradients(replica)
+        self._most_alive = 0
+        self._note_versions()
+
+    # What its worker asks of every replica.
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The model inputs that the next forward reads."""
+        return tuple(dict.fromkeys(name for part in self._parts for name in part.replica.stage.inputs))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is computed here."""
+        return self._parts[-1].replica.stage.is_last
+
+    def forward(
+        self,
+        unit: int,
+        draw: tuple[int, ...],
+        inputs: Sequence[torch.Tensor],
+        received: Values,
+        place: Place,
+        *,
+        version: int,
+        move: Move = AS_IT_IS,
+        loss: LossFunction | None = None,
+    ) -> tuple[Values, torch.Tensor | None]:
+        """Run a unit forward; see `Replica.forward`. All values that its layers put out for others are returned."""
+        fields, values, result = dict(zip(self.inputs, inputs, strict=True)), dict(received), None
+        self._units[unit] = []
+        for part in self._parts:
+            replica, stage = part.replica, part.replica.stage
+            reads, own = {layer: values[layer] for layer in stage.reads}, [fields[name] for name in stage.inputs]
+            before = None if part.leaves_to is None else self._state_before(replica, place)
+            head = loss if stage.is_last else None
+            found, result = replica.forward(unit, draw, own, reads, place, version=version, loss=head)
+            values |= found
+            if before is None or part.leaves_to is None:
+                self._units[unit].append(replica)
+            else:
+                replica.let_go(unit)
+                self._set_aside[unit, part.leaves_to] = GivenUnit(version, before, own, reads)
+        self._note_versions()
+        return values, result
+
+    def backward(self, unit: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+        """Run a unit backward through all that it ran forward through here, and what came from other stages."""
+        total = {layer: list(found) for layer, found in gradients.items()}
+        for replica in reversed(self._units.pop(unit)):
+            heads = {layer: total.pop(layer, []) for layer in replica.stage.returns}
+            for layer, found in replica.backward(unit, replica.heads(heads)).items():
+                known = total.get(layer)
+                total[layer] = [a + b for a, b in zip(known, found, strict=True)] if known else found
+            self._collect_gradients(replica)
+        return total
+
+    def stepped(self) -> list[torch.Tensor | None]:
+        """Return the gradients of the layers that are the stage's now, in the types of what the optimizer steps on."""
+        found: list[torch.Tensor | None] = []
+        for part in self._parts:
+            weights = part.replica.weights
+            own = [self._gradients.pop(self._share.names[name], None) for name in weights.names]
+            part.replica.gradients = weights.as_stepped(own)
+            found += part.replica.gradients
+        return found
+
+    def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
+        """Apply one update to the layers that are the stage's now."""
+        given = iter(gradients)
+        for part in self._parts:
+            own = [next(given) for _ in part.replica.weights.names]
+            part.replica.update(own, lr, keep_from=keep_from)
+        self._note_versions()
+
+    def skip_update(self, *, keep_from: int) -> None:
+        """Forget the gradients instead of applying them."""
+        for part in self._parts:
+            part.replica.skip_update(keep_from=keep_from)
+        self._note_versions()
+
+    def swap_out(self, unit: int) -> int:
+        """Copy what swapped layers saved of a unit to the host; return the bytes."""
+        return sum(replica.swap_out(unit) for replica in self._units[unit] if replica.stage.swapped)
+
+    def swap_in(self, unit: int) -> int:
+        """Begin to copy that back; return the bytes."""
+        return sum(replica.swap_in(unit) for replica in self._units[unit] if replica.stage.swapped)
+
+    def host_bytes(self) -> int:
+        """Return the bytes of minibatches in flight that are on the host."""
+        return sum(each.host_bytes() for each in self._everybody())
+
+    def live_bytes(self) -> int:
+        """Return the bytes that all that run here hold, and what waits to be handed over."""
+        waiting = sum(num_bytes([vars(each.state), each.inputs, each.received]) for each in self._set_aside.values())
+        return sum(each.live_bytes() for each in self._everybody()) + num_bytes(self._gradients) + waiting
+
+    # Handing over.
+
+    def part(self, block: HandOver) -> None:
+        """Cut a block apart that is about to leave: its next forwards run backward elsewhere."""
+        (index,) = (i for i, p in enumerate(self._parts) if p.start <= block.start and block.stop <= p.stop)
+        old = self._parts[index]
+        bounds = sorted({old.start, block.start, block.stop, old.stop})
+        state, number = state_of(old.replica, self._share), old.replica.weights.newest.number
+        new = [Part(self._made(a, b, state, number), a, b) for a, b in itertools.pairwise(bounds)]
+        for part in new:
+            part.leaves_to = block.target if part.start == block.start else old.leaves_to
+        self._parts[index : index + 1] = new
+        old.replica.retire()
+
+    def give_unit(self, unit: int, target: int) -> GivenUnit:
+        """Return what another stage needs to run a unit backward through a block that it takes."""
+        return self._set_aside.pop((unit, target))
+
+    def give(self, target: int) -> ModelState:
+        """Return a block's state; it is not here any more."""
+        (part,) = (part for part in self._parts if part.leaves_to == target)
+        self._parts.remove(part)
+        return state_of(part.replica, self._share)
+
+    def forward_again(self, block: HandOver, unit: int, given: GivenUnit, draw: tuple[int, ...], place: Place) -> None:
+        """Run a unit forward through a block that ran it at its old owner, so that it can run backward here."""
+        if block.source not in self._guests:
+            stage = self._phases.cut(block.start, block.stop)
+            self._guests[block.source] = self._make_replica(stage)
+        guest = self._guests[block.source]
+        restore(guest, given.state, self._share)
+        guest.weights.newest.number = given.version
+        guest.forward(unit, draw, given.inputs, given.received, place, version=given.version)
+        ran = self._units[unit]
+        ran.insert(len(ran) if block.goes_left else 0, guest)
+
+    def take(self, block: HandOver, state: ModelState) -> None:
+        """Take a block over: from the next forward on it runs with the layers beside it as one."""
+        beside = [part for part in self._parts if part.leaves_to is None]
+        (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
+        start, stop = min(block.start, old.start), max(block.stop, old.stop)
+        whole = ModelState.merge([state_of(old.replica, self._share), state])
+        joint = self._made(start, stop, whole, old.replica.weights.newest.number)
+        self._parts[self._parts.index(old)] = Part(joint, start, stop)
+        old.replica.retire()
+
+    @property
+    def whole(self) -> "Part | None":
+        """The one replica that runs all of the stage again, when everything is handed over and nobody is retired."""
+        (*others, last) = self._parts
+        weights = last.replica.weights
+        names = [self._share.names[name] for name in weights.names]
+        if others or last.leaves_to is not None or any(ran != [last.replica] for ran in self._units.values()):
+            return None
+        if not self._gradients.keys() <= {*names}:  # of layers that are still to come
+            return None
+        last.replica.gradients = [self._gradients.get(name) for name in names]
+        weights.most_alive = max(weights.most_alive, self._most_alive)
+        return last
+
+    def _collect_gradients(self, replica: Replica) -> None:
+        """Take over what a replica has computed, one gradient for every update."""
+        names, computed = replica.weights.names, replica.gradients
+        self._gradients |= {self._share.names[n]: g for n, g in zip(names, computed, strict=True) if g is not None}
+        replica.gradients = [None] * len(names)
+
+    def _made(self, start: int, stop: int, state: ModelState, number: int) -> Replica:
+        """Return a replica of layers that goes on from a state."""
+        made = self._make_replica(self._phases.cut(start, stop))
+        restore(made, state, self._share)
+        made.weights.newest.number = number
+        return made
+
+    def _state_before(self, replica: Replica, place: Place) -> ModelState:
+        """Return what a forward of a unit reads besides values, in copies: others write there before they are read."""
+        state, at = state_of(replica, self._share), f"{place.stream}/{place.microbatch}/"
+        carried = {key: value for key, value in state.carried.items() if key.startswith(at)}
+        read = replace(state, optimizer={}, carried=carried)
+        return ModelState(**same_type_map(vars(read), lambda tensor: tensor.detach().clone()))
+
+    def _everybody(self) -> Iterator[Replica]:
+        """Yield everyone who holds something here, once."""
+        ran = (replica for replicas in self._units.values() for replica in replicas)
+        yield from dict.fromkeys([*(part.replica for part in self._parts), *ran, *self._guests.values()])
+
+    def _note_versions(self) -> None:
+        """Count the versions of the stage's own layers that are alive, whoever holds them."""
+        guests = [*self._guests.values()]
+        own = (replica for replica in self._everybody() if replica not in guests)
+        self._most_alive = max(self._most_alive, len({number for replica in own for number in replica.weights.alive}))

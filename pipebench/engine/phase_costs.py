@@ -1,0 +1,148 @@
+"""What the simulator charges while layers move: every pass what its unit's cuts make of it, and what travels for them.
+
+A unit's size, which costs are looked up by, says here under which cuts it runs forward and backward, too. So the
+simulator asks as ever, and tables answer that are filled as moves come to be.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pipebench.engine.phases import Phases
+from pipebench.engine.setup import Setup
+from pipebench.model.graph import attribute
+from pipebench.model.sampling import Shape, Size
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.moves import HandOver, Starts
+from pipebench.simulate.costs import Costs, StageCosts
+
+N = TypeVar("N", int, float)
+_SIZES_KEPT = 1024  # more than there are units in flight
+
+
+class PhasedSize(NamedTuple):
+    """What the costs of a unit depend on where layers move.
+
+    Attributes:
+        size: of the unit.
+        forward: the cuts under which it runs forward.
+        backward: likewise, backward.
+    """
+
+    size: Size
+    forward: Starts
+    backward: Starts
+
+
+class _Table(dict[Any, N], Generic[N]):
+    """Costs by `PhasedSize`, looked up when they are first asked for."""
+
+    def __init__(self, find: Callable[[PhasedSize], N]) -> None:
+        self._find: Callable[[PhasedSize], N] = find
+
+    def __missing__(self, key: PhasedSize) -> N:
+        found: N = self._find(key)
+        self[key] = found
+        return found
+
+
+class PhaseCosts:
+    """The costs of a segment in which layers may move.
+
+    Args:
+        phases: the cuts.
+        size_of: the size of a unit.
+        minibatch_of: the minibatch of a unit.
+    """
+
+    def __init__(self, phases: Phases, size_of: Callable[[int], Size], minibatch_of: Callable[[int], int]) -> None:
+        self._phases = phases
+        self._plain_size = size_of
+        self._minibatch_of = minibatch_of
+        self.size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
+
+    @property
+    def costs(self) -> Costs:
+        """What instructions cost, by `PhasedSize`."""
+        num_stages = self._phases.setup.pipeline.num_stages
+        edges = [(a, b) for b in range(num_stages) for a in range(b)]
+        return replace(
+            self._phases.setup.costs,
+            stages=tuple(self._stage(index) for index in range(num_stages)),
+            activation_bytes={edge: self._crossing(edge, "activation_bytes", "forward") for edge in edges},
+            gradient_bytes={edge: self._crossing(edge, "gradient_bytes", "backward") for edge in edges},
+        )
+
+    def update_s(self, stage: int, round_index: int) -> float:
+        """Return the seconds of an update: of the layers whose backwards led to it."""
+        pipeline, moves = self._phases.setup.pipeline, self._phases.routes.moves
+        last = (round_index + 1) * pipeline.round_size(stage) - 1
+        return self._phases.at(moves.backward_starts(last)).costs.stages[stage].update_s
+
+    def again_s(self, it: Instruction) -> float:
+        """Return the seconds in which a unit runs forward once more through a block."""
+        block, size = self._phases.handed(it.peer, it.stage, it.number), self._plain_size(it.number)
+        if not size:
+            return 0.0
+        return sum(self._phases.setup.profile.by_size[size][i].forward_s for i in range(block.start, block.stop))
+
+    def num_bytes(self, it: Instruction) -> int:
+        """Return the bytes of what is given: a unit's share of it, or the block itself."""
+        setup, block = self._phases.setup, self._phases.handed(it.stage, it.peer, self._minibatch(it))
+        parameters, buffers = _held_bytes(setup, block)
+        if it.op is Op.GIVE:
+            return buffers + parameters * (1 + setup.profile.state_bytes_per_byte)
+        size = self._plain_size(it.number)
+        return (buffers + parameters + _read_bytes(setup, block, size)) if size else 0
+
+    def _minibatch(self, it: Instruction) -> int:
+        return it.number if it.op is Op.GIVE else self._minibatch_of(it.number)
+
+    def _size_of(self, unit: int) -> Any:
+        minibatch, moves = self._minibatch_of(unit), self._phases.routes.moves
+        starts = moves.forward_starts(minibatch), moves.backward_starts(minibatch)
+        return PhasedSize(self._plain_size(unit), *starts)
+
+    def _stage(self, index: int) -> StageCosts:
+        def table(field: str, way: str) -> _Table[float]:
+            return _Table(
+                lambda key: float(getattr(self._phases.at(getattr(key, way)).costs.stages[index], field)[key.size])
+            )
+
+        return replace(
+            self._phases.setup.costs.stages[index],
+            forward_s=table("forward_s", "forward"),
+            backward_s=table("backward_s", "backward"),
+            weight_s=table("weight_s", "backward"),
+            load_s=table("load_s", "forward"),
+        )
+
+    def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _Table[int]:
+        return _Table(
+            lambda key: getattr(self._phases.at(getattr(key, way)).costs, field).get(edge, {}).get(key.size, 0)
+        )
+
+
+def _held_bytes(setup: Setup, block: HandOver) -> tuple[int, int]:
+    """Return the bytes of a block's parameters and of its buffers."""
+    layers = setup.graph.layers[block.start : block.stop]
+    parameters = {name for layer in layers for name in layer.parameters}
+    buffers = {name for layer in layers for name in layer.buffers}
+    return _bytes_of(setup, parameters), _bytes_of(setup, buffers)
+
+
+def _bytes_of(setup: Setup, names: Iterable[str]) -> int:
+    return sum(attribute(setup.graph.root, name).nbytes for name in names)
+
+
+def _read_bytes(setup: Setup, block: HandOver, size: Size) -> int:
+    """Return the bytes of what a block's layers read of a unit: of others' outputs, and of the model's inputs."""
+    layers = setup.graph.layers[block.start : block.stop]
+    values = {read for layer in layers for read in layer.reads if not block.start <= read < block.stop}
+    fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
+    read = {fields[name] for layer in layers for name in layer.inputs}
+    dataset = setup.dataset.of_length(size.columns) if isinstance(size, Shape) else setup.dataset
+    example = dataset.example(size.num_samples if isinstance(size, Shape) else size) if read else {}
+    rows = setup.profile.by_size[size]
+    return sum(rows[value].output_bytes for value in values) + sum(example[name].nbytes for name in read)

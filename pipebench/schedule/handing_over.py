@@ -1,0 +1,110 @@
+"""Where a stage's list hands layers over: what stands before and after its forwards, backwards and updates in a move.
+
+The giver cuts the block apart (`RC`) after its last forward that runs backward there, too. What the block's layers
+read of each such unit leaves, with the version they read it with, right after the forward (`GU`); the taker has it
+(`TU`) and computes the block forward again (`FA`) right before the unit's backward. Weights and all that belongs to
+them leave (`G`) after the giver's last update of them and its last forward, which may change their buffers; they are
+there (`T`) before the taker's first update or forward that needs them. What isn't handed over when a segment ends is
+handed over then.
+"""
+
+from collections.abc import Iterable
+
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.moves import HandOver, Moves
+
+
+class Handing:
+    """The instructions of moves in one stage's list.
+
+    Args:
+        moves: read whenever something is asked, so that moves may be announced while the list is made.
+        stage: the stage.
+        num_minibatches: of the segment.
+    """
+
+    def __init__(self, moves: Moves, stage: int, num_minibatches: int) -> None:
+        self._moves = moves
+        self._stage = stage
+        self._end = num_minibatches
+
+    def after_forward(self, minibatch: int) -> list[Instruction]:
+        """Return what stands after a forward and its messages."""
+        made = []
+        for each in self._gives():
+            if minibatch == each.first - 1 and each.first < each.at:
+                made.append(self._recut(each))
+            elif each.first <= minibatch < each.at:
+                made.append(Instruction(Op.GIVE_UNIT, self._stage, minibatch, each.target))
+                if each.goes_left and minibatch == each.at - 1:
+                    made.append(self._give(each))
+        return made
+
+    def before_backward(self, minibatch: int) -> list[Instruction]:
+        """Return what stands before a backward and its messages."""
+        made = []
+        for each in self._takes():
+            if each.first <= minibatch < each.at:
+                version = self._moves.version(each.source, minibatch)
+                made.append(Instruction(Op.TAKE_UNIT, self._stage, minibatch, each.source))
+                made.append(Instruction(Op.FORWARD_AGAIN, self._stage, minibatch, each.source, version=version))
+        return made
+
+    def before_update(self, minibatch: int) -> list[Instruction]:
+        """Return what stands before the update that a minibatch's backward leads to, without a flush."""
+        return [
+            self._take(each)
+            for each in self._takes()
+            if not each.goes_left and each.first == minibatch and self._is_under_way(each)
+        ]
+
+    def after_update(self, minibatch: int) -> list[Instruction]:
+        """Return what stands after the update that a minibatch's backward leads to, without a flush."""
+        made = []
+        for each in self._moves.at_stage(self._stage):
+            if each.first - 1 != minibatch or not self._is_under_way(each):
+                continue
+            if each.source == self._stage and (not each.goes_left or each.at > self._end):
+                made.append(self._give(each))
+            elif each.target == self._stage and each.goes_left:
+                made.append(self._take(each))
+        return made
+
+    def after_flush(self, num_minibatches: int) -> list[Instruction]:
+        """Return what stands after a flush that comes after so many minibatches."""
+        return self._whole(
+            each
+            for each in self._moves.at_stage(self._stage)
+            if each.first == each.at and (each.at == num_minibatches or self._end <= num_minibatches < each.at)
+        )
+
+    def at_end(self) -> list[Instruction]:
+        """Return what is left to do when a segment without a flush ends."""
+        return self._whole(each for each in self._moves.at_stage(self._stage) if not self._is_under_way(each))
+
+    def _is_under_way(self, each: HandOver) -> bool:
+        """Return whether a unit of the segment runs forward at the one stage and backward at the other."""
+        return each.first < self._end
+
+    def _whole(self, blocks: Iterable[HandOver]) -> list[Instruction]:
+        """Return what hands blocks over where nothing is in flight: giving waits for nobody, so it comes first."""
+        blocks, made = tuple(blocks), []
+        for each in (block for block in blocks if block.source == self._stage):
+            has_parted = each.first < each.at and each.first <= self._end
+            made += [self._give(each)] if has_parted else [self._recut(each), self._give(each)]
+        return made + [self._take(each) for each in blocks if each.target == self._stage]
+
+    def _gives(self) -> list[HandOver]:
+        return [each for each in self._moves.at_stage(self._stage) if each.source == self._stage]
+
+    def _takes(self) -> list[HandOver]:
+        return [each for each in self._moves.at_stage(self._stage) if each.target == self._stage]
+
+    def _recut(self, each: HandOver) -> Instruction:
+        return Instruction(Op.RECUT, self._stage, each.at, each.target)
+
+    def _give(self, each: HandOver) -> Instruction:
+        return Instruction(Op.GIVE, self._stage, each.at, each.target)
+
+    def _take(self, each: HandOver) -> Instruction:
+        return Instruction(Op.TAKE, self._stage, each.at, each.source)

@@ -1,0 +1,279 @@
+"""Layers that move while training goes on: every update of every layer against the oracle, to the bit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipebench.engine.migration import Migrating
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.errors import PlanError
+from pipebench.model.optimizer import MakeOptimizer
+from pipebench.model.plan import recut
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.moves import Move
+from pipebench.simulate.simulation import Event
+from tests.oracles import migration
+from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.01),
+}
+TRAINED = 22  # minibatches
+Starts = tuple[int, ...]
+Loss = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], int], torch.Tensor]
+
+
+def newest_of_all(engine: VirtualEngine, stage: int) -> dict[str, torch.Tensor]:
+    """Return the newest parameters of a stage, wherever layers are on their way."""
+    running = engine.workers[stage]._running[stage]
+    replicas = [part.replica for part in running._parts] if isinstance(running, Migrating) else [running]
+    return {n: p for r in replicas for n, p in zip(r.weights.names, r.weights.newest.parameters, strict=True)}
+
+
+def run(
+    starts: Starts,
+    moves: Sequence[Move],
+    *,
+    model: nn.Module | None = None,
+    plan: Any = None,
+    dataset: Any = None,
+    optimizer: str = "momentum",
+    count: int = TRAINED,
+    told_at: int | None = None,
+    **columns: Any,
+) -> tuple[VirtualEngine, dict[tuple[str, int], torch.Tensor]]:
+    """Train while layers move; return the engine, and every parameter after every update by (name, minibatch).
+
+    Moves are announced before, or when minibatch `told_at` begins.
+    """
+    setup = make_setup(
+        model or Mlp(), plan or (starts, [1] * (len(starts) + 1)), dataset=dataset or Blobs(num_train=4 * count),
+        make_optimizer=OPTIMIZERS[optimizer], **columns,
+    )  # fmt: skip
+    seen: dict[tuple[str, int], torch.Tensor] = {}
+
+    def observe(event: Event) -> None:
+        op, stage, number, *_ = event.instruction
+        if op is Op.UPDATE:
+            for name, tensor in newest_of_all(engine, stage).items():
+                assert (name, number) not in seen, f"update {number} of {name} was made twice"
+                seen[name, number] = tensor.detach().clone()
+        if op is Op.FORWARD and stage == 0 and number == told_at:
+            announce()
+
+    def announce() -> None:
+        for move in moves:
+            engine.announce(move)
+
+    engine = make_engine(replace(setup, repartitions=True), observe)
+    if told_at is None:
+        announce()
+    assert engine.train(0, count) == count
+    return engine, seen
+
+
+def mean_loss(engine: VirtualEngine) -> Loss:
+    data, sampler = engine.setup.dataset, engine.setup.sampler
+
+    def loss(_: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], k: int) -> torch.Tensor:
+        fields = data.fetch("train", sampler.indices(k), ["x", "label"])
+        return functional.cross_entropy(run(fields["x"]), fields["label"], reduction="sum") / sampler.size(k)
+
+    return loss
+
+
+def check(
+    starts: Starts,
+    moves: Sequence[Move],
+    *,
+    model: nn.Module | None = None,
+    wraps: Callable[[nn.Module, Callable[[], int]], nn.Module] = lambda model, k: model,
+    loss: Loss | None = None,
+    tolerance: float = 0.0,
+    optimizer: str = "momentum",
+    count: int = TRAINED,
+    **given: Any,
+) -> VirtualEngine:
+    """Compare every update of every layer, and in the end the buffers, with the oracle's; return the engine."""
+    model = model or Mlp()
+    engine, seen = run(starts, moves, model=model, optimizer=optimizer, count=count, **given)
+    layers = engine.setup.graph.layers
+    of_minibatch, now = loss or mean_loss(engine), [0]
+
+    def loss_of(forward: Callable[[torch.Tensor], torch.Tensor], k: int) -> torch.Tensor:
+        now[0] = k
+        return of_minibatch(model, forward, k)
+
+    wanted = migration.train(
+        wraps(model, lambda: now[0]),
+        {name: index for index, layer in enumerate(layers) for name in layer.parameters},
+        lambda k: next((move.starts for move in reversed(moves) if move.at <= k), starts),
+        loss_of,
+        OPTIMIZERS[optimizer],
+        count,
+    )
+    names = {name for name, _ in model.named_parameters()}
+    assert seen.keys() == {(name, k) for name in names for k in range(count)}
+    for (name, k), mine in seen.items():
+        worst = (mine - wanted[k][name]).abs().max().item()
+        assert worst <= tolerance, f"{name} after minibatch {k} is {worst:g} off"
+    buffers = {n: b for r in engine.replicas for n, b in r.module.named_buffers()}
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    assert all(torch.equal(buffer, wanted[-1][name]) for name, buffer in buffers.items())
+    last = moves[-1].starts
+    assert [stage.start for stage in engine.setup.plan.stages[1:]] == [*last]
+    for replica, stage in zip(engine.replicas, engine.setup.plan.stages, strict=True):
+        assert {*replica.weights.names} == {n for x in layers[stage.start : stage.stop] for n in x.parameters}
+    return engine
+
+
+ONE_BOUNDARY = [
+    ((3,), (4,)), ((4,), (2,)), ((2,), (1,)), ((3, 5), (4, 5)), ((3, 5), (2, 5)), ((2, 4), (2, 6)), ((2, 5), (2, 3)),
+    ((1, 3, 5), (2, 3, 5)), ((1, 3, 5), (1, 4, 5)), ((1, 3, 5), (1, 2, 5)), ((1, 3, 5), (1, 3, 4)),
+]  # fmt: skip
+SEVERAL = [
+    ((2, 4), (3, 5)), ((2, 4), (1, 3)), ((2, 5), (3, 4)), ((3, 4), (2, 6)), ((1, 3, 5), (2, 4, 6)),
+    ((2, 4, 6), (1, 3, 5)), ((1, 3, 5), (2, 4, 6)), ((2, 3, 5), (1, 4, 6)), ((2, 4, 5), (3, 4, 6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("before", "after"), ONE_BOUNDARY)
+def test_a_boundary_moves(before: Starts, after: Starts, optimizer: str) -> None:
+    check(before, [Move(9, after)], optimizer=optimizer)
+
+
+@pytest.mark.parametrize("at", [8, 13])
+@pytest.mark.parametrize(("before", "after"), SEVERAL)
+def test_several_boundaries_move_at_once(before: Starts, after: Starts, at: int) -> None:
+    check(before, [Move(at, after)])
+
+
+def test_moves_follow_each_other() -> None:
+    """There and back again, as close as they may."""
+    check((2, 4), [Move(6, (3, 5)), Move(12, (2, 4)), Move(18, (1, 3))])
+    check((1, 3, 5), [Move(8, (2, 4, 6)), Move(16, (1, 3, 5))], optimizer="adam")
+
+
+@pytest.mark.parametrize("told_at", [0, 3, 8])
+def test_a_move_is_announced_while_training_goes_on(told_at: int) -> None:
+    check((2, 4), [Move(told_at + 7, (3, 5))], told_at=told_at)
+
+
+@pytest.mark.parametrize("at", range(10, 19))
+@pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5), (3, 4)])
+def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> None:
+    """After 13 minibatches, so that the pipeline drains while layers move, or before they would."""
+    check((2, 4) if after != (3, 4) else (2, 5), [Move(at, after)], count=13)
+
+
+@pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
+@pytest.mark.parametrize("at", range(9, 15))
+def test_a_stop_in_mid_move_ends_it_first(after: Starts, at: int) -> None:
+    """The segment is cut short when minibatch 9 begins: every worker ends at the same minibatch, with its layers."""
+    starts = (2, 4)
+    setup = replace(make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=4 * 22)), repartitions=True)
+
+    def stop(event: Event) -> None:
+        if event.instruction.op is Op.FORWARD and event.instruction[1:3] == (0, 9):
+            engine._stop.reason = "asked to"
+
+    engine = make_engine(setup, stop)
+    engine.announce(Move(at, after))
+    done = engine.train(0, 22)
+    assert 9 < done < 14
+    assert [stage.start for stage in engine.setup.plan.stages[1:]] == [*after]
+    again = make_engine(setup)
+    again.announce(Move(at, after))
+    again.train(0, done)
+    mine, theirs = parameters_of(engine), parameters_of(again)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
+def test_a_move_at_a_drain_is_a_run_that_is_planned_anew(after: Starts) -> None:
+    """Both then train on and evaluate alike."""
+    made = []
+    for live in (True, False):
+        setup = make_setup(Mlp(), ((2, 4), [1] * 3), make_optimizer=OPTIMIZERS["adam"], dataset=Blobs(num_train=80))
+        engine = make_engine(replace(setup, repartitions=True))
+        if live:
+            engine.announce(Move(9, after))
+        engine.train(0, 9)
+        if not live:
+            engine.replan(recut(setup.graph, setup.plan, after))
+        found = engine.evaluate()
+        engine.train(9, 8)
+        made.append((parameters_of(engine), found, engine.evaluate()))
+    assert made[0][1:] == made[1][1:]
+    assert all(torch.equal(made[0][0][name], tensor) for name, tensor in made[1][0].items())
+
+
+@pytest.mark.parametrize(
+    "columns", [{"order": "1f1b"}, {"order": "all-forwards"}, {"order": "1f1b", "accumulate": 3}], ids=str
+)
+@pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5), (3, 4)])
+def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: dict[str, Any]) -> None:
+    """Nothing is in flight there: the weights are those of a run without moves."""
+    starts = (2, 5) if after == (3, 4) else (2, 4)
+    columns |= {"weights": "one", "microbatches": 2, "make_optimizer": OPTIMIZERS["adam"]}
+    found = []
+    for moves in ([], [Move(6, after), Move(12, starts), Move(30, after)]):
+        setup = make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=80), **columns)
+        engine = make_engine(replace(setup, repartitions=True))
+        for move in moves:
+            engine.announce(move)
+        engine.train(0, 20)
+        found.append(parameters_of(engine))
+    assert [stage.start for stage in engine.setup.plan.stages[1:]] == [*after]
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+@pytest.mark.parametrize(("before", "after"), SEVERAL)
+def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) -> None:
+    """No more versions than in flight, and afterwards what a run has that never did otherwise."""
+    moved, _ = run(before, [Move(9, after)])
+    stayed, _ = run(after, [])
+    for mine, theirs in zip(moved.workers, stayed.workers, strict=True):
+        assert mine.versions_max <= moved.setup.pipeline.warmups[mine.index]
+        assert [r.live_bytes() for r in mine.replicas.values()] == [r.live_bytes() for r in theirs.replicas.values()]
+        assert not any(isinstance(each, Migrating) for each in mine._running.values())
+
+
+REFUSED = {
+    "too early": ({}, [Move(5, (3, 5))], "comes too early: 0 minibatches have begun, .* from 6 on"),
+    "too close": ({}, [Move(6, (3, 5)), Move(11, (2, 4))], "the move before is from minibatch 6 on.* from 12 on"),
+    "replicated": ({"plan": ((2, 4), (1, 2, 1))}, [Move(9, (3, 5))], "one replica, and stage 1 has 2; set vpipe.live"),
+    "one stage": ({"plan": ((), (1,))}, [Move(9, ())], "there are several stages, and there is one"),
+    "far": ({}, [Move(9, (5, 6))], "stage 1, 2 to 3, stays; go there in two moves"),
+    "empty": ({}, [Move(9, (4, 4))], "leaves stage 1 without layers"),
+    "fewer": ({}, [Move(9, (4,))], "keeps the number of stages, 3; got cuts for 2"),
+    "nothing": ({}, [Move(9, (2, 4))], "moves nothing"),
+    "vertical sync": ({"weights": "stash-vertical-sync"}, [Move(9, (3, 5))], "weights: stash, or every update flushes"),
+    "no stash": ({"weights": "none"}, [Move(9, (3, 5))], "weights: stash, or every update flushes; got none"),
+    "depth": ({"depth": 2}, [Move(9, (3, 5))], "in flight as there are stages, 3, .* got depth: 2"),
+    "split": ({"weights": "one", "backward": "split", "order": "zero-bubble"}, [Move(9, (3, 5))], "backward: whole"),
+    "flush": ({"weights": "one", "accumulate": 4}, [Move(10, (3, 5))], "from 4 on, a multiple of 4"),
+    "relay": ({"relay": True}, [Move(9, (3, 5))], "set relay: false"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "moves", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_refusals(columns: dict[str, Any], moves: Sequence[Move], sentence: str) -> None:
+    plan = columns.pop("plan", ((2, 4), (1, 1, 1)))
+    engine = make_engine(replace(make_setup(Mlp(), plan, **columns), repartitions=True))
+    for move in moves[:-1]:
+        engine.announce(move)
+    with pytest.raises(PlanError, match=sentence):
+        engine.announce(moves[-1])
+
+
+def test_a_move_may_come_too_late_to_be_announced() -> None:
+    with pytest.raises(PlanError, match=r"6 minibatches have begun, .* from 12 on"):
+        run((2, 4), [Move(11, (3, 5))], told_at=5)
