@@ -174,7 +174,7 @@ class Balancing:
         return Move(at, starts)
 
     def _all_hear(self, starts: Sequence[int]) -> bool:
-        """Return whether under cuts all stages wait for gradients: who gets none is told nothing, and may be anywhere."""
+        """Return whether all stages wait for gradients under cuts: who gets none hears of nothing, and runs ahead."""
         try:
             edges = self._setup.under(recut(self._setup.graph, self._setup.plan, starts)).pipeline.edges
         except PlanError:  # layers that share something would be torn apart

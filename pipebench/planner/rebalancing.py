@@ -1,9 +1,9 @@
 """The planner's part of Algorithm 1: from what stages take, as measured, to better cuts, or to none.
 
-Paper: vPipe (TPDS'21) section 4.2, Algorithm 1. Stages whose times differ are unbalanced; Algorithm 3 cuts anew, and that
-goes on until stages are balanced or no better cuts are found.
-Differs: the listing doesn't say when stages count as unbalanced: here the slowest takes `UNBALANCED` more than the mean.
-A layer takes what its profile says, times what its stage takes by measurement over what the profile says of the stage.
+Paper: vPipe (TPDS'21) section 4.2, Algorithm 1. Stages whose times differ are unbalanced; Algorithm 3 cuts anew, and
+that goes on until stages are balanced or no better cuts are found.
+Differs: the listing doesn't say when stages count as unbalanced: here the slowest takes `UNBALANCED` more than the
+mean. A layer takes what its profile says, times what its stage takes by measurement over what the profile says of it.
 """
 
 import itertools

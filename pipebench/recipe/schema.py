@@ -154,13 +154,21 @@ class VpipeRecipe:
     """vPipe: what changes about a plan while training goes on.
 
     Attributes:
+        repartition: whether stages are measured, and layers move to balance them (Algorithm 1); not where `moves` are
+            given.
         live: whether layers move while minibatches are in flight; false empties the pipeline first, and fills it again.
         moves: cuts that are decided beforehand: a list of `{at: {minibatches: 24}, cuts: [layer, ...]}`, the first
             layer of every stage but the first; or the artifact `moves.json` of another run.
     """
 
+    repartition: bool = True
     live: bool = True
     moves: Any = None
+
+    @property
+    def balances(self) -> bool:
+        """Whether layers move to where measurements say."""
+        return self.repartition and not self.moves
 
 
 @dataclass(frozen=True)
@@ -228,7 +236,7 @@ class ParallelismRecipe:
     @property
     def moves(self) -> bool:
         """Whether layers may move from stage to stage while training goes on."""
-        return self.vpipe is not None and bool(self.vpipe.moves)
+        return self.vpipe is not None and (self.vpipe.repartition or bool(self.vpipe.moves))
 
     @property
     def row(self) -> Mode:

@@ -7,6 +7,7 @@ import pytest
 
 from pipebench.engine.setup import Setup
 from pipebench.model.plan import recut
+from pipebench.schedule.moves import Move
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.models import SkipNet

@@ -1,4 +1,4 @@
-"""Algorithm 1's planner: unbalanced stages become balanced in few steps, none of which moves a layer beyond a neighbour."""
+"""Algorithm 1's planner: stages become balanced in few steps, none of which moves a layer beyond a neighbour."""
 
 import itertools
 import random
@@ -67,11 +67,10 @@ def test_what_is_balanced_stays() -> None:
 
 
 def test_little_gain_isn_t_worth_a_move() -> None:
-    seconds = [1.0, 1.0, 0.005, 0.5]
-    starts = (3,)
-    took = stage_seconds(seconds, starts, [1.0, 1.0])
-    assert took[0] - (took[0] - 0.005) < WORTHWHILE * took[0]
-    assert better_cuts(chain([1.0, 1.001]), (1,), [2.0, 1.0]) is None
+    for little, worth in ((WORTHWHILE / 2, False), (4 * WORTHWHILE, True)):
+        seconds = [10.0, 10.0 * little, 8.0]
+        found = better_cuts(chain(seconds), (2,), stage_seconds(seconds, (2,), [1.0, 1.0]))
+        assert found == ((1,) if worth else None)
 
 
 def test_layers_take_their_share_of_what_their_stage_took() -> None:
