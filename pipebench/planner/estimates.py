@@ -14,13 +14,17 @@ from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import Course, arrange, arranged, course_of, payload, predict
+from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.profile.model import Profile, Rows
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.weights import WEIGHT_POLICIES
-from pipebench.simulate.steady import glimpse
+from pipebench.simulate.memory import stage_memories
+from pipebench.simulate.memory_meter import MemoryMeter
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.steady import glimpse, simulate_all
 
 MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
@@ -74,7 +78,8 @@ class Estimator:
     def memory_policies(self) -> tuple[str, ...]:
         """What is done with the activations of every layer of the profile."""
         rows = self.request.profile.layers[self.unit_size]
-        return self.request.memory or (RECOMPUTE if self.mode.recompute else KEEP,) * (len(rows) - 1)
+        recomputes = self.mode.recompute and not (self.request.chooses and self.mode.chooses)
+        return self.request.memory or (RECOMPUTE if recomputes else KEEP,) * (len(rows) - 1)
 
     @cached_property
     def sizes(self) -> Profile:
@@ -159,7 +164,7 @@ class Estimator:
             devices = along(widths) * chunks
         work = self.work
         units = self.request.microbatches if self.mode.microbatches else 1
-        depth = self.mode.depth or depth or self.request.depth or self._usual_depth(widths)
+        depth = self.depth_of(widths, depth)
         in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
         if in_loops:
@@ -186,18 +191,25 @@ class Estimator:
         estimates = []
         for index, stage in enumerate(stages):
             compute_s, sync_s, transfer_s = self._parts_s(work, stages, devices, index)
-            in_flight = self._in_flight(replicas, index, depth)
+            in_flight = self.in_flight(replicas, index, depth)
             rule = self.memory(math.inf)
             if self.keeps_as_input_stage:
                 rule = replace(rule, versions=-(-depth * replicas[0] // replicas[index]))
+            virtual = None
+            memory_bytes = rule.num_bytes(work.states, stage.start, stage.stop, in_flight)
+            if self.request.memory is not None and work.states.is_chain:
+                outcome = self.stage_problem(rule, stage, in_flight).outcome(plan.stages[index].memory)
+                memory_bytes, virtual = outcome.num_bytes, outcome.virtual
+                seconds[index] += virtual.waits_s / stage.replicas
             estimates.append(
                 StageEstimate(
                     compute_s * units,
                     min(sync_s, bottleneck_s or sync_s) * units,
                     transfer_s * units,
                     seconds[index] * units,
-                    rule.num_bytes(work.states, stage.start, stage.stop, in_flight),
+                    memory_bytes,
                     in_flight,
+                    virtual,
                 )
             )
         slowest_s = max(sum(seconds[position :: len(widths)]) for position in range(len(widths)))
@@ -214,7 +226,38 @@ class Estimator:
             num_bytes=payload(rows, plan, self.mode, units, accumulate),
         )
 
-    def _in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
+    @property
+    def memory_limit_bytes(self) -> float:
+        """The memory of a device; infinite without a limit."""
+        limit = self.request.cluster.memory_bytes
+        return math.inf if limit is None else float(limit)
+
+    def depth_of(self, widths: Sequence[int], depth: int | None = None) -> int:
+        """Return the minibatches in flight per input-stage replica.
+
+        Args:
+            widths: replicas of every position in the pipeline.
+            depth: where the mode leaves it open; None for the request's, or NOAM.
+        """
+        return self.mode.depth or depth or self.request.depth or self._usual_depth(widths)
+
+    def stage_problem(self, rule: MemoryRule, stage: SearchStage, in_flight: int) -> StageProblem:
+        """Return a stage of consecutive layers, whose policies can be looked at or chosen.
+
+        Args:
+            rule: how the mode fills memory.
+            stage: which layers.
+            in_flight: units in flight on one replica.
+        """
+        states, rows = self.work.states, self.request.profile.layers[self.unit_size]
+        layers = states.layers(stage.start, stage.stop)
+        constant_bytes, each_bytes = rule.beside_activations(states, stage.start, stage.stop)
+        return StageProblem(
+            rows, layers[0], layers[-1] + 1, in_flight, rule.limit_bytes, constant_bytes, each_bytes,
+            self.request.cluster.pcie_bytes_per_s, self.request.chooses,
+        )  # fmt: skip
+
+    def in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
         """Return the minibatches (or microbatches) in flight on one replica of a stage."""
         if self.mode.chunks > 1:
             return self.interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
@@ -277,6 +320,21 @@ class Estimator:
             )
         course, count = self._course(found)
         return replace(found, minibatch_s=predict(course, count), is_simulated=True)
+
+    def simulated_peaks(self, found: PlanEstimate) -> list[int] | None:
+        """Return the bytes that a replica of every stage keeps at most in the simulator; None if that takes long.
+
+        Inputs of the model that a recomputed layer reads count as nothing: a profile doesn't know their bytes.
+        """
+        if sum(found.plan.replicas) > MOST_SIMULATED or math.lcm(*found.plan.replicas) > _LONGEST_BLOCK:
+            return None
+        course, count = self._course(found)
+        memories = stage_memories(arranged(self.sizes, found.order), found.plan, course.pipeline)
+        meter = MemoryMeter(course.pipeline, memories, course.costs)
+        simulate_all(course, count, Meter(course.pipeline, meter))
+        peaks = [peak.num_bytes for peak in meter.timeline().peaks]
+        workers = map(course.pipeline.workers_of, range(len(found.stages)))
+        return [max(peaks[worker] for worker in own) for own in workers]
 
     def units_simulated(self, found: PlanEstimate) -> float:
         """Return how many microbatches times stages a prediction simulates, infinite if it doesn't simulate."""

@@ -48,6 +48,12 @@ class MemoryRule:
         constant, each = self._parts(StageGrid(Work(states), np.array([start]), stop))
         return float(constant[0, 0] + in_flight * each[0, 0])
 
+    def beside_activations(self, states: States, start: int, stop: int) -> tuple[float, float]:
+        """Return what the stage between two states keeps but for activations: in any case, and per unit in flight."""
+        grid = StageGrid(Work(states), np.array([start]), stop)
+        constant, each = self._beside(grid)
+        return float(constant[0, 0]), float(each[0, 0])
+
     def depth(self, m: int, after: int) -> int:
         """Return the minibatches in flight of a stage with m replicas and `after` workers behind it."""
         depth = 1 + -(-(after + self.beyond) // m) if after else 1
@@ -94,13 +100,19 @@ class MemoryRule:
     def _parts(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return the bytes kept however many minibatches are in flight, and those of each, [start, stop]."""
         states = grid.work.states
-        weights, saved, again = map(grid.sums, (states.parameter_bytes, states.saved_bytes, states.recomputed_bytes))
+        saved, again = map(grid.sums, (states.saved_bytes, states.recomputed_bytes))
+        resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
+        constant, stashed = self._beside(grid)
+        return constant + again, stashed + saved + resumed
+
+    def _beside(self, grid: StageGrid) -> tuple[Floats, Floats]:
+        """Return the same without activations."""
+        states = grid.work.states
+        weights = grid.sums(states.parameter_bytes)
         once = grid.sums(states.stepped_bytes) * (1 + self.state_bytes_per_byte + self.masters)
         before, after = grid.cuts(states.sent_bytes)
-        resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
         stashed = weights if self.versions is None else 0.0 * weights
-        constant = once + weights * (self.versions or 0) + 2 * (before + after)
-        return constant + again, stashed + saved + resumed
+        return once + weights * (self.versions or 0) + 2 * (before + after), stashed
 
 
 def in_flight_interleaved(order: str, positions: int, chunks: int, num_units: int) -> list[int]:

@@ -26,6 +26,7 @@ from pipebench.planner.predict import arrange
 from pipebench.planner.refusal import why_nothing_fits
 from pipebench.planner.searches import Searches
 from pipebench.planner.states import States
+from pipebench.planner.virtualised import best_virtualised, predicted, virtualised
 from pipebench.schedule.notation import streams_problem
 
 _MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
@@ -62,6 +63,8 @@ class Planner(Estimator):
         Raises:
             PlanError: none fits in memory.
         """
+        if self.request.chooses and self.mode.chooses:
+            return self._virtualised()
         proposed = self.proposed()
         best, started = min(proposed, key=lambda each: each.minibatch_s), time.perf_counter()
         if climbs(self, proposed):
@@ -69,6 +72,27 @@ class Planner(Estimator):
             best = climb(self, proposed)
         self.predict_s += time.perf_counter() - started
         return best
+
+    def _virtualised(self) -> PlanEstimate:
+        self._tell("straight")
+        started = time.perf_counter()
+        found = best_virtualised(self)
+        self.search_s = time.perf_counter() - started
+        self._tell("simulating")
+        best = predicted(self, found)
+        self.predict_s = time.perf_counter() - started - self.search_s
+        return best
+
+    def policies_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
+        """Return the policy of every layer of a given plan: the recipe's and the mode's, or what its stages choose.
+
+        Raises:
+            PlanError: a stage that chooses doesn't fit whatever it does.
+        """
+        if not (self.request.chooses and self.mode.chooses):
+            return self.memory_policies
+        found = virtualised(self, self._given_stages(replicas, starts), "the recipe")
+        return tuple(policy for stage in found.plan.stages for policy in stage.memory)
 
     def proposed(self) -> list[PlanEstimate]:
         """Return the plans that searches propose, with what is predicted of them; one where bottlenecks decide.
@@ -116,8 +140,13 @@ class Planner(Estimator):
             starts: first layers of the stages after the first; None: cut where the cost model wants it.
 
         Raises:
-            PlanError: more stages than places to cut, or no place to cut before one of `starts`.
+            PlanError: more stages than places to cut, no place to cut before one of `starts`, or a stage that chooses
+                what its layers do, and doesn't fit.
         """
+        if self.request.chooses and self.mode.chooses and self.request.memory is None:
+            starts = self.starts_of(replicas) if starts is None else starts
+            request = replace(self.request, memory=self.policies_of(replicas, starts))
+            return Planner(request, self.name, known=self._known).for_replicas(replicas, starts)
         return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
 
     def estimate_of(self, plan: Plan) -> PlanEstimate:

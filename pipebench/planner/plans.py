@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pipebench.cluster import Cluster
 from pipebench.model.plan import Plan
 from pipebench.planner.cost_models import CostModel
+from pipebench.planner.stage_problem import VirtualMemory
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import Mode
 
@@ -25,6 +26,7 @@ class Request:
         depth: minibatches in flight per input-stage replica; None for NOAM, lowered when memory demands.
         row: the mode's row of the table if the recipe changes it.
         memory: policy of every layer; None for the mode's.
+        chooses: policies that are chosen layer by layer so that every stage fits, beside keeping: vPipe's Algorithm 2.
         streams: for text, which is carried on from minibatch to minibatch: every stage's replicas divide it.
         unsuited: modes that the training can't run in, and why.
         relay: whether what skips stages goes through all of those between.
@@ -40,6 +42,7 @@ class Request:
     depth: int | None = None
     row: Mode | None = None
     memory: tuple[str, ...] | None = None
+    chooses: tuple[str, ...] = ()
     streams: int | None = None
     unsuited: Mapping[str, str] = field(default_factory=dict)
     relay: bool = False
@@ -54,6 +57,7 @@ class StageEstimate:
         stage_s: what the cost model makes of them together.
         memory_bytes: what one replica keeps at most.
         in_flight: minibatches (or microbatches) in flight on one replica.
+        virtual: what becomes of its activations, where every layer has a policy of its own; else None.
     """
 
     compute_s: float
@@ -62,6 +66,7 @@ class StageEstimate:
     stage_s: float
     memory_bytes: float
     in_flight: int
+    virtual: VirtualMemory | None = None
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,12 @@ from pipebench.errors import RecipeError
 from pipebench.recipe.draft import Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.moves import asked_moves
+from pipebench.recipe.plan_file import is_plan_file
+from pipebench.recipe.schema import ParallelismRecipe, VpipeRecipe
 from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.modes import AUTO, MODES
+from pipebench.schedule.pipeline import WHOLE
 from pipebench.typed_json import JsonError
 
 _MOVES = "parallelism.vpipe.moves"
@@ -27,6 +30,42 @@ def _moves(given: Any) -> Problems:
         yield _MOVES, str(error)
     except RecipeError as error:
         yield from ((_MOVES, str(fault)) for fault in error.faults)
+
+
+@rule("@cluster", *(f"parallelism.{name}" for name in ("vpipe", "mode", "plan", "chunks", "backward")))
+def _choosing(
+    cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, plan: Any, chunks: int | None, backward: str | None
+) -> Problems:
+    """Stages that choose what their layers do have a worker each, run backwards whole, and can copy if they swap."""
+    given = VpipeRecipe(**vpipe or {})
+    if vpipe is None or given.moves or mode == AUTO or is_plan_file(plan):  # another rule, or file, says more
+        return
+    chosen = [name for name in ("swap", "recompute") if getattr(given, name)]
+    if chosen and not ParallelismRecipe(mode, chunks=chunks, backward=backward).row.chooses:
+        names = [name for name, row in MODES.items() if row.chooses]
+        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses else f"mode {' or '.join(names)}"
+        why = f"got true in mode {mode}, and is for stages that have a worker each and run backwards whole"
+        yield f"parallelism.vpipe.{chosen[0]}", f"{why}: allowed is false, or {allowed}"
+    elif given.swap and cluster.pcie_bytes_per_s is None:
+        why = f"got true on cluster {cluster.name}, whose file doesn't say how fast devices copy to their hosts"
+        yield "parallelism.vpipe.swap", f"{why}: allowed is false, or pcie in the cluster's file"
+
+
+@rule("parallelism.vpipe", "parallelism.mode")
+def _vpipe_auto(vpipe: Mapping[str, Any] | None, mode: str) -> Problems:
+    if vpipe is not None and mode == AUTO and not vpipe.get("moves") and VpipeRecipe(**vpipe).policies:
+        yield "parallelism.vpipe", "got a mapping with mode auto, which takes rows as they are: allowed is null"
+
+
+@rule(*(f"parallelism.{name}" for name in ("vpipe", "recompute", "recompute_layers")))
+def _chosen_by_vpipe(vpipe: Mapping[str, Any] | None, recompute: bool | None, layers: list[str] | None) -> Problems:
+    """Either vPipe says what layers do with their activations, or the recipe does."""
+    if vpipe is None or not VpipeRecipe(**vpipe).policies:
+        return
+    for name, value in (("recompute", recompute), ("recompute_layers", layers)):
+        if value is not None:
+            why = f"got {shown(value)} beside vpipe, which chooses layer by layer"
+            yield f"parallelism.{name}", f"{why}: allowed is null, or vpipe with swap: false and recompute: false"
 
 
 @rule(
@@ -55,8 +94,3 @@ def _moving(
         yield "parallelism.relay", f"got true with vpipe.{key}, which changes who hands on what: allowed is false"
     if not ENGINES[kind].trains:
         yield asking, f"{given} with engine.kind {kind}, which trains nothing: {allowed}"
-    if vpipe["live"] and ENGINES[kind].in_processes:
-        yield (
-            "parallelism.vpipe.live",
-            f"got true with engine.kind {kind}, where layers move at drains: allowed is false",
-        )

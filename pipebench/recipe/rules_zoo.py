@@ -22,7 +22,8 @@ from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import streams_problem
 
 _MOST_PROCESSES = 1024
-FRACTIONS = ("top1", "top5", "token_accuracy", "meteor")
+FRACTIONS = ("top1", "top5", "token_accuracy", "nsp_accuracy", "meteor")
+_PERPLEXITIES = ("perplexity", "mlm_perplexity")
 
 
 @rule("@draft")
@@ -188,7 +189,7 @@ def _reachable(target: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> 
     elif metric in FRACTIONS and not 0 < value <= 1:
         hint = f"; did you mean {value / 100:g}?" if 1 < value <= 100 else ""
         yield "train.target.value", f"got {value:g}, allowed is a fraction above 0, at most 1{hint}"
-    elif metric == "perplexity" and value <= 1:
+    elif metric in _PERPLEXITIES and value <= 1:
         yield "train.target.value", f"got {value:g}, allowed is a number above 1"
     elif metric == "bleu" and not 0 < value <= 100:
         yield "train.target.value", f"got {value:g}, allowed is a number above 0, at most 100"

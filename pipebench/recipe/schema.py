@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from pipebench.schedule.modes import MODES, Mode
+from pipebench.schedule.modes import MODES, RECOMPUTE, SWAP, Mode
 
 # Of the table of modes: what the recipe of any mode may change.
 COLUMNS = ("order", "flush", "weights", "sync", "chunks", "recompute", "backward")
@@ -151,9 +151,13 @@ class ClusterRecipe:
 
 @dataclass(frozen=True)
 class VpipeRecipe:
-    """vPipe: what changes about a plan while training goes on.
+    """vPipe: what is decided layer by layer, and what changes about a plan while training goes on.
 
     Attributes:
+        swap: whether a layer's activations may be on the host between forward and backward. With this or the next,
+            every stage chooses what its layers do so that it fits in memory, in as few seconds as that takes; a plan's
+            file says itself what they do.
+        recompute: whether they may be computed again for the backward.
         repartition: whether stages are measured, and layers move to balance them (Algorithm 1); not where `moves` are
             given.
         live: whether layers move while minibatches are in flight; false empties the pipeline first, and fills it again.
@@ -161,9 +165,16 @@ class VpipeRecipe:
             layer of every stage but the first; or the artifact `moves.json` of another run.
     """
 
+    swap: bool = True
+    recompute: bool = True
     repartition: bool = True
     live: bool = True
     moves: Any = None
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """What may be done with a layer's activations, beside keeping them; nothing leaves that to the mode."""
+        return (*((SWAP,) if self.swap else ()), *((RECOMPUTE,) if self.recompute else ()))
 
     @property
     def balances(self) -> bool:
@@ -204,7 +215,7 @@ class ParallelismRecipe:
         correction_decay: weights `correct` only: PipeMare's D; null: 0.135.
         relay: let what skips stages go through all of those between, as the PipeDream artifact does; else it goes to
             the stages that read it. In simulations only.
-        vpipe: null: stages stay as they are cut.
+        vpipe: null: layers do with their activations what the mode and the keys above say, and stages stay as they are.
     """
 
     mode: str = MISSING
@@ -242,7 +253,7 @@ class ParallelismRecipe:
     def row(self) -> Mode:
         """The mode's row of the table, with the columns that the recipe changes; there is none of `auto`."""
         columns = {name: getattr(self, name) for name in COLUMNS} | {"accumulate": self.accumulate_given}
-        if self.recompute_layers is not None:
+        if self.recompute_layers is not None or (self.vpipe is not None and self.vpipe.policies):
             columns["recompute"] = False  # not all of them
         return replace(MODES[self.mode], **{name: value for name, value in columns.items() if value is not None})
 

@@ -60,6 +60,14 @@ class Mode:
         return self.microbatches and (flush or (policy.aim is not None and self.shape == "equal"))
 
     @property
+    def chooses(self) -> bool:
+        """Whether stages can choose what their layers do with their activations, as vPipe's do.
+
+        There are several stages, one per worker, and their backwards are whole.
+        """
+        return self.shape not in ("one", "one-stage") and self.chunks == 1 and self.backward == WHOLE
+
+    @property
     def weights_kept(self) -> int | None:
         """What a replica keeps of its weights, in versions; None for one per minibatch in flight."""
         policy = WEIGHT_POLICIES[self.weights]

@@ -285,8 +285,29 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
         )
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
+    yield from _activations(best)
     for name, layers, stage in _ties(answer):
         yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
+
+
+def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
+    """Yield what becomes of the activations of stages that don't keep all of them."""
+    heading = "activations"
+    for index, stage in enumerate(best.stages):
+        virtual = stage.virtual
+        if virtual is None or not virtual.swapped + virtual.recomputed:
+            continue
+        parts = [f"{virtual.kept} layers kept"]
+        if virtual.swapped:
+            where = "hidden in its" if virtual.is_hidden else f"{seconds(virtual.waits_s)} longer than its"
+            parts.append(
+                f"{virtual.swapped} swapped: {num_bytes(virtual.swapped_bytes)} there and back in "
+                f"{seconds(virtual.copies_s)}, {where} window of {seconds(virtual.window_s)}"
+            )
+        if virtual.recomputed:
+            parts.append(f"{virtual.recomputed} recomputed: {seconds(virtual.again_s)}")
+        yield heading, f"stage {index}: {'; '.join(parts)}"
+        heading = ""
 
 
 def _mode_table(answer: Answer) -> Table:

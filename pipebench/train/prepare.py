@@ -183,8 +183,8 @@ def prepare(
         live=vpipe is None or vpipe.live,
     )
     per_epoch = sampler.minibatches_per_epoch
-    asked = [] if vpipe is None else asked_moves(vpipe.moves)
-    moves = planned_moves(asked, setup, Periods.of(recipe.train, per_epoch))
+    wanted = [] if vpipe is None else asked_moves(vpipe.moves)
+    moves = planned_moves(wanted, setup, Periods.of(recipe.train, per_epoch))
     return Job(recipe, cluster, setup, comparison, known.left_over, moves)
 
 
@@ -428,7 +428,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
         mode=parallelism.mode,
         depth=mode.depth or planner.request.depth,
         chunks=mode.chunks,
-        memory=planner.memory_policies,
+        memory=planner.policies_of(replicas * mode.chunks, starts),
         relay=parallelism.relay,
     )
     return plan.on(planner.devices_of(replicas, starts))

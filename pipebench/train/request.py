@@ -63,6 +63,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=None if parallelism.mode == AUTO else parallelism.row,
         memory=None if parallelism.recompute_layers is None else memory_of(names, parallelism.recompute_layers),
+        chooses=() if parallelism.vpipe is None else parallelism.vpipe.policies,
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
         unsuited=unsuited_modes(recipe.train),
         relay=parallelism.relay,

@@ -39,7 +39,7 @@ KEYS = {
     *("took_s", "num_states", "bottleneck_at_most"),
     *("speedup_over_dp", "bytes_per_sample", "dp_bytes_per_sample", "port_s", "memory_limit_bytes", "found_by", "plan"),
 }
-STAGE_KEYS = {"compute_s", "sync_s", "transfer_s", "stage_s", "memory_bytes", "in_flight"}
+STAGE_KEYS = {"compute_s", "sync_s", "transfer_s", "stage_s", "memory_bytes", "in_flight", "virtual"}
 
 
 def invoke(*arguments: str) -> Result:

@@ -23,6 +23,7 @@ from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import recut
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.schedule.moves import Move
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.pushes import Pushes
@@ -47,6 +48,7 @@ class Case:
         devices: of every worker; empty for its own number.
         optimizer: as in a recipe; None for `momentum`.
         shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
+        moves: announced before the first segment.
         recuts: first layers of all stages but the first, before every segment but the first; empty: as before.
     """
 
@@ -59,6 +61,7 @@ class Case:
     optimizer: OptimizerRecipe | None = None
     shares_memory: bool = True
     recuts: tuple[tuple[int, ...], ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 def random_case(seed: int, num_workers: int) -> Case:
@@ -149,7 +152,7 @@ def small_setup(case: Case) -> Setup:
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )
-    return replace(setup, repartitions=bool(case.recuts))
+    return replace(setup, repartitions=bool(case.recuts or case.moves))
 
 
 @dataclass
@@ -169,7 +172,7 @@ class Outcome:
 def distributed(world: World, case: Case) -> Outcome:
     """Run a case on the processes; return this one's share."""
     world = replace(world, shares_memory=case.shares_memory)
-    return in_processes(world, small_setup(case), case.segments, recuts=case.recuts)
+    return in_processes(world, small_setup(case), case.segments, recuts=case.recuts, moves=case.moves)
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
@@ -185,6 +188,7 @@ def in_processes(
     control: Control | None = None,
     on_unit: Any = None,
     recuts: Sequence[Sequence[int]] = (),
+    moves: Sequence[Move] = (),
 ) -> Outcome:
     """Run a setup on the processes; return this one's share."""
     losses: list[tuple[float, float]] = []
@@ -196,6 +200,8 @@ def in_processes(
         on_unit=on_unit or (lambda samples, loss, s: None),
     )
     engine.start_clock()
+    for move in moves:
+        engine.announce(move)
     scores, done = [], list[int]()
     for index, count in enumerate(segments):
         go_under(engine, recuts, index)
@@ -211,7 +217,7 @@ def in_processes(
 
 def virtually(case: Case) -> Outcome:
     """Run a case on the virtual engine."""
-    return on_virtual_engine(small_setup(case), case.segments, case.recuts)
+    return on_virtual_engine(small_setup(case), case.segments, case.recuts, case.moves)
 
 
 def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
@@ -220,12 +226,16 @@ def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequenc
         engine.replan(recut(engine.setup.graph, engine.setup.plan, recuts[index - 1]))
 
 
-def on_virtual_engine(setup: Setup, segments: Sequence[int], recuts: Sequence[Sequence[int]] = ()) -> Outcome:
+def on_virtual_engine(
+    setup: Setup, segments: Sequence[int], recuts: Sequence[Sequence[int]] = (), moves: Sequence[Move] = ()
+) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
     network = Network(setup.cluster, setup.devices)
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     scores, done = [], 0
+    for move in moves:
+        engine.announce(move)
     for index, count in enumerate(segments):
         go_under(engine, recuts, index)
         engine.train(done, count)

@@ -79,6 +79,27 @@ OVERRIDES = [
         "parallelism.vpipe.moves: got .*, and layers move between workers that have one stage each, .*: allowed is",
     ),
     ("parallelism.vpipe={}", None),
+    (
+        "parallelism={mode: dp, plan: auto, vpipe: {swap: false}}",
+        "parallelism.vpipe.recompute: got true in mode dp, .*: allowed is false, or mode model or hybrid or gpipe",
+    ),
+    (
+        "parallelism={mode: gpipe, backward: split, vpipe: {swap: false}}",
+        "parallelism.vpipe.recompute: got true in mode gpipe, .*: allowed is false, or chunks: 1 and backward: whole",
+    ),
+    (
+        "parallelism={mode: auto, plan: auto, vpipe: {recompute: true}}",
+        "parallelism.vpipe: got a mapping with mode auto, which takes rows as they are: allowed is null",
+    ),
+    (
+        "parallelism={mode: gpipe, recompute: true, vpipe: {swap: false}}",
+        "parallelism.recompute: got true beside vpipe, which chooses layer by layer: allowed is null, or vpipe with",
+    ),
+    (
+        "parallelism={mode: gpipe, recompute_layers: [head], vpipe: {swap: false}}",
+        r"parallelism.recompute_layers: got \['head'\] beside vpipe, which chooses layer by layer: allowed is null",
+    ),
+    ("parallelism.vpipe={swap: 3}", "parallelism.vpipe.swap: got 3, allowed is true or false"),
     ("parallelism.recompute=off!", "parallelism.recompute: got 'off!', allowed is true or false or null"),
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),

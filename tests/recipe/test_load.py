@@ -11,7 +11,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.schema import OptimizerRecipe, PeriodRecipe, Recipe, ScheduleRecipe, TargetRecipe
 from tests.recipe.conftest import VALID, Write
 
-SMALL = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt", "transformer")
+SMALL = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt", "transformer", "bert")
 QUICKSTART = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "quickstart/pipedream"]
 
 
@@ -30,6 +30,7 @@ COUNTS = {
     "awd_lm": 7,
     "s2vt": 6,
     "transformer": 9,
+    "bert": 8,
     "lab": 4,
     "uniform": 4,
     **dict.fromkeys((f"vpipe/{name}" for name in ("gnmt16", "transformer", "vgg16", "resnet50")), 2),

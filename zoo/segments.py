@@ -1,0 +1,212 @@
+"""What BERT is trained on, from any sentences in order: two segments, hidden words, and whether one follows the other.
+
+Devlin et al. (2018), section 3.1. A sample is begin, a segment, end, another segment, end. The second one follows
+the first in half of all samples, and comes from anywhere else in the other half. Of the words 15% are to be said: four
+in five of them are replaced by the mask, one in ten by any word, and one in ten stays.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zoo.imagenet import generator_of
+from zoo.late import Late
+from zoo.registry import Dataset
+from zoo.text import BOS, EOS, NUM_SPECIAL, pad_rows
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch")
+
+_SPLITS = ("train", "eval")
+_FRAME = 3  # tokens of a sample that are of no segment
+_HIDDEN, _MASKED, _OTHER = 0.15, 0.8, 0.9  # shares: of the words; below it, the mask; from there to here, any word
+NOTHING = -1  # the word to say where there is none
+
+
+@dataclass(frozen=True)
+class SegmentOptions:
+    """What is declared, so that plans and simulations need no text.
+
+    Attributes:
+        name: of the data set, for errors.
+        num_sentences: of the splits `train` and `eval`.
+        vocabulary: number of token ids, special ones included.
+        mask: the id that stands where a word is hidden.
+        columns: width of a sample; segments are cut to what both have room for.
+        sentences: of a segment.
+        num_eval: held-out samples, the first ones; 0: all there are.
+    """
+
+    name: str
+    num_sentences: Mapping[str, int]
+    vocabulary: int
+    mask: int
+    columns: int
+    sentences: int
+    num_eval: int
+
+    def __post_init__(self) -> None:
+        least = {"columns": _FRAME + 2, "sentences": 1, "num_eval": 0, "vocabulary": NUM_SPECIAL + 2}
+        for option, smallest in least.items():
+            if getattr(self, option) < smallest:
+                raise ValueError(f"{self.name}: {option} is {getattr(self, option)}, allowed is {smallest} or more")
+        for split in _SPLITS:
+            if self.num_samples(split) < 2:
+                raise ValueError(
+                    f"{self.name}: sentences is {self.sentences}, allowed is less than half of the "
+                    f"{self.num_sentences[split]} there are to {split}"
+                )
+        if self.num_eval > self.num_samples("eval"):
+            raise ValueError(
+                f"{self.name}: num_eval is {self.num_eval}, allowed is 0 (all) to {self.num_samples('eval')}"
+            )
+
+    def num_samples(self, split: str) -> int:
+        """Return how many sentences have a segment from them on, and another one after it."""
+        return self.num_sentences[split] - 2 * self.sentences + 1
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a segment."""
+        return (self.columns - _FRAME) // 2
+
+    @property
+    def num_hidden(self) -> int:
+        """Most words of a sample that are to be said."""
+        return max(1, round(_HIDDEN * 2 * self.room))
+
+
+class Segments(Dataset):
+    """Pairs of segments; what is left to a subclass is where sentences come from.
+
+    Sample i begins with sentence i. What else it holds is drawn anew every time it is trained on; a held-out sample is
+    always the same.
+
+    Fields: `tokens` and `segments` [samples, columns] int64, padded on the right; `length` [samples] int64; `positions`
+    [samples, hidden words] int64, 0 where there are fewer; `words` likewise, -1 where there are fewer; `follows`
+    [samples] int64, 0 or 1.
+    """
+
+    inputs: Sequence[str] = ("tokens", "segments", "length", "positions")
+    targets: Sequence[str] = ("words", "follows")
+    metrics: Mapping[str, str] = {"nsp_accuracy": "max", "mlm_perplexity": "min"}
+
+    def __init__(self, options: SegmentOptions) -> None:
+        self.options = options
+        self.num_train = options.num_samples("train")
+        self.num_eval = options.num_eval or options.num_samples("eval")
+        self.num_ids = {"tokens": options.vocabulary, "segments": 2, "words": options.vocabulary}
+
+    @abstractmethod
+    def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of sentences.
+
+        Args:
+            split: `train` or `eval`.
+            indices: which, in this order; neighbours follow each other in the text.
+        """
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return every field for `num_samples` samples on the meta device; the text isn't read."""
+        text, hidden = (num_samples, self.options.columns), (num_samples, self.options.num_hidden)
+        shapes = {"tokens": text, "segments": text, "length": text[:1], "positions": hidden, "words": hidden}
+        shapes |= {"follows": text[:1]}
+        return {field: torch.empty(shape, dtype=torch.int64, device="meta") for field, shape in shapes.items()}
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return the fields asked for."""
+        if split not in _SPLITS:
+            raise ValueError(f"{self.options.name}: split is {split!r}, allowed are {', '.join(_SPLITS)}")
+        columns = self.options.columns
+        drawn = torch.stack([_drawn(draw if split == "train" else 0, index, 2 + 3 * columns) for index in indices])
+        found = self._pairs(split, indices, drawn[:, :2])
+        if {"tokens", "positions", "words"} & {*fields}:
+            found |= self._hidden(found["tokens"], drawn[:, 2:].view(-1, 3, columns))
+        return {field: found[field] for field in fields}
+
+    def _pairs(self, split: str, indices: Sequence[int], drawn: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the two segments of every sample, no word hidden; drawn: [samples, 2] from 0 to below 1."""
+        size, total, room = self.options.sentences, self.options.num_samples(split), self.options.room
+        follows = drawn[:, 0] < 0.5
+        # Any sentence but the one that follows; the last to begin a segment is sentence total + size - 1.
+        others = (torch.tensor(indices) + 1 + (drawn[:, 1] * (total - 1)).long()) % total + size
+        seconds = torch.where(follows, torch.tensor(indices) + size, others).tolist()
+        starts = [start for pair in zip(indices, seconds, strict=True) for start in pair]
+        read = self.sentences(split, [start + offset for start in starts for offset in range(size)])
+        joined = [[token for row in read[at : at + size] for token in row][:room] for at in range(0, len(read), size)]
+        pairs = list(zip(joined[::2], joined[1::2], strict=True))
+        return {
+            "tokens": pad_rows([[BOS, *a, EOS, *b, EOS] for a, b in pairs], self.options.columns),
+            "segments": pad_rows([[0] * (len(a) + 2) + [1] * (len(b) + 1) for a, b in pairs], self.options.columns),
+            "length": torch.tensor([len(a) + len(b) + _FRAME for a, b in pairs]),
+            "follows": follows.long(),
+        }
+
+    def _hidden(self, tokens: torch.Tensor, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return `tokens` with words hidden, and which; drawn: [samples, 3, columns] from 0 to below 1."""
+        is_word = tokens >= NUM_SPECIAL
+        num_words = is_word.sum(1)
+        num_hidden = (num_words * _HIDDEN).round().long().clamp(min=1).minimum(num_words).unsqueeze(1)
+        order = drawn[:, 0].masked_fill(~is_word, -1).topk(self.options.num_hidden, dim=1).indices
+        is_hidden = torch.arange(self.options.num_hidden) < num_hidden
+        words, how, which = tokens.gather(1, order), drawn[:, 1].gather(1, order), drawn[:, 2].gather(1, order)
+        any_word = NUM_SPECIAL + (which * (self.options.vocabulary - NUM_SPECIAL)).long()
+        put = words.where(how >= _OTHER, any_word).masked_fill(how < _MASKED, self.options.mask).where(is_hidden, words)
+        return {
+            "tokens": tokens.scatter(1, order, put),
+            "positions": order.where(is_hidden, 0),
+            "words": words.where(is_hidden, NOTHING),
+        }
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the cross-entropies of both tasks, summed over samples; of a sample's hidden words the mean counts.
+
+        Differs from BERT, where the hidden words of a minibatch count alike, whichever sample they are of: so a sample
+        weighs the same in every minibatch.
+
+        Args:
+            output: logits [samples, hidden words, vocabulary] and [samples, 2].
+            targets: `words` and `follows`.
+        """
+        words, follows = output
+        self.check_logits(words, "words")
+        num_words = (targets["words"] != NOTHING).sum(1).clamp(min=1)
+        of_words = (_of_words(words, targets["words"]).sum(1) / num_words).sum()
+        return of_words + torch.nn.functional.cross_entropy(follows, targets["follows"], reduction="sum")
+
+    def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return how many samples were told right, the hidden words' summed cross-entropy, and how many they are."""
+        words, follows = output
+        return {
+            "nsp_accuracy": (follows.argmax(1) == targets["follows"]).sum(),
+            "cross_entropy": _of_words(words, targets["words"]).sum(),
+            "num_words": (targets["words"] != NOTHING).sum(),
+        }
+
+    def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Return the share of samples told right, and e to the mean cross-entropy of all hidden words."""
+        try:
+            perplexity = math.exp(sums["cross_entropy"] / max(sums["num_words"], 1))
+        except OverflowError:
+            perplexity = math.inf
+        return {"nsp_accuracy": sums["nsp_accuracy"] / weight, "mlm_perplexity": perplexity}
+
+
+def _of_words(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of every hidden word, 0 where there is none: [samples, hidden words]."""
+    cross_entropy = torch.nn.functional.cross_entropy
+    return cross_entropy(logits.flatten(0, 1), words.flatten(), ignore_index=NOTHING, reduction="none").view(
+        words.shape
+    )
+
+
+def _drawn(draw: int, index: int, count: int) -> torch.Tensor:
+    return torch.rand(count, generator=generator_of(draw, index), dtype=torch.float64)

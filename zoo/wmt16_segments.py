@@ -1,0 +1,46 @@
+"""BERT's task on the English side of WMT16 English-German, which vPipe trains BERT on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zoo.segments import SegmentOptions, Segments
+from zoo.wmt16 import NUM_EVAL, NUM_TRAIN, VOCABULARY, Wmt16, wmt16
+
+_MASK = VOCABULARY - 1  # MLPerf's 32,317 ids are padded to a multiple of 8: the last one is nobody's
+
+
+class Wmt16Segments(Segments):
+    """Sentences in the order of the files; byte pairs as `wmt16` has them."""
+
+    def __init__(self, options: SegmentOptions, source: Wmt16) -> None:
+        super().__init__(options)
+        self._source, self.loader_processes = source, source.loader_processes
+
+    def check(self) -> None:
+        """Raise OSError, ImportError or ValueError unless the files are there and of the declared sizes."""
+        self._source.check()
+
+    def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of sentences."""
+        return self._source.tokens("source", split, indices)
+
+
+def wmt16_segments(
+    root: str = "", columns: int = 128, sentences: int = 2, num_eval: int = 0, loader_processes: int = 0
+) -> Wmt16Segments:
+    """Build the data set; reads nothing.
+
+    Args:
+        root: folder of the files; empty: `wmt16` in the folder that PIPEBENCH_DATA names.
+        columns: width of a sample. BERT was trained on 128 for nine tenths of its updates, on 512 for the rest.
+        sentences: of a segment; two of some 28 byte pairs fill half of 128 columns.
+        num_eval: held-out samples, of newstest2014, the first ones; 0: all.
+        loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
+
+    Raises:
+        ValueError: an option is out of range; the message says which.
+    """
+    num_sentences = {"train": NUM_TRAIN, "eval": NUM_EVAL}
+    options = SegmentOptions("wmt16_segments", num_sentences, VOCABULARY, _MASK, columns, sentences, num_eval)
+    return Wmt16Segments(options, wmt16(root, loader_processes=loader_processes))
