@@ -23,7 +23,7 @@ from pipebench.model.rounded_data import RoundedData
 from pipebench.model.sampling import InOrder, Sampler
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.schema import LossScaleRecipe
-from pipebench.schedule.modes import KEEP, RECOMPUTE
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import Edge, Pipeline
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
@@ -150,6 +150,7 @@ def make_setup(
     chunks: int = 1,
     push_order: Mapping[int, Sequence[int]] | None = None,
     recompute: bool | Container[int] = False,
+    memory: Sequence[str] | None = None,
     backward: str = "whole",
     devices: Sequence[int] | None = None,
     minibatch_size: int = 4,
@@ -175,7 +176,7 @@ def make_setup(
         dataset = RoundedData(dataset, graph.rounding.low_type)
     if not isinstance(plan, Plan):
         chosen = range(len(graph.layers) if recompute else 0) if isinstance(recompute, bool) else recompute
-        memory = [RECOMPUTE if index in chosen else KEEP for index in range(len(graph.layers))]
+        memory = memory or [RECOMPUTE if index in chosen else KEEP for index in range(len(graph.layers))]
         plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory, relay=relay)
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
@@ -185,7 +186,7 @@ def make_setup(
     pipeline = Pipeline(
         plan.replicas, edges, order, flushes, depth or plan.depth, microbatches, accumulate, loads,
         shares_norm=agrees and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
-        sync=sync, backward=backward,
+        sync=sync, backward=backward, swaps=tuple(i for i, s in enumerate(plan.stages) if SWAP in s.memory),
     )  # fmt: skip
     return Setup(
         graph=graph,

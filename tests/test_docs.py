@@ -12,8 +12,12 @@ import torch
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
+from pipebench.schedule.instructions import Op, render
 from pipebench.schedule.modes import MODES
+from pipebench.schedule.moves import Move
 from pipebench.schedule.pipeline import Pipeline, chain, noam
+from pipebench.schedule.programs import programs
+from pipebench.schedule.routes import Routes
 from pipebench.simulate.drawing import draw
 from zoo import DATASETS, MODELS
 
@@ -59,6 +63,22 @@ def test_pictures_of_what_passes_read(mode: str, count: int, microbatches: int, 
     text, row = (ROOT / "docs/modes.md").read_text(), MODES[mode]
     pipeline = Pipeline((1,) * 4, chain(4), row.order, row.flush, 4, microbatches, weights=row.weights)
     assert f"```\n{draw(pipeline, count, [1] * 4, [2] * 4, width=width, versions=True)}\n```" in text
+
+
+@pytest.mark.parametrize("after", [(4, 6), (2, 6)])
+def test_pictures_of_layers_that_move(after: tuple[int, int]) -> None:
+    text, pipeline = (ROOT / "docs/vpipe.md").read_text(), Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
+    routes = Routes(pipeline, (3, 6), 9, lambda starts: pipeline)
+    routes.announce(Move(6, after))
+    drawn = draw(pipeline, 10, [1] * 3, [2] * 3, routes=routes, since=12, width=126)
+    assert f"```\n{drawn}\n```" in text
+    lists = [[*program] for program in programs(pipeline, 10, routes)][:2]
+    for program in lists:
+        shown = [it for it in program if it.op not in (Op.LOAD_INPUT, Op.RECEIVE_ACTIVATION, Op.SEND_ACTIVATION)]
+        shown = [it for it in shown if it.op not in (Op.RECEIVE_GRADIENT, Op.SEND_GRADIENT)]
+        begin = next(i for i, it in enumerate(shown) if it.op is Op.FORWARD and it.number == 4)
+        end = next(i for i, it in enumerate(shown) if it.op is Op.FORWARD and it.number == 7)
+        assert f"\n{render(shown[begin:end])}\n" in text
 
 
 def columns_of(name: str) -> list[str]:

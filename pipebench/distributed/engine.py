@@ -34,7 +34,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, scale_metrics, training_feed
+from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_feed
 from pipebench.errors import DivergedError
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
@@ -287,7 +287,7 @@ class DistributedEngine:
             state = ModelState.merge([state, moved])
             self._note_migration(self._ranks.index(rank), state_bytes(moved), start_s)
         self.worker.restore(state)
-        self.worker.recall(old.peak_bytes, old.versions_max)
+        self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self._collectives = self._connected()
         self.turn_to("")
         self.settle()
@@ -332,7 +332,7 @@ class DistributedEngine:
         if facts is not None:
             self.meter.restore(facts["meter"])
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
-            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"])
+            self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"], *host_peaks(facts))
             for serving in self._collectives.serving.values():
                 serving.server.segments = [*facts["pushes"]]
 
@@ -349,6 +349,7 @@ class DistributedEngine:
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
             "peak_bytes": [self.worker.peak_bytes],
             "weight_versions_max": [self.worker.versions_max],
+            "host_peak_bytes": [self.worker.host_peak_bytes],
             "pushes": [
                 asdict(pushes) for serving in self._collectives.serving.values() for pushes in serving.server.segments
             ],

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipebench.checkpoint.progress import MeterState, MeterTotals
-from pipebench.schedule.instructions import BACKWARDS, Op
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.meter import COMPUTE, RECORDED_SPANS, WORKERS_IDLE, Measured, fractions, span_of
 from pipebench.simulate.simulation import Event
@@ -26,7 +26,6 @@ _WAIT_COLUMNS = {
     Op.PULL: "waiting_weights_s",
     Op.LOAD_INPUT: "waiting_load_s",
 }
-_SWAPS = (Op.SWAP_OUT, Op.SWAP_IN)
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.PUSH)
 _OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # what their times go into
 _UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
@@ -87,7 +86,7 @@ class MeasuredMeter:
         totals = self._totals
         totals.seconds[instruction.op.name] += end_s - start_s
         totals.stall_s += stall_s
-        if not self._truncated and end_s > start_s:
+        if not self._truncated and end_s > start_s and instruction.op not in COPIES:
             if len(self._recorded) < self._room:
                 self._recorded.append((event, self.evaluating))
             else:
@@ -181,7 +180,7 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
     busy_s = _busy_s(totals)
     waiting_s = sum(totals.seconds[op.name] for op in _WAIT_COLUMNS)
     sending_s = sum(totals.seconds[op.name] for op in _SENDS)
-    swapping_s = sum(totals.seconds[op.name] for op in _SWAPS)
+    swapping_s = sum(totals.seconds[op.name] for op in COPIES)
     return {
         "worker": worker,
         "rank": share.rank,

@@ -78,17 +78,17 @@ def num_bytes(value: Any) -> int:
 
 
 @contextmanager
-def record_saved(saved: MutableMapping[int, int], recomputed: Sequence[Recomputed]) -> Iterator[None]:
+def record_saved(saved: MutableMapping[int, torch.UntypedStorage], recomputed: Sequence[Recomputed]) -> Iterator[None]:
     """Note every storage that autograd saves, or that layers need which are recomputed, once each.
 
     Args:
-        saved: takes the storages: address to bytes.
+        saved: takes the storages by address: as long as it holds them, no other gets theirs.
         recomputed: the runs of layers that a backward computes again.
     """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage
         return tensor
 
     for each in recomputed:

@@ -6,7 +6,7 @@ simulator asks as ever, and tables answer that are filled as moves come to be.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipebench.engine.phases import Phases
@@ -16,6 +16,7 @@ from pipebench.model.sampling import Shape, Size
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.moves import HandOver, Starts
 from pipebench.simulate.costs import Costs, StageCosts
+from pipebench.simulate.memory import swapped_bytes
 
 N = TypeVar("N", int, float)
 _SIZES_KEPT = 1024  # more than there are units in flight
@@ -45,6 +46,10 @@ class _Table(dict[Any, N], Generic[N]):
         found: N = self._find(key)
         self[key] = found
         return found
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return what the table has for a size, as it has for each."""
+        return self[key]
 
 
 class PhaseCosts:
@@ -116,7 +121,15 @@ class PhaseCosts:
             backward_s=table("backward_s", "backward"),
             weight_s=table("weight_s", "backward"),
             load_s=table("load_s", "forward"),
+            swap_bytes=_Table(partial(self._swapped, index)),
         )
+
+    def _swapped(self, index: int, key: PhasedSize) -> int:
+        """Return what a stage copies of a unit: nothing of layers that it only runs one way."""
+        one, other = (self._phases.at(starts).plan.stages[index] for starts in (key.forward, key.backward))
+        start, stop = max(one.start, other.start), min(one.stop, other.stop)
+        own = replace(one, start=start, stop=stop, memory=one.memory[start - one.start : stop - one.start])
+        return swapped_bytes(self._phases.setup.profile.by_size[key.size], own) if key.size else 0
 
     def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _Table[int]:
         return _Table(

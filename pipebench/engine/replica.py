@@ -335,11 +335,11 @@ class Replica:
         if shapes in self._saves:
             outputs = self.module(*arguments)
         else:
-            saved: dict[int, int] = {}
+            saved: dict[int, torch.UntypedStorage] = {}
             with record_saved(saved, self.stage.recomputed):
                 outputs = self.module(*arguments)
             own = self._own_storages(item)
-            kept = sum(size for pointer, size in saved.items() if pointer not in own)
+            kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
         item.kept_bytes = self._saves[shapes].kept_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:

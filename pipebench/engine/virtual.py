@@ -28,7 +28,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, scale_metrics, training_feed
+from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_feed
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
@@ -166,7 +166,7 @@ class VirtualEngine:
                 messages.append(self._migrate(giver, worker.index, state_bytes(moved)))
                 state = ModelState.merge([state, moved])
             worker.restore(state)
-            worker.recall(old.peak_bytes, old.versions_max)
+            worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self._arrive(messages)
 
     def restore(
@@ -187,9 +187,9 @@ class VirtualEngine:
         if facts is not None:
             self.num_bytes.clear()
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
-            columns = zip(self.workers, facts["peak_bytes"], facts["weight_versions_max"], strict=True)
-            for worker, peak_bytes, versions_max in columns:
-                worker.recall(peak_bytes, versions_max)
+            columns = (facts["peak_bytes"], facts["weight_versions_max"], host_peaks(facts))
+            for worker, *counted in zip(self.workers, *columns, strict=True):
+                worker.recall(*counted)
             self._meter.busy_s, self._meter.stall_s = facts["busy_s"], facts["stall_s"]
             self._meter.again_s, self._meter.swap_stall_s = facts.get("again_s", 0.0), facts.get("swap_stall_s", 0.0)
             self._evaluation_s = facts["evaluation_s"]
@@ -202,6 +202,7 @@ class VirtualEngine:
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
             "peak_bytes": self.peak_bytes,
             "weight_versions_max": [worker.versions_max for worker in self.workers],
+            "host_peak_bytes": [worker.host_peak_bytes for worker in self.workers],
             "busy_s": self._meter.busy_s,
             "stall_s": self._meter.stall_s,
             "again_s": self._meter.again_s,

@@ -466,9 +466,10 @@ class Worker:
         """The most weight versions of a stage that were alive at once."""
         return max(replica.weights.most_alive for replica in self.replicas.values())
 
-    def recall(self, peak_bytes: int, versions_max: int) -> None:
+    def recall(self, peak_bytes: int, versions_max: int, host_peak_bytes: int) -> None:
         """Take up what was counted before the checkpoint that this worker goes on from."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.host_peak_bytes = max(self.host_peak_bytes, host_peak_bytes)
         for replica in self.replicas.values():
             replica.weights.most_alive = max(replica.weights.most_alive, versions_max)
 
@@ -604,6 +605,12 @@ def make_replica(setup: Setup, stage: int, cut: Stage) -> Replica:
 def training_feed(setup: Setup, first: int, num_minibatches: int) -> tuple[Feed, list[float] | None]:
     """Return the data of a segment of training, and what its losses are divided by."""
     return Feed(setup, "train", first, num_minibatches), loss_divisors(setup, first, num_minibatches)
+
+
+def host_peaks(facts: Mapping[str, Any]) -> list[int]:
+    """Return the most bytes that every worker has had on its host: none in facts from before anything was swapped."""
+    found: list[int] = facts.get("host_peak_bytes") or [0] * len(facts["peak_bytes"])
+    return found
 
 
 def scale_metrics(scales: Iterable[Sequence[float]]) -> dict[str, float]:

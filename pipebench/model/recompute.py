@@ -85,13 +85,13 @@ class Recomputed(nn.Module):
             parameters, and no names of them.
 
     Attributes:
-        kept: where to note the storages that it keeps, and their bytes; None doesn't.
+        kept: where to note the storages that it keeps, by address; None doesn't.
     """
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__()
         self._run = (run,)
-        self.kept: MutableMapping[int, int] | None = None
+        self.kept: MutableMapping[int, torch.UntypedStorage] | None = None
 
     @property
     def run(self) -> fx.GraphModule:
@@ -103,6 +103,6 @@ class Recomputed(nn.Module):
         if not torch.is_grad_enabled():
             return self.run(*values)
         if self.kept is not None:
-            tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-            self.kept.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors})
+            leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+            self.kept.update({storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, leaves)})
         return _Kept(self.run, values)()

@@ -12,8 +12,9 @@ from typing import Any
 
 from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
 from pipebench.recipe.schema import ParallelismRecipe
-from pipebench.schedule.modes import AUTO, KEEP, RECOMPUTE, SWAP, Mode
+from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.notation import parse_plan
+from pipebench.schedule.pipeline import SPLIT
 from pipebench.typed_json import Count, JsonError, Ordinal, read, shown
 
 VERSION = 1
@@ -168,7 +169,7 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         allowed = "2 or more stages per worker" if others_allowed else f"{mode.chunks}, the stages per worker"
         yield "chunks", f"got {form.chunks}, in mode {name} allowed is {allowed}"
         form = replace(form, chunks=1)  # the rest is checked as if it weren't said
-    yield from _stage_problems(form, asked.recompute)
+    yield from _stage_problems(form, asked.recompute, mode.backward)
     if not form.stages or len(form.stages) % form.chunks:
         given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"
         yield "stages", f"got {given} stages, allowed is {allowed if form.chunks > 1 else 'at least one'}"
@@ -187,17 +188,18 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         yield "depth", f"got {form.depth}, allowed is a whole number from 1 to {MOST_DEPTH}"
 
 
-def _stage_problems(form: PlanForm, recompute: bool | None) -> Problems:
+def _stage_problems(form: PlanForm, recompute: bool | None, backward: str) -> Problems:
     """Yield what is wrong inside single stages: nothing in them, or memory policies."""
     for index, stage in enumerate(form.stages):
         where = f"stages[{index}].layers"
         if not stage.layers:
             yield where, "got no layer, allowed is at least one in every stage"
         for layer, policy in stage.layers.items():
-            if policy == SWAP:
-                yield f"{where}[{shown(layer)}]", f"got {SWAP!r}, which is reserved: allowed are {KEEP} and {RECOMPUTE}"
-            elif policy not in (KEEP, RECOMPUTE):
-                yield f"{where}[{shown(layer)}]", choice(policy[:60], (KEEP, RECOMPUTE))
+            if policy not in MEMORY_POLICIES:
+                yield f"{where}[{shown(layer)}]", choice(policy[:60], MEMORY_POLICIES)
+            elif policy == SWAP and backward == SPLIT:
+                why = "backwards are split, and their weight parts keep what layers read"
+                yield f"{where}[{shown(layer)}]", f"got {SWAP!r}, allowed are {KEEP} and {RECOMPUTE}: {why}"
         given, allowed = (KEEP, RECOMPUTE) if recompute else (RECOMPUTE, KEEP)
         if recompute is not None and given in stage.layers.values():
             said = f"as the recipe says parallelism.recompute: {str(recompute).lower()}"

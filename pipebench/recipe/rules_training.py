@@ -81,7 +81,8 @@ def _mode_auto(mode: str, plan: Any, depth: Any, *columns: Any) -> Problems:
 
 @rule(
     "@cluster",
-    *(f"parallelism.{name}" for name in ("mode", "plan", "cuts", "depth", "recompute", "recompute_layers", "chunks")),
+    *(f"parallelism.{name}" for name in ("mode", "plan", "cuts", "depth", "recompute", "chunks", "backward")),
+    *(f"parallelism.{name}" for name in ("recompute_layers", "swap_layers")),
 )
 def _plan_in_file(
     cluster: Any,
@@ -90,13 +91,19 @@ def _plan_in_file(
     cuts: list[str] | None,
     depth: Any,
     recompute: bool | None,
-    recompute_layers: list[str] | None,
     chunks: int | None,
+    backward: str | None,
+    recompute_layers: list[str] | None,
+    swap_layers: list[str] | None,
 ) -> Problems:
     """Check a plan's file as far as that can be done without the model."""
     if mode == AUTO or not is_plan_file(given):
         return
-    says_itself = {"cuts": (cuts, "where stages begin"), "recompute_layers": (recompute_layers, "what is recomputed")}
+    says_itself = {
+        "cuts": (cuts, "where stages begin"),
+        "recompute_layers": (recompute_layers, "what is recomputed"),
+        "swap_layers": (swap_layers, "what is swapped"),
+    }
     for name, (value, what) in says_itself.items():
         if value is not None:
             why = f"got {shown(value)} with a plan's file, which says itself {what}"
@@ -106,7 +113,7 @@ def _plan_in_file(
     except RecipeError as error:
         yield from (("parallelism.plan", str(fault)) for fault in error.faults)
         return
-    asked = ParallelismRecipe(mode, given, depth=depth, recompute=recompute, chunks=chunks)
+    asked = ParallelismRecipe(mode, given, depth=depth, recompute=recompute, chunks=chunks, backward=backward)
     problems = form_problems(form, asked, cluster.num_workers)
     for where, problem in problems:
         yield "parallelism.plan", f"{given}: {where}: {problem}"
@@ -143,6 +150,18 @@ def _recompute(mode: str, recompute: bool | None, layers: list[str] | None) -> P
     if recompute is not None:
         given = f"got {str(recompute).lower()} with recompute_layers, which says what is recomputed"
         yield "parallelism.recompute", f"{given}: allowed is null"
+
+
+@rule("parallelism.mode", "parallelism.backward", "parallelism.swap_layers")
+def _swap(mode: str, backward: str | None, layers: list[str] | None) -> Problems:
+    if layers is None:
+        return
+    if mode == AUTO:
+        given = f"got {shown(layers)} with mode auto, which takes rows as they are"
+        yield "parallelism.swap_layers", f"{given}: allowed is null"
+    elif (backward or MODES[mode].backward) == SPLIT:
+        given = f"got {shown(layers)} with backward split, whose weight parts keep what the layers read"
+        yield "parallelism.swap_layers", f"{given}: allowed is null"
 
 
 @rule("@cluster", *(f"parallelism.{name}" for name in ("mode", "sync", "plan", "push_order")))

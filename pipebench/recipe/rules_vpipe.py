@@ -57,12 +57,15 @@ def _vpipe_auto(vpipe: Mapping[str, Any] | None, mode: str) -> Problems:
         yield "parallelism.vpipe", "got a mapping with mode auto, which takes rows as they are: allowed is null"
 
 
-@rule(*(f"parallelism.{name}" for name in ("vpipe", "recompute", "recompute_layers")))
-def _chosen_by_vpipe(vpipe: Mapping[str, Any] | None, recompute: bool | None, layers: list[str] | None) -> Problems:
+@rule(*(f"parallelism.{name}" for name in ("vpipe", "recompute", "recompute_layers", "swap_layers")))
+def _chosen_by_vpipe(
+    vpipe: Mapping[str, Any] | None, recompute: bool | None, recomputed: list[str] | None, swapped: list[str] | None
+) -> Problems:
     """Either vPipe says what layers do with their activations, or the recipe does."""
     if vpipe is None or not VpipeRecipe(**vpipe).policies:
         return
-    for name, value in (("recompute", recompute), ("recompute_layers", layers)):
+    given = {"recompute": recompute, "recompute_layers": recomputed, "swap_layers": swapped}
+    for name, value in given.items():
         if value is not None:
             why = f"got {shown(value)} beside vpipe, which chooses layer by layer"
             yield f"parallelism.{name}", f"{why}: allowed is null, or vpipe with swap: false and recompute: false"

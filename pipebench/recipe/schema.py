@@ -200,6 +200,8 @@ class ParallelismRecipe:
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
         recompute_layers: do so for these layers only, by name or pattern such as `encoder_*`; as `pipebench profile`
             lists them. A plan's file says it layer by layer.
+        swap_layers: keep activations of these layers on the host between forward and backward, named likewise; what
+            else there is goes by `recompute` and `recompute_layers`.
         order: `all-forwards`, `1f1b`, `interleaved`, `zero-bubble` or a file in the CSV form of
             torch.distributed.pipelining, `schedule.csv`; null: the mode's own, like the next five.
         flush: whether every update empties the pipeline.
@@ -227,6 +229,7 @@ class ParallelismRecipe:
     accumulate: Any = None
     recompute: bool | None = None
     recompute_layers: list[str] | None = None
+    swap_layers: list[str] | None = None
     order: str | None = None
     flush: bool | None = None
     weights: str | None = None

@@ -33,9 +33,9 @@ def stages_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
         axes.bar(places, values, thick, color=colour(index), label=plain(run.replace("_", " ")))
     axes.set_xticks(range(num_stages))
     axes.set_xlabel("stage", fontsize=NORMAL)
-    unit = next((unit for end, unit in _UNITS.items() if picture.metric.endswith(end)), "count")
+    end, unit = next((pair for pair in _UNITS.items() if picture.metric.endswith(pair[0])), ("", "count"))
     write_values(axes.yaxis, Measure(picture.metric, picture.metric, unit))
-    axes.set_ylabel(plain(picture.metric.replace("_", " ")), fontsize=NORMAL)
+    axes.set_ylabel(plain(picture.metric.removesuffix(end).replace("_", " ")), fontsize=NORMAL)
     finish(axes, grid="y")
     figure.legend(loc="outside upper left", ncols=len(drawn), frameon=False, fontsize=SMALL)
     return figure

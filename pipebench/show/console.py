@@ -41,6 +41,7 @@ _STAGE_COLUMNS = (
     ("weights", "parameter_bytes", num_bytes),
     ("versions", "weight_versions_max", lambda value: f"{value:g}"),
     ("peak memory", "peak_memory_bytes", num_bytes),
+    ("on the host", "host_peak_bytes", num_bytes),
 )
 # The same of RunResult.workers.
 _WORKER_COLUMNS = (
@@ -75,6 +76,7 @@ _MOVES: tuple[_Saying, ...] = (
 )
 _MEMORY: tuple[_Saying, ...] = (
     ("peak_memory_bytes_max", lambda peak: f"{num_bytes(peak)} at most on a worker"),
+    ("host_peak_bytes_max", lambda peak: f"{num_bytes(peak)} at most on its host"),
     ("weight_versions_max", lambda versions: f"{versions:g} weight versions at most"),
 )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipebench.formats import num_bytes, seconds
 from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.model import LayerProfile
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.plan_report import Answer, bottleneck_of
 from pipebench.show.profile_picture import finish, is_picture_by, plain_text
 from pipebench.show.profile_report import shortened
@@ -25,6 +26,8 @@ _PARTS = (
     ("sync_s", "gradient sum", "#333333"),
     ("transfer_s", "transfers", "#0072B2"),
 )
+_HATCHES = {KEEP: "", RECOMPUTE: "///", SWAP: "..."}  # of layers' bars, by what is done with their activations
+_SAID = {RECOMPUTE: "striped: recomputed", SWAP: "dotted: swapped"}
 _SOFTWARE = "pipebench plan"
 _WIDTH_IN, _HEIGHT_IN = 14.0, 7.5
 _MOST_LABELS = 64  # layers' names that fit beside each other, upright
@@ -85,7 +88,10 @@ def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate
     for index, stage in enumerate(found.plan.stages):
         start, stop = bounds[index], bounds[index + 1]
         colour = _STAGE_COLOURS[index % len(_STAGE_COLOURS)]
-        axes.bar(range(start, stop), heights[start:stop], 0.85, color=colour, linewidth=0)
+        hatches = [_HATCHES[policy] for policy in stage.memory]
+        axes.bar(
+            range(start, stop), heights[start:stop], 0.85, color=colour, edgecolor="white", linewidth=0, hatch=hatches
+        )
         axes.axvspan(start - 0.5, stop - 0.5, color=colour, alpha=0.08, linewidth=0)
         if not many or index % (len(found.stages) // _MOST_STAGES_LABELLED + 1) == 0:
             upright = 100 * (stop - start) / len(ordered) < _ROOMY_LAYERS
@@ -106,7 +112,8 @@ def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate
     axes.set_xticks(range(0, len(ordered), step), labels, rotation=90, fontsize=7)
     axes.set_xlabel(
         "layers in the order of the stages; at every cut the activations that cross it per minibatch"
-        + (f"; every {step} named" if step > 1 else ""),
+        + (f"; every {step} named" if step > 1 else "")
+        + "".join(f"; {said}" for policy, said in _SAID.items() if any(policy in s.memory for s in found.plan.stages)),
         fontsize=8,
     )
 

@@ -13,13 +13,13 @@ from rich.text import Text
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
-from pipebench.model.plan import stage_of_layers
+from pipebench.model.plan import Plan, stage_of_layers
 from pipebench.model.plan_layers import form_of
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.model import LayerProfile
-from pipebench.schedule.modes import Mode
+from pipebench.schedule.modes import RECOMPUTE, SWAP, Mode
 from pipebench.schedule.syncs import SYNCS
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
@@ -285,9 +285,18 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
         )
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
-    yield from _activations(best)
+    yield from _activations(best) if any(stage.virtual for stage in best.stages) else _not_kept(best.plan)
     for name, layers, stage in _ties(answer):
         yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
+
+
+def _not_kept(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield of how many layers a plan swaps activations, and of how many it recomputes them."""
+    for policy, word in ((SWAP, "swapped"), (RECOMPUTE, "recomputed")):
+        counts = [(index, stage.memory.count(policy), len(stage.memory)) for index, stage in enumerate(plan.stages)]
+        if total := sum(count for _, count, _ in counts):
+            own = ", ".join(f"{count} of {of} of stage {index}" for index, count, of in counts if count)
+            yield word, f"the activations of {total:,} layers: {own}"
 
 
 def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:

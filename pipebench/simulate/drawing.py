@@ -3,14 +3,37 @@
 from collections.abc import Sequence
 
 from pipebench.cluster import Cluster, Level
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
+from pipebench.schedule.routes import Routes
 from pipebench.simulate.costs import Costs, Crossing, StageCosts
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Simulation
+from pipebench.simulate.simulation import Event, Simulation
 
-_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+_LETTERS = {
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+    Op.BACKWARD_INPUT: "I",
+    Op.BACKWARD_WEIGHT: "W",
+    Op.FORWARD_AGAIN: "A",
+}
+
+
+class _FreeMoves:
+    """Layers that move cost a unit of time for every forward that is made again, and nothing else."""
+
+    def update_s(self, stage: int, round_index: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def again_s(self, it: Instruction) -> float:
+        """Return one unit of time."""
+        return 1.0
+
+    def num_bytes(self, it: Instruction) -> int:
+        """Return 0."""
+        return 0
 
 
 def draw_cells(
@@ -22,11 +45,13 @@ def draw_cells(
     weight: Sequence[int] | None = None,
     first: int = 0,
     versions: bool = False,
+    routes: Routes | None = None,
 ) -> list[list[str]]:
     """Return what every worker does in every unit of time: `F3`, `B3` or "" (idle); communication is free.
 
     The parts of a split backward are `I3`, for the input, and `W3`, for the weights. Where workers have several stages
-    the stage stands first: `2F3`.
+    the stage stands first: `2F3`. Where layers move, passes of a stage under other cuts than the first have a mark,
+    `F3'`, and `A3` is a forward that is made again through layers that have come; it takes one unit of time.
 
     Args:
         pipeline: the pipeline.
@@ -36,6 +61,7 @@ def draw_cells(
         weight: units of time of a backward's weight part, where it is split; None: half of it.
         first: number of the first unit (0, or 1 as in some papers).
         versions: tell the weight version too: `F3@1`, and how many updates it is moved by: `F3@1~2`.
+        routes: where layers move.
     """
     weight = [b // 2 for b in backward] if weight is None else weight
     times = zip(forward, backward, weight, strict=True)
@@ -44,18 +70,29 @@ def draw_cells(
     network = Network(Cluster("free", "unit", None, (Level("cluster", pipeline.num_workers, 1.0, 0.0),)))
     cells: list[list[str]] = [[] for _ in range(pipeline.num_workers)]
     simulation = Simulation(
-        pipeline, programs(pipeline, num_minibatches), Costs(stages, nothing, nothing), network, lambda _: 1
-    )
+        pipeline, programs(pipeline, num_minibatches, routes), Costs(stages, nothing, nothing), network, lambda _: 1,
+        moving=None if routes is None else _FreeMoves(),
+    )  # fmt: skip
     for event in simulation:
         op, stage, number, *_, version, ahead = event.instruction
         if op in _LETTERS:
             row, start, end = cells[event.worker], round(event.start_s), round(event.end_s)
             row += [""] * (start - len(row))
-            cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number + first}"
+            cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number + first}{_mark(routes, event)}"
             cell += f"@{version}{f'~{ahead}' if ahead else ''}" if versions else ""
             row += [cell] * (end - start)
     width = max(map(len, cells))
     return [row + [""] * (width - len(row)) for row in cells]
+
+
+def _mark(routes: Routes | None, event: Event) -> str:
+    """Return what marks a pass under other cuts than the first."""
+    op, stage, unit, *_ = event.instruction
+    if routes is None or op is Op.FORWARD_AGAIN:
+        return ""
+    moves = routes.moves
+    left = [block for block in moves.at_stage(stage) if (block.at if op is Op.FORWARD else block.first) <= unit]
+    return "'" if left else ""
 
 
 def draw(
@@ -67,6 +104,8 @@ def draw(
     weight: Sequence[int] | None = None,
     width: int | None = None,
     versions: bool = False,
+    routes: Routes | None = None,
+    since: int = 0,
 ) -> str:
     """Return `draw_cells` as text, `.` for idle.
 
@@ -78,8 +117,11 @@ def draw(
         weight: see `draw_cells`.
         width: the most characters a line may have; what doesn't fit is left out at the right, by whole units.
         versions: see `draw_cells`.
+        routes: see `draw_cells`.
+        since: units of time that are left out at the left.
     """
-    rows = draw_cells(pipeline, num_minibatches, forward, backward, weight=weight, versions=versions)
+    cells = draw_cells(pipeline, num_minibatches, forward, backward, weight=weight, versions=versions, routes=routes)
+    rows = [row[since:] for row in cells]
     names = pipeline.worker_names
     cell_width = max(len(cell) for row in rows for cell in row)
     margin = max(map(len, names))

@@ -139,7 +139,9 @@ class Meter:
             op, stage, number, *_ = event.instruction
             if op in COMPUTE:
                 self.busy_s += event.end_s - event.start_s
-                if self._again_s and op in FIRST_PARTS:
+                if op is Op.FORWARD_AGAIN:
+                    self.again_s += event.end_s - event.start_s
+                elif self._again_s and op in FIRST_PARTS:
                     self.again_s += self._again_s[stage][self._size_of(number)]
             if op is Op.SWAP_IN:
                 self.swap_stall_s += event.stall_s

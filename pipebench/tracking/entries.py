@@ -18,6 +18,7 @@ _METRICS = (
     "time_to_accuracy_s",
     "comm_bytes_per_sample",
     "peak_memory_bytes_max",
+    "host_peak_bytes_max",
     "bubble_fraction",
     "epochs_to_target",
     "epoch_time_s",

@@ -71,7 +71,7 @@ class Engine(Protocol):
         """Go on from a checkpoint, under `plan` if there is one; `facts` are this process's then, or None."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what was counted here: `num_bytes`, and `peak_bytes` and `weight_versions_max` per worker; JSON."""
+        """Return what was counted here; JSON: `num_bytes`, and lists by worker of peaks and of weight versions."""
 
     def turn_to(self, work: str) -> None:
         """Name what this process does now, for those who wait for it."""

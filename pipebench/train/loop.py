@@ -34,8 +34,8 @@ from pipebench.train.metrics import (
     EarlierWorkers,
     describe,
     move_metrics,
-    recipe_notes,
     run_metrics,
+    run_notes,
     stage_rows,
     sum_facts,
 )
@@ -317,7 +317,7 @@ class TrainingLoop:
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,
-            notes={**recipe_notes(job), **measured.notes}, pushes=tuple(facts["pushes"]), moves=tuple(self._moves),
+            notes={**run_notes(job, facts), **measured.notes}, pushes=tuple(facts["pushes"]), moves=tuple(self._moves),
         )  # fmt: skip
         return result, measured.timeline
 

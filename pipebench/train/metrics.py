@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipebench import formats
+from pipebench.engine.worker import host_peaks
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import LARGEST
 from pipebench.schedule.orders import order_of
@@ -44,6 +45,17 @@ def recipe_notes(job: Job) -> dict[str, str]:
     assert job.cluster.memory_bytes is not None
     most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"
     return {MEMORY: f"{most} in {formats.num_bytes(job.cluster.memory_bytes)}"}
+
+
+def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return `recipe_notes` and, where a worker held more than a device has, that; `facts` as by `sum_facts`."""
+    notes, limit, peaks = recipe_notes(job), job.cluster.memory_bytes, facts["peak_bytes"]
+    worker = max(range(len(peaks)), key=peaks.__getitem__)
+    if limit is not None and peaks[worker] > limit:
+        held = f"worker {worker} ({job.setup.pipeline.worker_names[worker]}) held {formats.num_bytes(peaks[worker])}"
+        said = f"{held}, more than the {formats.num_bytes(limit)} of a {job.cluster.device}"
+        notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
+    return notes
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ def run_metrics(
         "evaluation_time_s": clock.evaluation_s,
         "weight_versions_max": max(facts["weight_versions_max"]),
         "peak_memory_bytes_max": max(facts["peak_bytes"]),
+        **({"host_peak_bytes_max": max(facts["host_peak_bytes"])} if setup.pipeline.swaps else {}),
         "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
         "num_workers": setup.pipeline.num_workers,
         **byte_metrics(earlier.num_bytes + facts["num_bytes"], samples),
@@ -115,7 +128,8 @@ def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         num_bytes.update({(kind, level): count for kind, level, count in each["num_bytes"]})
     lists = {name: [value for each in facts for value in each[name]] for name in ("peak_bytes", "weight_versions_max")}
     pushes = [Pushes(**segment) for each in facts for segment in each.get("pushes", ())]
-    return {"num_bytes": num_bytes, "pushes": pushes, **lists}
+    on_hosts = [peak for each in facts for peak in host_peaks(each)]
+    return {"num_bytes": num_bytes, "pushes": pushes, "host_peak_bytes": on_hosts, **lists}
 
 
 def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
@@ -186,4 +200,6 @@ def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]
         workers = pipeline.workers_of(row["index"])
         row["weight_versions_max"] = max(facts["weight_versions_max"][worker] for worker in workers)
         row["peak_memory_bytes"] = max(facts["peak_bytes"][worker] for worker in workers)
+        if row["index"] in pipeline.swaps:
+            row["host_peak_bytes"] = max(facts["host_peak_bytes"][worker] for worker in workers)
     return tuple(rows)

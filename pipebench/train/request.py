@@ -1,6 +1,7 @@
 """What a recipe asks of the planner, and which sizes travel: known without its model, and without torch."""
 
 import copy
+from collections.abc import Sequence
 
 from pipebench.cluster import Cluster
 from pipebench.model.plan import memory_of
@@ -8,9 +9,9 @@ from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microba
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.plans import Request
 from pipebench.profile.model import Profile
-from pipebench.recipe.schema import Recipe, TrainRecipe
+from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.suited import unsuited_modes
-from pipebench.schedule.modes import AUTO
+from pipebench.schedule.modes import AUTO, KEEP, RECOMPUTE
 from zoo.registry import Dataset
 
 
@@ -62,9 +63,17 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         accumulate=1 if parallelism.mode == AUTO else parallelism.row.accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=None if parallelism.mode == AUTO else parallelism.row,
-        memory=None if parallelism.recompute_layers is None else memory_of(names, parallelism.recompute_layers),
+        memory=_memory(parallelism, names),
         chooses=() if parallelism.vpipe is None else parallelism.vpipe.policies,
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
         unsuited=unsuited_modes(recipe.train),
         relay=parallelism.relay,
     )
+
+
+def _memory(parallelism: ParallelismRecipe, names: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the policy of every layer where a recipe names some; None leaves all to the mode."""
+    recompute, swap = parallelism.recompute_layers, parallelism.swap_layers
+    if recompute is None and swap is None:
+        return None
+    return memory_of(names, recompute or (), swap or (), others=RECOMPUTE if parallelism.row.recompute else KEEP)

@@ -29,10 +29,33 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
         outcome=COMPLETED,
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
         metrics=_metrics(setup, per_epoch, totals) | planned_metrics(job),
-        stages=tuple(describe_stages(job)),
+        stages=tuple(row | shares for row, shares in zip(describe_stages(job), _shares(job, totals), strict=True)),
         notes=recipe_notes(job) | _epoch_notes(job, totals, per_epoch),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
+
+
+def _shares(job: Job, totals: Totals) -> list[dict[str, float]]:
+    """Return what share of its workers' time each stage is busy, forwards that are computed again apart.
+
+    Nothing where lengths vary: then units don't take equally long.
+    """
+    setup = job.setup
+    sampler, pipeline, costs = setup.sampler, setup.pipeline, setup.costs
+    if sampler.varies:
+        return [{} for _ in costs.stages]
+    size = costs.most_samples
+    units = sampler.num_samples / size
+    found = []
+    for stage, each in enumerate(costs.stages):
+        replicas = pipeline.replicas[stage]
+        updates = sampler.num_samples / (pipeline.round_size(stage) * sampler.minibatch_size)
+        again_s = each.again_s.get(size, 0.0) * units / replicas
+        busy_s = (each.forward_s[size] + each.backward_s[size]) * units / replicas + each.update_s * updates
+        found.append(
+            {"effective_fraction": (busy_s - again_s) / totals.end_s, "recompute_fraction": again_s / totals.end_s}
+        )
+    return found
 
 
 def planned_metrics(job: Job) -> dict[str, float]:

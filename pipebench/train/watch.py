@@ -11,9 +11,9 @@ from functools import cached_property
 from pipebench.formats import num_bytes, percent, seconds
 from pipebench.model.plan import Plan
 from pipebench.profile.model import Profile
-from pipebench.schedule.modes import RECOMPUTE
+from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.orders import ALL_FORWARDS
-from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.memory import stage_memories
@@ -135,27 +135,30 @@ class _Variant:
         simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter))
         return meter.timeline()
 
-    def recomputing(self, profile: Profile) -> "_Variant":
-        stages = (replace(stage, memory=(RECOMPUTE,) * len(stage.memory)) for stage in self.plan.stages)
+    def with_policy(self, policy: str, profile: Profile) -> "_Variant":
+        stages = (replace(stage, memory=(policy,) * len(stage.memory)) for stage in self.plan.stages)
         plan = replace(self.plan, stages=tuple(stages))
+        swaps = tuple(range(self.pipeline.num_stages)) if policy == SWAP else ()
         cost = WEIGHT_POLICIES[self.pipeline.weights].update_cost
-        return replace(self, plan=plan, costs=stage_costs(profile, plan, cost))
+        return _Variant(plan, replace(self.pipeline, swaps=swaps), stage_costs(profile, plan, cost))
 
     def at_depth(self, depth: int) -> "_Variant":
         return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
 
 
 def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]:
-    """Yield changes with which nobody is out of memory: computing again, and the largest smaller depth."""
+    """Yield changes with which nobody is out of memory: computing again, swapping, and the largest smaller depth."""
     own, mode = _Variant.of(job), job.recipe.parallelism.row
 
     def fits(variant: _Variant) -> bool:
         return variant.memory(job, num_minibatches).fullest.num_bytes <= limit
 
-    if any(policy != RECOMPUTE for stage in own.plan.stages for policy in stage.memory):
-        again = own.recomputing(job.profile)
-        if fits(again):
-            yield "parallelism.recompute: true"
+    policies = {policy for stage in own.plan.stages for policy in stage.memory}
+    if policies != {RECOMPUTE} and fits(own.with_policy(RECOMPUTE, job.profile)):
+        yield "parallelism.recompute: true"
+    can_swap = job.cluster.pcie_bytes_per_s is not None and own.pipeline.backward != SPLIT
+    if can_swap and policies != {SWAP} and fits(own.with_policy(SWAP, job.profile)):
+        yield "parallelism.swap_layers: ['*']"
     if mode.depth is None and own.pipeline.order != ALL_FORWARDS and own.pipeline.depth > 1:
         most, least = own.pipeline.depth, 1  # `most` doesn't fit
         if fits(own.at_depth(least)):

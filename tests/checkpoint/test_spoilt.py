@@ -290,7 +290,6 @@ DECISIONS: Mapping[str, tuple[Way, str]] = {
         "stages: got ['flat'] as first layers of the later stages, allowed are the recipe's cuts, ['head']",
     ),
     "memory policy": (stage(1, layers={"head": "kept"}), "layers['head']: got 'kept', allowed are keep, recompute"),
-    "memory swapped": (stage(1, layers={"head": "swap"}), "got 'swap', which is reserved: allowed are keep and"),
     "replicas missing": (stages(lambda found: found[1].pop("replicas")), "stages[1]: 'replicas' is missing"),
     "replicas zero": (stage(1, replicas=0), "stages[1].replicas: got 0, allowed is a whole number from 1"),
     "replicas too many": (stage(0, replicas=4000), "stages: got 4000-1, which needs 4001 workers; the cluster has 4"),

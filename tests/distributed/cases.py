@@ -23,6 +23,7 @@ from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import recut
 from pipebench.recipe.schema import OptimizerRecipe
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
@@ -95,6 +96,8 @@ def random_case(seed: int, num_workers: int) -> Case:
     if columns["weights"] == DOUBLE_BUFFER:
         columns["accumulate"] = (columns["depth"] or len(replicas)) + draw.randint(0, 1)
     columns["clip_norm"] = draw.choice([None, None, 0.3])
+    if columns["backward"] == WHOLE and draw.random() < 0.3:
+        columns["memory"] = [draw.choice((KEEP, RECOMPUTE, SWAP, SWAP)) for _ in range(num_layers)]
     segments = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
     devices = tuple(draw.sample(range(num_workers), num_workers))
     return Case(model, tuple(starts), tuple(replicas), columns, segments, devices)

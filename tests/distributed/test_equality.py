@@ -14,6 +14,7 @@ from tests.support import flat_cluster
 
 INTERLEAVED = {"weights": "one", "order": "interleaved", "chunks": 2}
 ZERO_BUBBLE = {"weights": "one", "order": "zero-bubble", "backward": "split"}
+SOME = ["keep", "swap", "recompute", "swap", "swap"] * 6  # of more layers than there are
 TWO = {
     "single-stage dp": Case("conv", (), (2,), {"weights": "one", "depth": 1}),
     "dp, parameter servers": Case("conv", (), (2,), {"weights": "one", "depth": 1, "sync": "parameter-server"}),
@@ -81,6 +82,14 @@ TWO = {
         "conv", (4,), (1, 1), {"weights": "double-buffer", "accumulate": 2, "precision": "bf16"}, segments=(13, 4)
     ),
     "bf16, two chunks": Case("conv", (2, 4, 6), (1, 1, 1, 1), INTERLEAVED | {"microbatches": 2, "precision": "bf16"}),
+    "swapped": Case("conv", (4,), (1, 1), {"memory": ["swap"] * 10}),
+    "swapped, gpipe": Case(
+        "skip", (4,), (1, 1), {"memory": SOME, "weights": "one", "order": "all-forwards", "microbatches": 3}
+    ),
+    "swapped, pipedream-flush": Case("skip", (4,), (1, 1), {"memory": SOME, "weights": "one", "microbatches": 4}),
+    "swapped, dp": Case("skip", (), (2,), {"memory": SOME, "weights": "one", "depth": 1, "accumulate": 2}),
+    "swapped, a named tuple of torch's crosses": Case("structures", (5,), (1, 1), {"memory": ["swap"] * 20}),
+    "swapped, two chunks": Case("conv", (2, 4, 6), (1,) * 4, INTERLEAVED | {"memory": SOME, "microbatches": 4}),
     "cut anew": Case("conv", (4,), (1, 1), {"recompute": {3, 4, 5}}, (7, 5, 6), recuts=((2,), (6,))),
     "cut anew, sockets": Case("skip", (4,), (1, 1), {}, (7, 5, 6), shares_memory=False, recuts=((7,), (2,))),
     "cut anew, a flush": Case("conv", (4,), (1, 1), {"weights": "one", "microbatches": 3}, recuts=((2,),)),

@@ -11,6 +11,7 @@ from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Streams, mix, name_hash, seed_default_generator
 from pipebench.schedule.moves import Move
+from pipebench.simulate.timeline import SWAP_IN, SWAP_OUT
 from tests.engine.test_live_moves import TRAINED, check
 from tests.engine.test_streams import LENGTH, ROWS, STREAMS, LanguageModel, Text
 from tests.models import ConvNet, RandomNet, SkipNet
@@ -42,7 +43,10 @@ def test_running_statistics_and_draws(before: tuple[int, ...], after: tuple[int,
     graph = trace(model)
     memory = [policy if index % 3 else "keep" for index in range(len(graph.layers))]
     plan = make_plan(graph, before, [1] * (len(before) + 1), memory=memory)
-    check(before, [Move(8, after), Move(15, before)], model=model, dataset=IMAGES, plan=plan, wraps=seeded)
+    moves = [Move(8, after), Move(15, before)]
+    engine = check(before, moves, model=model, dataset=IMAGES, plan=plan, wraps=seeded)
+    copied = {kind for kind, _ in engine.num_bytes if kind in (SWAP_OUT, SWAP_IN)}
+    assert copied == ({SWAP_OUT, SWAP_IN} if policy == "swap" else set())
 
 
 @pytest.mark.parametrize("number", range(12))

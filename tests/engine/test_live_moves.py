@@ -71,7 +71,7 @@ def run(
         for move in moves:
             engine.announce(move)
 
-    engine = make_engine(replace(setup, repartitions=True), observe)
+    engine = make_engine(replace(setup.under(setup.plan), repartitions=True), observe)
     if told_at is None:
         announce()
     assert engine.train(0, count) == count

@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,16 @@ from torch.nn import functional
 
 from pipebench.engine.replica import Replica
 from pipebench.engine.swap import Saved, Swap
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.graph import trace
 from pipebench.model.plan import memory_of
+from pipebench.schedule.modes import KEEP, SWAP
+from tests.engine.test_modes import images
 from tests.engine.test_split import Recurrent
 from tests.model.test_recompute import Counts, Overwrites, replicas_of
 from tests.models import ConvNet, FunctionalDropout, MixedTypes, RandomNet, SkipNet, Structures, Tied
+from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
 Unit = tuple[torch.Tensor, torch.Tensor]
 
@@ -43,7 +48,7 @@ class Masked(nn.Module):
         return output
 
 
-def images(count: int) -> list[Unit]:
+def pictures(count: int) -> list[Unit]:
     return [(torch.randn(5, 2, 8, 8), torch.randint(4, (5,))) for _ in range(count)]
 
 
@@ -52,7 +57,7 @@ def rows(count: int) -> list[Unit]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Unit]]]] = {
-    "convolutions": (lambda: ConvNet(dropout=0.3), images),
+    "convolutions": (lambda: ConvNet(dropout=0.3), pictures),
     "skips": (SkipNet, rows),
     "random": (lambda: RandomNet([[0], [0, 1], [1, 2], [0, 2, 3]]), rows),
     "recurrent": (Recurrent, rows),
@@ -241,3 +246,64 @@ def test_layers_to_swap_are_chosen_by_name_or_pattern() -> None:
     said = "swap_layers: 'second_b' names layer 'second_b', and recompute_layers does so as 'second_*': allowed is one"
     with pytest.raises(PlanError, match=re.escape(said)):
         memory_of(names, ["second_*"], ["second_b"])
+
+
+COLUMNS: dict[str, dict[str, Any]] = {
+    "gpipe": {"weights": "one", "order": "all-forwards", "microbatches": 3},
+    "1f1b": {"weights": "one", "microbatches": 4},
+    "pipedream": {},
+    "pipedream, replicated": {"replicas": [2, 1, 1]},
+    "vertical sync": {"weights": "stash-vertical-sync"},
+    "two buffers": {"weights": "double-buffer", "accumulate": 3},
+    "predicted": {"weights": "predict"},
+    "corrected": {"weights": "correct"},
+    "overwritten": {"weights": "none"},
+    "interleaved": {"weights": "one", "order": "interleaved", "chunks": 3, "replicas": [1, 1, 1], "microbatches": 2},
+    "pushed": {"weights": "newest-pulled", "sync": "asynchronous", "replicas": [2], "depth": 1},
+    "clipped": {"weights": "one", "microbatches": 2, "clip_norm": 0.3},
+    "bf16": {"precision": "bf16"},
+}
+
+
+def trained(model: nn.Module, seed: int, *, swapped: bool, replicas: Sequence[int], **columns: Any) -> VirtualEngine:
+    """Train two segments of a random plan, with an evaluation between them."""
+    draw = random.Random(seed)
+    num_layers = len(trace(model).layers)
+    starts = sorted(draw.sample(range(1, num_layers), len(replicas) - 1))
+    policies = [draw.choice(("keep", "swap", "swap", "recompute")) for _ in range(num_layers)]
+    data = images() if isinstance(model, ConvNet) else Blobs(num_train=46)
+    memory = policies if swapped else [KEEP if policy == SWAP else policy for policy in policies]
+    engine = make_engine(make_setup(model, (starts, replicas), dataset=data, memory=memory, seed=seed, **columns))
+    engine.train(0, 13)
+    engine.evaluate()
+    engine.train(13, 6)
+    return engine
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_training_that_swaps_ends_with_the_same_bits(name: str) -> None:
+    """Two models, random plans, random policies of layers; the last minibatch is a short one."""
+    columns = {"replicas": [1, 1, 1], **COLUMNS[name]}
+    for seed, model in enumerate((SkipNet(), ConvNet(dropout=0.3), SkipNet())):
+        kept, swapped = (trained(model, seed, swapped=swaps, **columns) for swaps in (False, True))
+        expected, found = parameters_of(kept), parameters_of(swapped)
+        assert expected.keys() == found.keys()
+        for each, parameter in expected.items():
+            assert torch.equal(found[each], parameter), each
+        assert [r.host_bytes() for r in swapped.replicas] == [0] * len(swapped.replicas)
+        assert swapped.num_bytes["swap-out", "pcie"] == swapped.num_bytes["swap-in", "pcie"] > 0
+        assert any(worker.host_peak_bytes for worker in swapped.workers)
+        assert {**kept.num_bytes} == {key: count for key, count in swapped.num_bytes.items() if key[1] != "pcie"}
+
+
+def test_bytes_that_are_swapped_are_those_of_the_shapes() -> None:
+    """Linear layers save what they read, tanh layers what they put out; what crosses the cut is saved on both sides."""
+    setup = make_setup(Mlp(), ([4], [1, 1]), memory=["swap"] * 7, dataset=Blobs(num_train=46))
+    engine = make_engine(setup)
+    engine.train(0, 12)  # of four samples; the last one has two
+    widths = (6, 7, 8, 8, 5, 4)  # the input, three results of tanh, of which the second is received, too, the softmax
+    each = sum(8 * 4 * width for width in widths) + 8 * 4 + 8  # targets, and their total weight
+    short = sum(8 * 2 * width for width in widths) + 8 * 2 + 8
+    assert engine.num_bytes["swap-out", "pcie"] == 11 * each + short
+    first = 8 * 4 * sum(widths[:3])  # of which it has two in flight, and the second stage one
+    assert [worker.host_peak_bytes for worker in engine.workers] == [2 * first, each - first]

@@ -50,6 +50,19 @@ OVERRIDES = [
         r"parallelism.recompute_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
     ),
     (
+        "parallelism={mode: pipedream, plan: straight, swap_layers: [head], vpipe: {}}",
+        r"parallelism.swap_layers: got \['head'\] beside vpipe, which chooses layer by layer: allowed is null",
+    ),
+    ("parallelism.swap_layers=head", "parallelism.swap_layers: got 'head', allowed is a list of text or null"),
+    (
+        "parallelism={mode: auto, plan: auto, swap_layers: [head]}",
+        r"parallelism.swap_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
+    ),
+    (
+        "parallelism={mode: zero-bubble, plan: straight, swap_layers: [head]}",
+        r"parallelism.swap_layers: got \['head'\] with backward split, whose weight parts keep what the layers read",
+    ),
+    (
         "parallelism.vpipe={live: false, moves: 3}",
         "parallelism.vpipe.moves: got 3, allowed is a list of moves or the file moves.json of a run",
     ),
@@ -59,23 +72,32 @@ OVERRIDES = [
     ),
     ("parallelism.vpipe={live: false, moves: gone.json}", "parallelism.vpipe.moves: gone.json: can't be read: No such"),
     (
-        "parallelism={mode: dp, plan: auto, vpipe: {}}",
+        "parallelism={mode: dp, plan: auto, vpipe: {swap: false, recompute: false}}",
         "parallelism.vpipe.repartition: got true in mode dp, which has one stage: allowed is false",
     ),
     (
-        "parallelism={mode: auto, plan: auto, vpipe: {}}",
+        "parallelism={mode: auto, plan: auto, vpipe: {swap: false, recompute: false}}",
         "parallelism.vpipe.repartition: got true with mode auto, which plans every mode: allowed is false",
     ),
     (
-        "parallelism={mode: dp, plan: auto, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [head]}]}}",
+        (
+            "parallelism={mode: dp, plan: auto, vpipe: {swap: false, recompute: false, "
+            "moves: [{at: {epochs: 1}, cuts: [x]}]}}"
+        ),
         "parallelism.vpipe.moves: got .* in mode dp, which has one stage: allowed is null",
     ),
     (
-        "parallelism={mode: auto, plan: auto, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [head]}]}}",
+        (
+            "parallelism={mode: auto, plan: auto, vpipe: {swap: false, recompute: false, "
+            "moves: [{at: {epochs: 1}, cuts: [x]}]}}"
+        ),
         "parallelism.vpipe.moves: got .* with mode auto, which plans every mode: allowed is null",
     ),
     (
-        "parallelism={mode: interleaved, plan: straight, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [x]}]}}",
+        (
+            "parallelism={mode: interleaved, plan: straight, vpipe: {swap: false, recompute: false, "
+            "moves: [{at: {epochs: 1}, cuts: [x]}]}}"
+        ),
         "parallelism.vpipe.moves: got .*, and layers move between workers that have one stage each, .*: allowed is",
     ),
     ("parallelism.vpipe={}", None),

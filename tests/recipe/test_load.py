@@ -20,7 +20,7 @@ COUNTS = {
     "quickstart": 4,
     "large_minibatch": 2,
     "averaged_sgd": 2,
-    "modes": 20,
+    "modes": 21,
     "vgg16": 12,
     "resnet50": 12,
     "alexnet": 12,

@@ -90,10 +90,7 @@ STAGES = FORM.stages
         ),
         (
             replace(FORM, stages=(STAGES[0], replace(STAGES[1], layers={"a": "swap", "b": "kep"}))),
-            [
-                "stages[1].layers['a']: got 'swap', which is reserved: allowed are keep and recompute",
-                "stages[1].layers['b']: got 'kep', allowed are keep, recompute; did you mean 'keep'?",
-            ],
+            ["stages[1].layers['b']: got 'kep', allowed are keep, recompute, swap; did you mean 'keep'?"],
         ),
         (
             replace(FORM, stages=(replace(STAGES[0], replicas=9), STAGES[1])),

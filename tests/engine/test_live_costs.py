@@ -1,0 +1,137 @@
+"""What it costs that layers move while training goes on: seconds on the virtual clock, bytes on the links."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.cluster import Cluster, Level
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.schedule.instructions import Op
+from pipebench.schedule.moves import Move
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.network import Network
+from pipebench.simulate.simulation import Event
+from pipebench.simulate.timeline import MIGRATION
+from tests.engine.test_live_moves import SEVERAL
+from tests.models import ConvNet
+from tests.support import Blobs, Mlp, make_setup
+
+Starts = tuple[int, ...]
+FAST = 1e12  # bytes/s: nothing to wait for
+
+
+def timed(
+    starts: Starts,
+    moves: Sequence[Move],
+    count: int,
+    *,
+    bytes_per_s: float = FAST,
+    update_s_per_byte: float = 0.0,
+    model: Any = None,
+    **more: Any,
+) -> tuple[VirtualEngine, list[Event], Meter]:
+    """Train with a forward of 1 s and a backward of 2 s per layer; return what happened when."""
+    p = len(starts) + 1
+    cluster = Cluster("flat", "unit", None, (Level("server", p, bytes_per_s, 0.0),))
+    setup = make_setup(
+        model or Mlp(), (starts, [1] * p), cluster=cluster, dataset=more.pop("dataset", Blobs(num_train=4 * count)),
+        make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9),
+    )  # fmt: skip
+    profile = replace(setup.profile, update_floor_s=0.0, update_s_per_byte=update_s_per_byte, state_bytes_per_byte=1)
+    setup = replace(setup, profile=profile, repartitions=True)
+    setup = setup.under(setup.plan)
+    events: list[Event] = []
+    meter = Meter(setup.pipeline)
+    engine = VirtualEngine(setup, Network(cluster, setup.devices, meter.transfer), events.append, meter=meter)
+    for move in moves:
+        engine.announce(move)
+    engine.train(0, count)
+    return engine, events, meter
+
+
+def done_s(events: Sequence[Event]) -> list[float]:
+    """Return when minibatches were through: when their backward on the input stage ended."""
+    return [e.end_s for e in events if e.instruction.op is Op.BACKWARD and e.instruction.stage == 0]
+
+
+@pytest.mark.parametrize(("before", "after"), SEVERAL)
+def test_bytes_are_those_that_the_shapes_foretell(before: Starts, after: Starts) -> None:
+    """And a third statement of what moves: with each unit a version and what layers read, then all there is of them."""
+    at, d = 9, len(before) + 1
+    engine, events, _ = timed(before, [Move(at, after)], 20)
+    assert engine.num_bytes == Counter({key: n for key, n in engine.network.num_bytes.items() if n})
+    rows = engine.setup.profile.layers[4]
+    wanted = 0
+    for left, (old, new) in enumerate(zip(before, after, strict=True)):
+        block = range(*sorted((old, new)))
+        parameters = sum(size for i in block for size in rows[i].parameter_sizes.values())
+        read = sum(rows[v].output_bytes for v in {v for i in block for v in rows[i].reads} - {*block})
+        units = d - left - 1
+        wanted += bool(block) * (units * (parameters + read) + 2 * parameters)
+    assert engine.num_bytes[MIGRATION, "server"] == wanted
+    given = Counter(e.instruction.op for e in events if e.instruction.op in (Op.GIVE, Op.TAKE, Op.GIVE_UNIT))
+    assert given[Op.GIVE] == given[Op.TAKE] == sum(a != b for a, b in zip(before, after, strict=True))
+
+
+def test_buffers_move_too() -> None:
+    data = Blobs(num_train=80, shape=(2, 8, 8))
+    data._x = data._x.float()
+    engine, _, _ = timed((3, 6), [Move(9, (1, 4))], 20, model=ConvNet(), dataset=data)
+    counted = {key: n for key, n in engine.network.num_bytes.items() if n}
+    assert engine.num_bytes == Counter(counted)
+    assert engine.num_bytes[MIGRATION, "server"] > 0
+
+
+def test_throughput_before_and_after() -> None:
+    """Of 7 layers, 5 stand on the first worker: a minibatch takes 15 s; then 4, 12 s; then 3, 9 s."""
+    _, events, _ = timed((5, 6), [Move(15, (4, 6))], 60)
+    _, more, _ = timed((5, 6), [Move(15, (4, 6)), Move(30, (3, 5))], 60)
+    once, twice = done_s(events), done_s(more)
+    assert once[:10] == twice[:10]
+    took, later = ([b - a for a, b in itertools.pairwise(done)] for done in (once, twice))
+    assert took[4:9] == pytest.approx([15.0] * 5)
+    assert took[40:50] == pytest.approx([12.0] * 10)
+    assert later[45:50] == pytest.approx([9.0] * 5)
+
+
+@pytest.mark.parametrize(("before", "after"), [((5, 6), (4, 6)), ((1, 4), (2, 4)), ((3, 6), (3, 5)), ((2, 3), (2, 4))])
+def test_nothing_waits_but_for_what_runs_again(before: Starts, after: Starts) -> None:
+    """Where links are fast, no worker does worse than the worse plan and its forwards that are made again."""
+    at, count = 15, 40
+    _, events, meter = timed(before, [Move(at, after)], count)
+    stayed = max(done_s(timed(cuts, [], count)[1])[-1] for cuts in (before, after))
+    again_s = sum(e.end_s - e.start_s for e in events if e.instruction.op is Op.FORWARD_AGAIN)
+    assert again_s > 0
+    assert done_s(events)[-1] <= stayed + again_s
+    assert meter.again_s == again_s
+
+
+def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
+    slow, events, meter = timed((2, 4), [Move(15, (3, 4))], 40, bytes_per_s=100.0)
+    waits = [e for e in events if e.instruction.op in (Op.TAKE, Op.TAKE_UNIT) and e.end_s > e.start_s]
+    assert [str(e.instruction) for e in waits] == ["0T15<1"]
+    assert waits[0].stall_s > 0
+    moved = [each for each in meter.timeline().transfers if each.kind == MIGRATION]
+    assert [each.label for each in moved] == ["M13", "M14", "M15"]
+    assert waits[0].end_s == pytest.approx(moved[-1].end_s)
+    assert slow.num_bytes[MIGRATION, "server"] == sum(each.num_bytes for each in moved)
+
+
+def test_updates_take_as_long_as_what_is_updated() -> None:
+    """1 s per byte: from the first update that its backward leads to, a layer counts where it is now."""
+    engine, events, _ = timed((2, 6), [Move(15, (3, 4))], 30, update_s_per_byte=1.0)
+    rows = engine.setup.profile.layers[4]
+    for stage, (before, after, first) in enumerate((((0, 2), (0, 3), 13), ((2, 6), (3, 4), 13), ((6, 7), (4, 7), 14))):
+        took = [e.end_s - e.start_s for e in events if e.instruction.op is Op.UPDATE and e.instruction.stage == stage]
+        num_bytes = [sum(sum(r.parameter_sizes.values()) for r in rows[slice(*own)]) for own in (before, after)]
+        between = [first] if stage == 1 else []  # layer 2 has left, layer 4 hasn't
+        assert took[:first] == [pytest.approx(num_bytes[0])] * first
+        assert took[first:][: len(between)] == [
+            pytest.approx(sum(sum(r.parameter_sizes.values()) for r in rows[3:6])) for _ in between
+        ]
+        assert took[first + len(between) :] == [pytest.approx(num_bytes[1])] * (30 - first - len(between))
