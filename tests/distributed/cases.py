@@ -30,6 +30,8 @@ from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VERTICAL_SYNC
 from pipebench.simulate.network import Network
+from tests.engine.test_cells import leaving_out
+from tests.model.test_cells import Stack
 from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures
 from tests.support import Blobs, Mlp, make_setup
 
@@ -50,6 +52,7 @@ class Case:
         optimizer: as in a recipe; None for `momentum`.
         shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
         moves: announced before the first segment.
+        left_out: cells of `stack` that are left out, before every segment but the first: "bc"; empty: none.
         recuts: first layers of all stages but the first, before every segment but the first; empty: as before.
     """
 
@@ -63,6 +66,7 @@ class Case:
     shares_memory: bool = True
     recuts: tuple[tuple[int, ...], ...] = ()
     moves: tuple[Move, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def random_case(seed: int, num_workers: int) -> Case:
@@ -110,7 +114,7 @@ def model_of(name: str) -> nn.Module:
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
     kinds: dict[str, Callable[[], nn.Module]] = {
         "conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures, "matrices": matrices,
-        "mixed": MixedTypes, "frozen": FrozenPart,
+        "mixed": MixedTypes, "frozen": FrozenPart, "stack": stack,
     }  # fmt: skip
     return kinds[name]()
 
@@ -126,6 +130,12 @@ def matrices() -> nn.Module:
         nn.Linear(5, 4, bias=False),
     ]
     return nn.Sequential(*layers).double()
+
+
+def stack() -> nn.Module:
+    """Return a model with cells that can be left out; double precision."""
+    torch.default_generator.manual_seed(3)
+    return Stack()
 
 
 def images() -> Blobs:
@@ -155,7 +165,7 @@ def small_setup(case: Case) -> Setup:
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )
-    return replace(setup, repartitions=bool(case.recuts or case.moves))
+    return replace(setup, repartitions=bool(case.recuts or case.moves or case.left_out))
 
 
 @dataclass
@@ -175,7 +185,9 @@ class Outcome:
 def distributed(world: World, case: Case) -> Outcome:
     """Run a case on the processes; return this one's share."""
     world = replace(world, shares_memory=case.shares_memory)
-    return in_processes(world, small_setup(case), case.segments, recuts=case.recuts, moves=case.moves)
+    return in_processes(
+        world, small_setup(case), case.segments, recuts=case.recuts, moves=case.moves, left_out=case.left_out
+    )
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
@@ -192,6 +204,7 @@ def in_processes(
     on_unit: Any = None,
     recuts: Sequence[Sequence[int]] = (),
     moves: Sequence[Move] = (),
+    left_out: Sequence[str] = (),
 ) -> Outcome:
     """Run a setup on the processes; return this one's share."""
     losses: list[tuple[float, float]] = []
@@ -207,6 +220,7 @@ def in_processes(
         engine.announce(move)
     scores, done = [], list[int]()
     for index, count in enumerate(segments):
+        leave_out(engine, setup, left_out, index)
         go_under(engine, recuts, index)
         done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
@@ -220,7 +234,7 @@ def in_processes(
 
 def virtually(case: Case) -> Outcome:
     """Run a case on the virtual engine."""
-    return on_virtual_engine(small_setup(case), case.segments, case.recuts, case.moves)
+    return on_virtual_engine(small_setup(case), case.segments, case.recuts, case.left_out, case.moves)
 
 
 def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
@@ -229,8 +243,19 @@ def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequenc
         engine.replan(recut(engine.setup.graph, engine.setup.plan, recuts[index - 1]))
 
 
+def leave_out(engine: VirtualEngine | DistributedEngine, whole: Setup, left_out: Sequence[str], index: int) -> None:
+    """Let an engine go on without the cells that are given before a segment, under the cuts that it has."""
+    if 0 < index <= len(left_out):
+        found = leaving_out(replace(whole, device=engine.setup.device), left_out[index - 1])
+        engine.take_up(found.under(engine.setup.plan))
+
+
 def on_virtual_engine(
-    setup: Setup, segments: Sequence[int], recuts: Sequence[Sequence[int]] = (), moves: Sequence[Move] = ()
+    setup: Setup,
+    segments: Sequence[int],
+    recuts: Sequence[Sequence[int]] = (),
+    left_out: Sequence[str] = (),
+    moves: Sequence[Move] = (),
 ) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
@@ -240,6 +265,7 @@ def on_virtual_engine(
     for move in moves:
         engine.announce(move)
     for index, count in enumerate(segments):
+        leave_out(engine, setup, left_out, index)
         go_under(engine, recuts, index)
         engine.train(done, count)
         done += count

@@ -32,6 +32,7 @@ COUNTS = {
     "transformer": 9,
     "bert": 8,
     "lab": 4,
+    "search": 5,
     "uniform": 4,
     **dict.fromkeys((f"vpipe/{name}" for name in ("gnmt16", "transformer", "vgg16", "resnet50")), 2),
     **dict.fromkeys((f"small/{name}" for name in SMALL), 6),
