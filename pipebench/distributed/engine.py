@@ -305,6 +305,7 @@ class DistributedEngine:
     def _cut_stage(self, setup: Setup) -> None:
         """Cut this worker's stages anew, with their initial weights and nothing in flight."""
         self.setup = setup
+        self._phases = None
         self.worker = Worker(setup, self.worker.index)
         self._monitor()
         self._transport.go_under(setup)

@@ -84,13 +84,13 @@ class VirtualEngine:
         self._on_unit = on_unit
         self._meter = meter or Meter(setup.pipeline, costs=setup.costs)
         self._stop = stop or StopRequest()
-        self._phases: Phases | None = None
         self._decisions: list[Move] = []
         self._cut_stages(setup)
 
     def _cut_stages(self, setup: Setup) -> None:
         """Cut the stages of a setup, with their initial weights and nothing in flight."""
         self.setup = setup
+        self._phases: Phases | None = None
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
         if setup.balances:
             for worker, monitor in zip(self.workers, monitors(setup, self._decided), strict=True):
