@@ -95,5 +95,5 @@ def _moving(
         yield asking, f"{given}, and layers move between {workers}: {allowed}"
     if relay:
         yield "parallelism.relay", f"got true with vpipe.{key}, which changes who hands on what: allowed is false"
-    if not ENGINES[kind].trains:
+    if vpipe["moves"] and not ENGINES[kind].trains:
         yield asking, f"{given} with engine.kind {kind}, which trains nothing: {allowed}"
