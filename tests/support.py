@@ -168,6 +168,7 @@ def make_setup(
     loss_scale: LossScaleRecipe | None = None,
     correction_decay: float = 0.135,
     relay: bool = False,
+    repartitions: bool = False,
 ) -> Setup:
     """Return a setup with unit costs; `plan` is a plan or (starts of later stages, replicas)."""
     graph = in_precision(graph or trace(model), precision)
@@ -206,6 +207,7 @@ def make_setup(
         device=torch.device("cpu"),
         loss_scale=loss_scale,
         correction_decay=correction_decay,
+        repartitions=repartitions,
         push_order=push_order or {},
     )
 

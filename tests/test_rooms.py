@@ -11,8 +11,8 @@ import pipebench
 ROOT = Path(pipebench.__file__).parent
 # From top to bottom; a room imports those below it, and the root, which imports nothing of the package.
 ROOMS = (
-    "cli", "lab", "report", "run", "show", "tracking", "train", "distributed", "engine", "planner", "simulate",
-    "checkpoint", "profile", "model", "recipe", "schedule", "root",
+    "cli", "lab", "report", "run", "show", "tracking", "train", "search", "distributed", "engine", "planner",
+    "simulate", "checkpoint", "profile", "model", "recipe", "schedule", "root",
 )  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path

@@ -186,6 +186,10 @@ MODELS: dict[str, Entry] = {
         "BERT, base, with both heads of its pre-training, every operator a layer; layers, widths, heads, vocabulary",
     ),
     "bert_large": Entry("zoo.bert:bert_large", "BERT, large: bert_base with twice the layers, and wider"),
+    "cellnet": Entry(
+        "zoo.cellnet:cellnet",
+        "residual cells, each of which can be left out: a space to search in; width, groups, cells",
+    ),
     "gnmt8": Entry(
         "zoo.gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout"
     ),

@@ -219,8 +219,12 @@ class DistributedEngine:
             PlanError: stages, replicas, devices or depth are others.
             PeerLostError: a worker is gone.
         """
+        self.take_up(self.setup.under(plan))
+
+    def take_up(self, setup: Setup) -> None:
+        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
         assert self.setup.repartitions, "the model that stages are cut from is gone"
-        setup, old = self.setup.under(plan), self.worker
+        old = self.worker
         self._cut_stage(setup)
         given = ModelState.merge(part for _, part in old.parts())
         offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(given))]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import get_gradient_edge
 
+from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
 from pipebench.engine.in_flight import InFlight, detached, differentiable, num_bytes, record_saved, tensors_in
 from pipebench.engine.loss_scale import LossScale
@@ -66,6 +67,8 @@ class Replica:
 
     Attributes:
         scale: that scale.
+        shelf: the state of the stage's layers that are left out for now, by the model's own names, on the host; None
+            as long as they are as the stage was cut.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Replica:
             self.exact.pop(name, None)
         self.moved = MovedWeights(self.weights, gamma) if moves and self.weights.optimizer is not None else None
         self.scale = None if loss_scale is None else LossScale(loss_scale)
+        self.shelf: ModelState | None = None
         self._split = SplitBackward(self.stage, device) if split else None
         self.device = device
         self._in_flight: dict[int, InFlight] = {}

@@ -1,8 +1,10 @@
 """A replica's share of a checkpoint: what it gives, and how it goes on from one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from pipebench.checkpoint.recut import carried_states
 from pipebench.checkpoint.share import Share
@@ -28,7 +30,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         for path, carried in zip(replica.stage.stateful, state, strict=True)
     }
     buffers = {share.names[name]: replica.exact.get(name, buffer) for name, buffer in replica.module.named_buffers()}
-    return ModelState(
+    own = ModelState(
         parameters={share.names[name]: parameter.detach() for name, parameter in _parameters(replica).items()},
         optimizer={share.names[name]: state for name, state in replica.weights.optimizer_state().items()},
         buffers=buffers,
@@ -38,6 +40,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         else {share.names[n]: replica.scale.state() for n in replica.weights.names},
         mean_change={share.names[name]: change for name, change in _mean_change(replica).items()},
     )
+    return ModelState.merge([own, replica.shelf or _as_cut(replica, share)])
 
 
 def restore(replica: Replica, state: ModelState, share: Share) -> None:
@@ -59,6 +62,7 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
     for name, tensor in tensors.items():
         _check_fits(own[name], tensor, given)
     carried = carried_states(state.carried if share.unit_sizes else {}, replica.stage.stateful, share.unit_sizes)
+    replica.shelf = _shelved(replica, state, given, share)
     parameters = {name: given[own[name]] for name in replica.weights.names}
     optimizer = {n: state.optimizer[own[n]] for n in replica.weights.names if own[n] in state.optimizer}
     replica.weights.restore(parameters, optimizer)
@@ -84,7 +88,36 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
 
 def names_in(replica: Replica) -> set[str]:
     """Return the names, in its stage, of the parameters and buffers that a replica holds."""
-    return {*_parameters(replica), *dict(replica.module.named_buffers())}
+    return {*_parameters(replica), *dict(replica.module.named_buffers()), *replica.stage.idle}
+
+
+def _as_cut(replica: Replica, share: Share) -> ModelState:
+    """Return the state of the layers that are left out, as they began."""
+    idle = {share.names[name]: tensor for name, tensor in replica.stage.idle.items()}
+    parameters = {name: tensor.detach() for name, tensor in idle.items() if isinstance(tensor, nn.Parameter)}
+    return ModelState(parameters=parameters, buffers={n: t for n, t in idle.items() if n not in parameters})
+
+
+def _shelved(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
+    """Return copies of what a state holds of the layers that are left out.
+
+    Raises:
+        CheckpointError: it lacks something of them, or has it in another shape.
+    """
+    found = _as_cut(replica, share)
+    for section in (found.parameters, found.buffers):
+        for name, tensor in section.items():
+            _check_fits(name, tensor, given)
+            section[name] = _on_host(given[name])
+    return replace(
+        found,
+        optimizer={n: same_type_map(state.optimizer[n], _on_host) for n in found.parameters if n in state.optimizer},
+        mean_change={n: _on_host(state.mean_change[n]) for n in found.parameters if n in state.mean_change},
+    )
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _parameters(replica: Replica) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import MakeOptimizer
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, recut
 from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.planner.predict import pipeline_under
 from pipebench.profile.model import Profile
@@ -87,6 +87,8 @@ class Setup:
                 f"a run that goes on keeps replicas, devices, depth and chunks per worker: got {given}, it has {kept}; "
                 f"what may change are the cuts and what layers keep"
             )
+        memory = [policy for stage in plan.stages for policy in stage.memory]
+        plan = recut(self.graph, plan, [stage.start for stage in plan.stages[1:]], memory)
         rows = next(iter(self.profile.layers.values()))
         pipeline = pipeline_under(self.pipeline, plan, rows)
         costs = stage_costs(self.profile, plan, WEIGHT_POLICIES[pipeline.weights].update_cost)

@@ -148,8 +148,12 @@ class VirtualEngine:
         Raises:
             PlanError: stages, replicas, devices or depth are others.
         """
+        self.take_up(self.setup.under(plan))
+
+    def take_up(self, setup: Setup) -> None:
+        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
         before = self.workers
-        self._cut_stages(self.setup.under(plan))
+        self._cut_stages(setup)
         given = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
         offers = [keys_of(state) for state in given]
         messages = []

@@ -158,6 +158,7 @@ class Weights:
         self.optimizer = make_optimizer(self._stepped.parameters) if named else None
         self.master_bytes = sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
         self.state_bytes = 0
+        self._some_are_fresh = False
         groups = self.optimizer.param_groups if self.optimizer else []
         # A user's optimizer may have groups whose rates differ: they keep their ratios.
         self._shares = [_share(group.get("lr"), self.optimizer) for group in groups]
@@ -273,7 +274,7 @@ class Weights:
         # The naive pipeline on purpose: its graphs in flight go on with the overwritten weights, unnoticed.
         unnoticed = (*target.flats, *target.parameters) if self._overwrite and target.users else ()
         with _unsafe_preserve_version_counter(unnoticed):
-            self.optimizer.step()
+            (self._step_apart if self._some_are_fresh else self.optimizer.step)()
             if self._masters is not None:
                 _fill(target, self._masters.parameters)
         for parameter in stepped.parameters:
@@ -281,6 +282,20 @@ class Weights:
         self._count_state()
         target.number += 1
         self._collect()
+
+    def _step_apart(self) -> None:
+        """Let the optimizer step first on the parameters that it has never stepped on, then on the others.
+
+        torch's fused SGD takes only parameters all of which have momentum, or none of which has.
+        """
+        assert self.optimizer is not None
+        gradients = [(p, p.grad) for p in self._stepped.parameters if p.grad is not None]
+        fresh = {id(p) for p, _ in gradients if not self.optimizer.state.get(p)}
+        for turn in (True, False):
+            for parameter, gradient in gradients:
+                parameter.grad = gradient if (id(parameter) in fresh) is turn else None
+            self.optimizer.step()
+        self._some_are_fresh = any(not self.optimizer.state.get(p) for p in self._stepped.parameters)
 
     def skip(self, *, keep_from: int) -> None:
         """Let an update be one that changes nothing: a version of its own all the same, as the schedule counts."""
@@ -328,6 +343,7 @@ class Weights:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     taken[key] = value.to(taken[key].device, copy=True)
+        self._some_are_fresh = isinstance(self.optimizer, torch.optim.SGD) and 0 < len(given) < len(order)
         self._count_state()
 
     @property

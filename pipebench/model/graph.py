@@ -36,6 +36,7 @@ class Layer:
         buffers: qualified names of the buffers that it changes, or reads where another layer changes them: layers that
             share one stay together, as those that share a parameter do.
         draws_as: a name of its own under which it draws random numbers; "" if it draws none.
+        idle: whether it is left out for now, see `cells.py`: it keeps its place, reads nothing and is read by nobody.
     """
 
     index: int
@@ -47,6 +48,7 @@ class Layer:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...] = ()
     draws_as: str = ""
+    idle: bool = False
 
 
 class Rounding(NamedTuple):
@@ -270,10 +272,20 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
 
 def _cuttable(module: fx.GraphModule) -> fx.GraphModule:
     """Make a traced graph safe to cut."""
-    _read_overwritten_values_from_their_writer(module, module.graph)
-    module.graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(module, node))
+    make_cuttable(module, module.graph)
     module.recompile()
     return module
+
+
+def make_cuttable(root: nn.Module, graph: fx.Graph) -> None:
+    """Let what is overwritten be read from its writer, and leave out what nobody reads and has no effect.
+
+    Args:
+        root: the modules that the graph names; its owner.
+        graph: what to change.
+    """
+    _read_overwritten_values_from_their_writer(root, graph)
+    graph.eliminate_dead_code(lambda node: node.is_impure() or _has_effect(root, node))
 
 
 def _has_effect(module: nn.Module, node: fx.Node) -> bool:

@@ -37,11 +37,6 @@ class _Kept:
         self._num_saved = 0
         self._found: dict[int, torch.Tensor] = {}
 
-    @property
-    def holds_values(self) -> bool:
-        """Whether a graph refers to this, and so to what the layers read: integers' layers save nothing."""
-        return self._num_saved > 0
-
     def __call__(self) -> Any:
         """Run the layers forward."""
         with _as(FIRST), saved_tensors_hooks(self._leave_out, self._find):
@@ -107,9 +102,7 @@ class Recomputed(nn.Module):
         """Return what the layers put out for later ones, as a tuple."""
         if not torch.is_grad_enabled():
             return self.run(*values)
-        kept = _Kept(self.run, values)
-        outputs = kept()
-        if self.kept is not None and kept.holds_values:
+        if self.kept is not None:
             leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
             self.kept.update({storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, leaves)})
-        return outputs
+        return _Kept(self.run, values)()

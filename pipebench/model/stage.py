@@ -3,13 +3,14 @@
 import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from pipebench.model.cells import idle_tensors
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, fold
 from pipebench.model.graph import Layer, LayerGraph, Rounding, carries_state, is_inplace, overwritten_buffer
@@ -94,6 +95,7 @@ class Stage:
         rounding: what of it is rounded for the arithmetic; that is left to who runs it. None: nothing.
         evaluation: the same stage as it evaluates, made of the same modules; None if this is that. Its layers are
             those of the evaluation's graph.
+        idle: copies of the parameters and buffers of its layers that are left out for now, by qualified name.
     """
 
     index: int
@@ -112,6 +114,7 @@ class Stage:
     modes: tuple[tuple[nn.Module, bool], ...]
     rounding: Rounding | None = None
     evaluation: "Stage | None" = None
+    idle: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -130,12 +133,20 @@ class Stage:
 
 
 def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
-    """Cut one stage out of the graph. Its modules, parameters and buffers are copies under the model's own names."""
+    """Cut one stage out of the graph. Its modules, parameters and buffers are copies under the model's own names.
+
+    Layers that are idle have no part in it but what they hold.
+    """
     cut = partial(_cut, index, is_last=index == len(plan.stages) - 1, seeder=Seeder(), copies={})
     evaluated = plan_evaluation(graph, plan)
-    evaluation = cut(graph.evaluated, evaluated.layers[index], evaluated.crossings, memory=None)
+    there = [i for i in evaluated.layers[index] if not graph.evaluated.layers[i].idle]
+    evaluation = cut(graph.evaluated, there, evaluated.crossings, memory=None)
     own = plan.stages[index]
-    return replace(cut(graph, range(own.start, own.stop), plan.crossings, memory=own.memory), evaluation=evaluation)
+    policies = {
+        i: policy for i, policy in zip(range(own.start, own.stop), own.memory, strict=True) if not graph.layers[i].idle
+    }
+    trains = cut(graph, [*policies], plan.crossings, memory=[*policies.values()])
+    return replace(trains, idle=idle_tensors(graph, own.start, own.stop), evaluation=evaluation)
 
 
 def _cut(

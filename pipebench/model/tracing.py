@@ -23,6 +23,8 @@ from pipebench.errors import TracingError
 
 IsLeaf = Callable[[nn.Module, str], bool]
 Fed = int | Collection[str] | None  # how many arguments of a forward are fed with data, or which; None: not known
+# In a node's `meta`: of every module whose call put out the node's value, by its path, the names of what it was given.
+CALLS = "pipebench_calls"
 
 
 def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule:
@@ -153,11 +155,16 @@ class _Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record a module that is one layer, or run it so that what is inside is recorded."""
-        if type(m) in _CONTAINERS and not self._is_leaf(m, self.path_of_module(m)):
-            inside = _CONTAINERS[type(m)](m, *args, **kwargs)
-            if inside is not None:
-                return inside
-        return super().call_module(m, forward, args, kwargs)
+        path = self.path_of_module(m)
+        found = None
+        if type(m) in _CONTAINERS and not self._is_leaf(m, path):
+            found = _CONTAINERS[type(m)](m, *args, **kwargs)
+        if found is None:
+            found = super().call_module(m, forward, args, kwargs)
+        given = [value.node.name for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)]
+        if isinstance(found, fx.Proxy) and given and found.node.name not in given:
+            found.node.meta.setdefault(CALLS, {})[path] = given
+        return found
 
 
 # torch's Transformers are leaves to torch.fx because they branch on shapes, to check them and to find faster kernels.

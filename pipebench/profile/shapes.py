@@ -34,15 +34,30 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
     Raises:
         ProfileError: a layer can't be run without data; names it.
     """
+    values = _values(graph, dataset, num_samples)
+    there = (layer for layer in graph.layers if not layer.idle)
+    return {layer.index: sum(tensor.nbytes for tensor in _tensors(values[layer.node])) for layer in there}
+
+
+def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[str, tuple[str, ...]]:
+    """Return types and shapes of the tensors of every model input and every layer's output, by the node's name.
+
+    Args and errors: see `output_bytes`.
+    """
+    values = _values(graph, dataset, num_samples)
+    return {node.name: tuple(map(_form, _tensors(value))) for node, value in values.items()}
+
+
+def _values(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[fx.Node, Any]:
+    """Run a model without data; return what every node puts out."""
     root = without_data(graph.root)
     lower([root], graph.rounding)
     forget_states(root)
     example = dataset.example(num_samples)
     placeholders = graph.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, Any] = {node: example[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
-    found = {}
     with torch.no_grad():
-        for layer in graph.layers:
+        for layer in (each for each in graph.layers if not each.idle):
             try:
                 env[layer.node] = run_node(root, layer.node, env)
             except Exception as error:  # any module of the user's may raise anything
@@ -51,6 +66,12 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
                     f"layer {layer.name} ({layer.kind}) can't be run without data, to know the size of what it puts "
                     f"out: {type(error).__name__}: {reason}"
                 ) from error
-            leaves = tree_leaves(env[layer.node])
-            found[layer.index] = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return found
+    return env
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

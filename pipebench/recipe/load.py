@@ -18,7 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
-from pipebench.recipe import rules_named, rules_training, rules_vpipe, rules_zoo  # noqa: F401 # for the rules that they register
+from pipebench.recipe import (  # noqa: F401 # for the rules that they register
+    rules_named,
+    rules_search,
+    rules_training,
+    rules_vpipe,
+    rules_zoo,
+)
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.extending import chain
@@ -353,7 +359,7 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths that are seen from their recipe's folder absolute, so that the recipe means the same anywhere."""
     named = (("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves")))
-    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), *named):
+    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("search", "trace"), *named):
         leaf, section = found.get(key), resolved
         for part in key[:-1]:
             section = section.get(part) or {}

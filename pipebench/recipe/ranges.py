@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.weights": tuple(WEIGHT_POLICIES),
     "parallelism.sync": tuple(SYNCS),
     "engine.kind": tuple(ENGINES),
+    "search.removes": ("oldest", "worst"),  # as in search.evolution, which stands above
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
@@ -35,6 +36,11 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train.minibatch_size": _COUNT,
     "train.streams": _COUNT,
     "train.max_epochs": _COUNT,
+    "search.population": _COUNT,
+    "search.tournament": _COUNT,
+    "search.mutations": _COUNT,
+    "search.smallest": (_within(0, 2**31), "a whole number from 0 on"),
+    "search.hurdles": (_within(0, 2**31), "a whole number from 0 on"),
     "train.optimizer.lr": (lambda lr: 0 < lr <= 1e6, "a number above 0, at most 1e6"),
     "train.optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1"),
     "train.optimizer.weight_decay": (_within(0, 1e6), "a number of at least 0, at most 1e6"),

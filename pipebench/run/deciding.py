@@ -80,7 +80,7 @@ def _unseen(done: int, total: int) -> None:
 
 def decision_of(job: Job) -> Decision:
     """Return what was decided for a prepared recipe."""
-    return Decision(plan_form(job), job.profile, "the plan")
+    return Decision(plan_form(job), job.whole_profile, "the plan")
 
 
 def plan_form(job: Job) -> PlanForm:

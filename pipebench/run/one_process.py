@@ -20,10 +20,11 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, Progress
-from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
+from pipebench.train.searching import loop_for
 from pipebench.train.simulated import simulate_epoch
+from pipebench.train.simulated_search import simulate_search
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.train.watch import Watch
 
@@ -77,8 +78,9 @@ class SimulatedRuns(EngineRuns):
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True, silent=request.suite.brief)
             watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
+            simulate = simulate_epoch if job.search is None else simulate_search
             recorder = RunRecorder(request, job, tracking, log_text)
-            return Ran(recorder.record(lambda *_: simulate_epoch(job, watch), watch), recorder.log.run_id)
+            return Ran(recorder.record(lambda *_: simulate(job, watch), watch), recorder.log.run_id)
 
 
 class VirtualRuns(EngineRuns):
@@ -98,7 +100,7 @@ class VirtualRuns(EngineRuns):
 
             def train(progress: Progress, on_point: OnPoint) -> tuple[RunResult, Timeline]:
                 with stopping_on_signals(stop):
-                    return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
+                    return loop_for(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
             result = recorder.record(train)
         if result.outcome == INTERRUPTED and folder.made is not None:

@@ -45,11 +45,11 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, Progress
-from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import Decision, Job, ProfiledModel
 from pipebench.train.request import travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
+from pipebench.train.searching import loop_for
 
 _LOG = logging.getLogger("pipebench.run")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -186,7 +186,7 @@ def _train(
         return engines[0]
 
     try:
-        found = TrainingLoop(job, make, progress, on_point, policy).run()
+        found = loop_for(job, make, progress, on_point, policy).run()
     finally:
         control.close()
     engines[0].close()  # waits for all: the store may end with rank 0's process

@@ -27,12 +27,14 @@ from pipebench.schedule import repartitions
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
+from pipebench.search.search import FILE_NAME as SEARCH_FILE
 from pipebench.show import console, pictures
 from pipebench.show.comparison import comparison_markdown
 from pipebench.show.memory_picture import draw_memory
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.progress import RunProgress, Silent
+from pipebench.show.search_picture import draw_search, search_markdown
 from pipebench.show.staleness import draw_staleness, staleness_markdown
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.trace import write_trace
@@ -48,6 +50,7 @@ from pipebench.train.prepare import Job
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import predicted_metrics
 from pipebench.train.watch import Watch
+from pipebench.typed_json import write
 
 _LOG = logging.getLogger("pipebench.run")
 
@@ -83,7 +86,7 @@ def run_tags(job: Job, facts: Mapping[str, str]) -> dict[str, str]:
 def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[str, str]) -> None:
     """Keep all it takes to run this again: recipe, profile, plan, an order's file, environment, uncommitted changes."""
     log.text("recipe.yaml", recipe_yaml(loaded))
-    log.text("profile.json", write_profile(job.profile))
+    log.text("profile.json", write_profile(job.whole_profile))
     log.text("plan.json", plan_form(job).text())
     order = job.setup.pipeline.order
     if is_csv(order):
@@ -133,6 +136,18 @@ def record_pushes(log: RunLog, result: RunResult) -> RunResult:
     log.text("staleness.md", staleness_markdown(counts))
     _record_drawn(log, {"staleness.png": partial(draw_staleness, counts)}, "staleness")
     return replace(result, pushes=())
+
+
+def record_search(log: RunLog, result: RunResult) -> RunResult:
+    """Keep the history of an architecture search, as a file, a table and a picture; return the result without it."""
+    found = result.search
+    if found is None:
+        return result
+    log.text(SEARCH_FILE, write(found))
+    log.text("search.md", search_markdown(found))
+    end_s = result.metrics["total_time_s"]
+    _record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
+    return replace(result, search=None)
 
 
 def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
@@ -243,7 +258,7 @@ class RunRecorder:
             result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
             if measures:
                 result = self._with_prediction(result)
-            result = record_moves(log, record_pushes(log, result), self._job)
+            result = record_moves(log, record_search(log, record_pushes(log, result)), self._job)
             log.result(result)
             drawn: list[str] = []
             if self._kind.trains or not self._request.suite.brief:

@@ -108,9 +108,9 @@ def _own_tensors(graph: LayerGraph) -> dict[str, torch.Tensor]:
 
 
 def _held(graph: LayerGraph) -> Iterator[str]:
-    """Yield the own names of the tensors that some stage holds under every plan: those that the graph's nodes read."""
+    """Yield the own names of the tensors that some stage holds under every plan: those that layers have."""
     own = own_names(graph)
-    for node in graph.graph.nodes:
+    for node in (*graph.graph.nodes, *(layer.node for layer in graph.layers if layer.idle)):
         if node.op == "get_attr" and node.users and str(node.target) in own:
             yield own[str(node.target)]
         if node.op == "call_module":

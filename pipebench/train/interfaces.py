@@ -52,6 +52,9 @@ class Engine(Protocol):
     def exchange(self, value: Any) -> list[Any]:
         """Return what every process gives, in the order of workers; JSON."""
 
+    def take_up(self, setup: Setup) -> None:
+        """Go on with another setup of the same model, at a drain."""
+
     def parts(self) -> Sequence[tuple[str, ModelState]]:
         """Return what this process contributes to a checkpoint, by name."""
 

@@ -42,6 +42,9 @@ from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan, streams_problem
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
+from pipebench.search.architectures import Architectures
+from pipebench.search.search import SearchSetup, events_of, first_of, metric_of
+from pipebench.search.trace import steps_of
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
 from pipebench.simulate.memory import stage_memories
@@ -67,6 +70,7 @@ class Job:
         setup: what the engine takes.
         comparison: the modes that were compared, if the recipe left the mode to the planner.
         left_over: samples of an epoch that aren't run, since the profile has times of whole minibatches only.
+        search: how the model's architecture changes; the setup is that of the first one. None: it stays.
         moves: plans that the recipe asks for while it goes on.
     """
 
@@ -75,12 +79,18 @@ class Job:
     setup: Setup
     comparison: Comparison | None = None
     left_over: int = 0
+    search: SearchSetup | None = None
     moves: tuple[PlannedMove, ...] = ()
 
     @property
     def profile(self) -> Profile:
         """Layer costs at every size that travels."""
         return self.setup.profile
+
+    @property
+    def whole_profile(self) -> Profile:
+        """The same of the model with all that a search may leave out."""
+        return self.profile if self.search is None else self.search.architectures.profile
 
 
 class Decision(NamedTuple):
@@ -122,6 +132,9 @@ def prepare(
     trains = trains and engine_kind(recipe).trains
     known = profile_model(recipe, cluster, on_progress, trains=trains, kept=None if kept is None else kept.profile)
     dataset, graph, profile = known.dataset, known.graph, known.profile
+    search = None if recipe.search is None else _searched(recipe, known, known.profile)
+    if search is not None:
+        graph, profile = search.architectures.form(search.first)
     sampler, held_out = samplers(recipe.train, dataset)
     comparison = None
     if recipe.parallelism.mode == AUTO:
@@ -140,7 +153,12 @@ def prepare(
         asked, workers = recipe.parallelism, cluster.num_workers
         plan = kept_plan(kept.plan, kept.source, asked, workers, graph, sampler.streams)
     if measure_again is not None:
-        profile = measure_again(known, profile)
+        profile = measure_again(known, known.profile)
+        if search is not None:
+            search = _searched(recipe, known, profile)
+            profile = search.architectures.form(search.first)[1]
+    if search is not None:
+        search = _with_steps(search, plan)
     pipeline = make_pipeline(
         plan,
         next(iter(profile.layers.values())),
@@ -176,11 +194,33 @@ def prepare(
         loss_scale=(recipe.train.loss_scale or LossScaleRecipe()) if _scales(recipe.train) else None,
         push_order=_order_of_pushes(recipe.parallelism, pipeline),
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
-        repartitions=recipe.parallelism.moves,
+        repartitions=recipe.parallelism.moves or search is not None,
     )
     vpipe = recipe.parallelism.vpipe
     moves = planned_moves(asked_moves(vpipe.moves), setup) if vpipe is not None else ()
-    return Job(recipe, cluster, setup, comparison, known.left_over, moves)
+    return Job(recipe, cluster, setup, comparison, known.left_over, search, moves)
+
+
+def _searched(recipe: Recipe, known: "ProfiledModel", profile: Profile) -> SearchSetup:
+    """Return what a recipe's search needs to know, but for a trace's changes, which depend on the plan.
+
+    Raises:
+        GraphError: cells that aren't there, or can't be left out.
+    """
+    assert recipe.search is not None
+    cells = recipe.search.cells
+    architectures = Architectures.of(known.graph, profile, known.dataset, recipe.train.optimizer, cells)
+    first = first_of(recipe.search, events_of(recipe.search), architectures)
+    metric, larger_is_better = metric_of(recipe, known.dataset.metrics)
+    return SearchSetup(recipe.search, architectures, first, metric, larger_is_better, recipe.train.seed)
+
+
+def _with_steps(search: SearchSetup, plan: Plan) -> SearchSetup:
+    """Return the same with the changes of its trace, if it has one."""
+    events = events_of(search.recipe)
+    if events is None:
+        return search
+    return replace(search, steps=steps_of(events, search.architectures, search.first, plan, str(search.recipe.trace)))
 
 
 def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:

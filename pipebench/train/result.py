@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipebench.recipe.search_trace import SearchFile
 from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import Repartition
 from pipebench.typed_json import Number
@@ -52,6 +53,7 @@ class RunResult:
         recipe: full key to text, as it is logged; says which runs may be compared. Empty where nobody recorded it.
         pushes: without waiting for all replicas, the order in which a server applied their gradients; kept apart from
             the rest once it is recorded, since it grows with the run.
+        search: the history of an architecture search; kept apart from the rest, too.
         varied: of a run of a sweep, the keys that vary, full key to text; else empty.
         moves: where the stages were cut anew while it went on; kept apart from the rest once it is recorded.
         notes: a sentence each on numbers that need one, by the fact in the summary that it stands beside.
@@ -74,6 +76,7 @@ class RunResult:
     varied: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     pushes: tuple[Pushes, ...] = ()
+    search: SearchFile | None = None
     moves: tuple[Repartition, ...] = ()
 
     @property

@@ -29,6 +29,8 @@ from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VERTICAL_SYNC
 from pipebench.simulate.network import Network
+from tests.engine.test_cells import leaving_out
+from tests.model.test_cells import Stack
 from tests.models import ConvNet, FrozenPart, MixedTypes, RandomNet, SkipNet, Structures
 from tests.support import Blobs, Mlp, make_setup
 
@@ -48,6 +50,7 @@ class Case:
         devices: of every worker; empty for its own number.
         optimizer: as in a recipe; None for `momentum`.
         shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
+        left_out: cells of `stack` that are left out, before every segment but the first: "bc"; empty: none.
         recuts: first layers of all stages but the first, before every segment but the first; empty: as before.
     """
 
@@ -60,6 +63,7 @@ class Case:
     optimizer: OptimizerRecipe | None = None
     shares_memory: bool = True
     recuts: tuple[tuple[int, ...], ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def random_case(seed: int, num_workers: int) -> Case:
@@ -107,7 +111,7 @@ def model_of(name: str) -> nn.Module:
         return RandomNet([[draw.randint(0, i) for _ in range(draw.randint(1, 3))] for i in range(draw.randint(3, 6))])
     kinds: dict[str, Callable[[], nn.Module]] = {
         "conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures, "matrices": matrices,
-        "mixed": MixedTypes, "frozen": FrozenPart,
+        "mixed": MixedTypes, "frozen": FrozenPart, "stack": stack,
     }  # fmt: skip
     return kinds[name]()
 
@@ -123,6 +127,12 @@ def matrices() -> nn.Module:
         nn.Linear(5, 4, bias=False),
     ]
     return nn.Sequential(*layers).double()
+
+
+def stack() -> nn.Module:
+    """Return a model with cells that can be left out; double precision."""
+    torch.default_generator.manual_seed(3)
+    return Stack()
 
 
 def images() -> Blobs:
@@ -152,7 +162,7 @@ def small_setup(case: Case) -> Setup:
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )
-    return replace(setup, repartitions=bool(case.recuts))
+    return replace(setup, repartitions=bool(case.recuts or case.left_out))
 
 
 @dataclass
@@ -172,7 +182,7 @@ class Outcome:
 def distributed(world: World, case: Case) -> Outcome:
     """Run a case on the processes; return this one's share."""
     world = replace(world, shares_memory=case.shares_memory)
-    return in_processes(world, small_setup(case), case.segments, recuts=case.recuts)
+    return in_processes(world, small_setup(case), case.segments, recuts=case.recuts, left_out=case.left_out)
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
@@ -188,6 +198,7 @@ def in_processes(
     control: Control | None = None,
     on_unit: Any = None,
     recuts: Sequence[Sequence[int]] = (),
+    left_out: Sequence[str] = (),
 ) -> Outcome:
     """Run a setup on the processes; return this one's share."""
     losses: list[tuple[float, float]] = []
@@ -201,6 +212,7 @@ def in_processes(
     engine.start_clock()
     scores, done = [], list[int]()
     for index, count in enumerate(segments):
+        leave_out(engine, setup, left_out, index)
         go_under(engine, recuts, index)
         done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
@@ -214,7 +226,7 @@ def in_processes(
 
 def virtually(case: Case) -> Outcome:
     """Run a case on the virtual engine."""
-    return on_virtual_engine(small_setup(case), case.segments, case.recuts)
+    return on_virtual_engine(small_setup(case), case.segments, case.recuts, case.left_out)
 
 
 def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
@@ -223,13 +235,23 @@ def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequenc
         engine.replan(recut(engine.setup.graph, engine.setup.plan, recuts[index - 1]))
 
 
-def on_virtual_engine(setup: Setup, segments: Sequence[int], recuts: Sequence[Sequence[int]] = ()) -> Outcome:
+def leave_out(engine: VirtualEngine | DistributedEngine, whole: Setup, left_out: Sequence[str], index: int) -> None:
+    """Let an engine go on without the cells that are given before a segment, under the cuts that it has."""
+    if 0 < index <= len(left_out):
+        found = leaving_out(replace(whole, device=engine.setup.device), left_out[index - 1])
+        engine.take_up(found.under(engine.setup.plan))
+
+
+def on_virtual_engine(
+    setup: Setup, segments: Sequence[int], recuts: Sequence[Sequence[int]] = (), left_out: Sequence[str] = ()
+) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
     network = Network(setup.cluster, setup.devices)
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     scores, done = [], 0
     for index, count in enumerate(segments):
+        leave_out(engine, setup, left_out, index)
         go_under(engine, recuts, index)
         engine.train(done, count)
         done += count

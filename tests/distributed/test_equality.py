@@ -94,6 +94,19 @@ TWO = {
     "cut anew, a flush": Case("conv", (4,), (1, 1), {"weights": "one", "microbatches": 3}, recuts=((2,),)),
     "cut anew, bf16": Case("conv", (4,), (1, 1), {"precision": "bf16"}, recuts=((2,),)),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
+    "cells left out and put back": Case(
+        "stack", (12,), (1, 1), {"sizes": (2, 4)}, segments=(7, 6, 5), left_out=("bc", "a")
+    ),
+    "cells left out, then layers moved, a flush": Case(
+        "stack",
+        (12,),
+        (1, 1),
+        {"sizes": (2, 4), "weights": "one"},
+        segments=(5, 6, 5),
+        left_out=("bcd", ""),
+        recuts=((18,), (5,)),
+    ),
+    "cells left out of dp": Case("stack", (), (2,), {"sizes": (2, 4), "weights": "one"}, left_out=("bd",)),
 }
 THREE = {
     "three stages": Case("skip", (3, 6), (1, 1, 1)),

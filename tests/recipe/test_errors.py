@@ -110,6 +110,20 @@ OVERRIDES = [
     ),
     ("parallelism.vpipe={swap: 3}", "parallelism.vpipe.swap: got 3, allowed is true or false"),
     ("parallelism.recompute=off!", "parallelism.recompute: got 'off!', allowed is true or false or null"),
+    # architecture search
+    ("search={}", "search: got an empty mapping, allowed is a mapping with the keys cells"),
+    ("search={cells: []}", "search.cells: got an empty list, allowed are names or patterns of modules"),
+    (
+        "search={cells: [a], metric: top2}",
+        "search.metric: got 'top2', allowed are top1, eval_loss; did you mean 'top1'",
+    ),
+    ("search={cells: [a], removes: youngest}", "search.removes: got 'youngest', allowed are oldest, worst"),
+    ("search={cells: [a], population: 0}", "search.population: got 0, allowed is a whole number of at least 1"),
+    ("search={cells: [a], tournament: 0}", "search.tournament: got 0, allowed is a whole number of at least 1"),
+    ("search={cells: [a], mutations: 0}", "search.mutations: got 0, allowed is a whole number of at least 1"),
+    ("search={cells: [a], smallest: -1}", "search.smallest: got -1, allowed is a whole number from 0 on"),
+    ("search={cells: [a], hurdles: -1}", "search.hurdles: got -1, allowed is a whole number from 0 on"),
+    ("search={cells: [a], trace: no.json}", "search.trace: no.json: can't be read: No such file"),
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),
     ("train.target={metric: top1}", None),
@@ -617,3 +631,45 @@ def test_nothing_there(write: Write, reference: str) -> None:
 def test_a_device_file_is_not_read() -> None:
     with pytest.raises(RecipeError, match="/dev/zero: is not a file"):
         load("/dev/zero")
+
+
+TRACES = [
+    ("[]", "search.trace: .*trace.json"),
+    ('{"pipebench_search": 2}', "pipebench_search: got 2, allowed is 1"),
+    ('{"pipebench_search": 1}', "events: got none, allowed is at least one"),
+    (
+        '{"pipebench_search": 1, "events": [{"add": 3, "stage": 0}]}',
+        r"events\[0\]: got neither, both, or not always the",
+    ),
+    (
+        '{"pipebench_search": 1, "events": [{"minibatch": 4, "add": 3, "stage": 0}, {"minibatch": 4, "cells": []}]}',
+        r"events\[1\]: got 4 after 4, allowed are moments that ascend",
+    ),
+    (
+        '{"pipebench_search": 1, "events": [{"minibatch": 4, "stage": 0}]}',
+        r"events\[0\]: allowed is exactly one of cells",
+    ),
+    ('{"pipebench_search": 1, "events": [{"minibatch": 4, "add": 2}]}', r"events\[0\].stage: is for add and delete"),
+    (
+        '{"pipebench_search": 1, "events": [{"second": 4.0, "cells": []}]}',
+        "search.trace: got changes at seconds, which engine virtual can't know beforehand: allowed are minibatches",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), TRACES)
+def test_a_wrong_trace_of_a_search_is_refused(write: Write, content: str, message: str) -> None:
+    write(content, "trace.json")
+    with pytest.raises(RecipeError, match=message):
+        load(str(write(VALID + "search: {cells: [a], trace: trace.json}\n")))
+
+
+def test_what_trains_nothing_needs_a_trace_of_the_search(write: Write) -> None:
+    with pytest.raises(RecipeError, match=r"search\.trace: is missing, and engine simulated trains nothing that could"):
+        load(str(write(VALID + "search: {cells: [a]}\n")), ["engine.kind=simulated"])
+
+
+def test_what_the_whole_model_writes_scores_no_search(write: Write) -> None:
+    path = write("extends: small/gnmt8/pipedream\nsearch: {cells: [a]}\n")
+    with pytest.raises(RecipeError, match="search: got a search on a data set that scores what the whole model writes"):
+        load(str(path))

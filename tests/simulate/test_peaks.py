@@ -33,8 +33,8 @@ COLUMNS: tuple[Mapping[str, Any], ...] = (
 _MINIBATCHES = 12
 
 
-def random_setup(seed: int, *policies: str) -> Setup:
-    """Return any small model, plan and layers' policies, and lanes on which copies take no time, a little, or too much."""
+def random_setup(seed: int) -> Setup:
+    """Return any small model, plan and policies, and lanes on which a copy takes nothing, a little, or too long."""
     draw = random.Random(seed)
     model = draw.choice((Mlp, SkipNet, ConvNet, lambda: RandomNet([[0], [0, 1], [1, 2], [0, 2, 3], [3, 4]])))()
     num_layers, num_stages = len(trace(model).layers), draw.randint(1, 4)
@@ -44,9 +44,9 @@ def random_setup(seed: int, *policies: str) -> Setup:
     if columns.get("weights") == "double-buffer":
         replicas = [1] * num_stages
         columns["accumulate"] = max(num_stages, 2)
-    memory = [draw.choice(policies) for _ in range(num_layers)]
+    policies = [draw.choice(("keep", "swap", "recompute")) for _ in range(num_layers)]
     cluster = replace(flat_cluster(sum(replicas)), pcie_bytes_per_s=draw.choice((1e12, 2e3, 2e2)))
-    setup = setup_of(model, (starts, replicas), {**columns, "memory": memory, "cluster": cluster})
+    setup = setup_of(model, (starts, replicas), {**columns, "memory": policies, "cluster": cluster})
     return replace(setup, costs=stage_costs(profile_of(setup), setup.plan))
 
 
@@ -73,8 +73,7 @@ def measured_peaks(setup: Setup) -> list[int]:
     known = [held(worker) for worker in range(setup.pipeline.num_workers)]
     first = [sum(each.values()) for each in known]
     engine.train(0, _MINIBATCHES)
-    if "recompute" not in {policy for stage in setup.plan.stages for policy in stage.memory}:
-        assert engine.num_bytes == engine.network.num_bytes
+    assert engine.num_bytes == engine.network.num_bytes
     peaks = []
     for start, own in zip(first, changes, strict=True):
         ordered = [change for _, change in sorted(own, key=lambda each: each[0])]
@@ -92,15 +91,7 @@ def predicted_peaks(setup: Setup) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_predicted_peak_is_that_of_the_live_tensors(seed: int) -> None:
-    """Within a twentieth, for any plan and any of its layers that swap; and the bytes that are swapped, exactly."""
-    setup = random_setup(seed, "keep", "swap")
+    """Within a twentieth, whatever layers of any plan swap and run again; and the bytes that are swapped, exactly."""
+    setup = random_setup(seed)
     for predicted, measured in zip(predicted_peaks(setup), measured_peaks(setup), strict=True):
         assert predicted == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_where_layers_are_recomputed_too_the_predicted_peak_is_never_too_little(seed: int) -> None:
-    """What such layers read counts for them, whoever else keeps it."""
-    setup = random_setup(seed, "keep", "recompute", "swap", "swap")
-    for predicted, measured in zip(predicted_peaks(setup), measured_peaks(setup), strict=True):
-        assert predicted >= 0.95 * measured

@@ -1,0 +1,169 @@
+"""Cells: modules that an architecture search takes out of a model and puts back, while the model stays traced as it is.
+
+What leaves a cell out hands on what the cell would have been given, in the shape of what it would have put out. Its
+layers keep their places among the model's layers, so that a plan's cuts stay what they are, whichever cells are idle.
+"""
+
+import copy
+import fnmatch
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from pipebench.errors import GraphError, nearest
+from pipebench.model.graph import LayerGraph, attribute, carries_state, make_cuttable
+from pipebench.model.tracing import CALLS
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A module that can be left out.
+
+    Attributes:
+        name: its qualified name.
+        layers: indices of its layers, ascending.
+        passes: name of the node whose value goes on in place of its output.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    passes: str
+
+
+def find_cells(graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, Sequence[str]]) -> tuple[Cell, ...]:
+    """Return the modules that some patterns name, in order of execution.
+
+    Args:
+        graph: a model, traced.
+        patterns: of qualified names, such as `cells.*`; a star stands for one name between dots, or part of one.
+        forms: types and shapes of the tensors of every model input and layer, by the node's name.
+
+    Raises:
+        GraphError: a pattern that no module matches, or a module that can't be left out; says why.
+    """
+    exits = _exits(graph.graph)
+    found: dict[str, Cell] = {}
+    for pattern in patterns:
+        names = [name for name in exits if named(name, pattern)]
+        if not names:
+            raise GraphError(
+                f"search.cells: no module of the model that is given a value and puts one out is called {pattern!r}"
+                f"{nearest(pattern, list(exits))}"
+            )
+        found |= {name: _cell(graph, name, exits[name], forms) for name in names}
+    return tuple(sorted(found.values(), key=lambda cell: (cell.layers[0], cell.name)))
+
+
+def without(graph: LayerGraph, cells: Collection[Cell]) -> LayerGraph:
+    """Return a model without some of its cells, as it trains and as it evaluates; it shares everything with the whole.
+
+    Args:
+        graph: the whole model.
+        cells: those that are left out.
+    """
+    passes = {cell.name: cell.passes for cell in cells}
+    if not passes:
+        return graph
+    evaluation = None if graph.evaluation is None else _without(graph.evaluation, passes)
+    return replace(_without(graph, passes), evaluation=evaluation)
+
+
+def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters and buffers that only idle layers have, from layer `start` to before `stop`."""
+    layers = graph.layers[start:stop]
+    there = {id(tensor) for layer in layers if not layer.idle for _, tensor in _tensors(graph.root, layer.node)}
+    idle = {name: tensor for layer in layers if layer.idle for name, tensor in _tensors(graph.root, layer.node)}
+    return {name: copy.deepcopy(tensor) for name, tensor in idle.items() if id(tensor) not in there}
+
+
+def named(name: str, pattern: str) -> bool:
+    """Return whether a pattern stands for a qualified name: each of its parts between dots for one of the name's."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping[str, Sequence[str]]) -> Cell:
+    """Return a module as a cell, once sure that it can be left out."""
+    why = f"search.cells: {name} of the model can't be left out: "
+    if len(exits) > 1:
+        raise GraphError(f"{why}it is called {len(exits)} times")
+    (last,) = exits
+    for form in (graph, graph.evaluated):
+        inside = {node for node in form.graph.nodes if name in _modules_around(node)}
+        for node in inside - {n for n in inside if n.meta.get(CALLS, {}).get(name)}:
+            reader = next((user for user in node.users if user not in inside), None)
+            if reader is not None:
+                raise GraphError(f"{why}{node.name} inside it is read by {reader.name} outside it")
+    if any(carries_state(part) for part in graph.root.get_submodule(name).modules()):
+        raise GraphError(f"{why}it carries a state from minibatch to minibatch, which would be lost meanwhile")
+    passes = next((given for given in last.meta[CALLS][name] if forms.get(given) == forms[last.name]), None)
+    if passes is None:
+        shape = ", ".join(forms[last.name])
+        raise GraphError(f"{why}nothing that it is given has the shape of what it puts out, {shape}")
+    layers = tuple(layer.index for layer in graph.layers if name in _modules_around(layer.node))
+    return Cell(name, layers, passes)
+
+
+def _exits(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """Return the nodes that put out the values of modules, by the modules' names."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for name in node.meta.get(CALLS, {}):
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def _modules_around(node: fx.Node) -> set[str]:
+    """Return the qualified names of the modules whose forward a node is part of."""
+    return {path for path, _ in node.meta.get("nn_module_stack", {}).values()}
+
+
+def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
+    """Return one form of a model without the cells of these names, whose readers read what each hands on."""
+    by_name = {node.name: node for node in graph.graph.nodes}
+    made = fx.Graph(owning_module=graph.root)  # type: ignore[arg-type] # it asks it for its modules only
+    env: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        around = passes.keys() & _modules_around(node)
+        if not around:
+            env[node] = copies[node] = made.node_copy(node, env.__getitem__)
+            continue
+        # A cell inside another one hands on nothing where both are left out.
+        handed_on = (by_name[passes[name]] for name in sorted(around, key=len) if name in node.meta.get(CALLS, {}))
+        known = next((value for value in handed_on if value in env), None)
+        if known is not None:
+            env[node] = env[known]
+    make_cuttable(graph.root, made)
+    there = {*made.nodes}
+    nodes = {layer.index: copies[layer.node] for layer in graph.layers if copies.get(layer.node) in there}
+    index = {node: position for position, node in nodes.items()}
+
+    def read_by(node: fx.Node) -> tuple[int, ...]:
+        return tuple(sorted({index[read] for read in node.all_input_nodes if read in index}))
+
+    layers = tuple(
+        replace(layer, node=own, reads=read_by(own), inputs=_inputs(own))
+        if (own := nodes.get(layer.index)) is not None
+        else replace(layer, reads=(), inputs=(), idle=True)
+        for layer in graph.layers
+    )
+    (output,) = made.find_nodes(op="output")
+    return replace(graph, graph=made, layers=layers, outputs=read_by(output))
+
+
+def _inputs(node: fx.Node) -> tuple[str, ...]:
+    return tuple(read.name for read in node.all_input_nodes if read.op == "placeholder")
+
+
+def _tensors(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers that a layer uses, by qualified name."""
+    if node.op == "call_module":
+        path = str(node.target)
+        yield from root.get_submodule(path).named_parameters(path)
+        yield from root.get_submodule(path).named_buffers(path)
+    for read in node.all_input_nodes:
+        if read.op == "get_attr" and isinstance(value := attribute(root, str(read.target)), torch.Tensor):
+            yield str(read.target), value

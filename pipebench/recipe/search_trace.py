@@ -1,0 +1,126 @@
+"""Traces of architecture searches: which cells of a model there are when, decided beforehand or recorded by a run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.typed_json import Count, JsonError, Seconds, read
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of architecture.
+
+    Attributes:
+        minibatch: of the run, from which on it holds; or
+        second: of the run's clock: from the first drain after it.
+        cells: the cells there are from then on, by name; or
+        add, delete: how many layers more, or fewer: whole cells of a stage, in its order, until there are so many.
+        stage: which stage of the run's first plan gets or loses them.
+    """
+
+    minibatch: Count | None = None
+    second: Seconds | None = None
+    cells: list[str] | None = None
+    add: Count = 0
+    delete: Count = 0
+    stage: Count | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One individual of a search that was run.
+
+    Attributes:
+        number: the first is 0.
+        parent: the number of the one it is a mutation of.
+        minibatch: the first of the run that it was trained on.
+        second: the run's clock then.
+        samples: trained on before.
+        cells: the cells it has, by name.
+        changed: those of them that its parent lacks, and those that its parent has and it lacks.
+        layers: how many it has.
+        scores: after every period that it was trained for.
+    """
+
+    number: Count
+    parent: Count | None
+    minibatch: Count
+    second: Seconds
+    samples: Count
+    cells: list[str]
+    changed: list[str]
+    layers: Count
+    scores: list[float]
+
+
+@dataclass(frozen=True)
+class SearchFile:
+    """The file of a trace, `events`, or of a search that was run, `individuals`.
+
+    Attributes:
+        pipebench_search: the version of its form.
+        metric: what scores are.
+        hurdles: that there were in the end.
+        best: the number of the fittest individual.
+    """
+
+    pipebench_search: int
+    events: list[Event] = field(default_factory=list)
+    individuals: list[Trained] = field(default_factory=list)
+    metric: str = ""
+    hurdles: list[float] = field(default_factory=list)
+    best: Count | None = None
+
+
+def load_trace(path: str) -> Sequence[Event]:
+    """Read a trace, or the history of a search as one.
+
+    Raises:
+        RecipeError: it can't be read, or isn't one; says what is wrong with it.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        close = nearest(Path(path).name, (each.name for each in Path(path).parent.glob("*.json")))
+        raise RecipeError([Fault(path, "", f"can't be read: {reason}{close}")]) from error
+    try:
+        found = read(SearchFile, text)
+        if found.pipebench_search != VERSION:
+            raise JsonError(f"pipebench_search: got {found.pipebench_search}, allowed is {VERSION}")
+    except JsonError as error:
+        raise RecipeError([Fault(path, "", str(error))]) from error
+    events = found.events or [Event(minibatch=each.minibatch, cells=each.cells) for each in found.individuals]
+    faults = [Fault(path, where, problem) for where, problem in _problems(events)]
+    if faults:
+        raise RecipeError(faults)
+    return events
+
+
+def _problems(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    if not events:
+        yield "events", "got none, allowed is at least one"
+    units = {event.second is None for event in events}
+    last = -1.0
+    for index, event in enumerate(events):
+        where = f"events[{index}]"
+        if (event.minibatch is None) == (event.second is None) or len(units) > 1:
+            yield (
+                where,
+                "got neither, both, or not always the same of minibatch and second, allowed is one of them",
+            )
+            return
+        moment = event.minibatch if event.second is None else event.second
+        assert moment is not None
+        if moment <= last:
+            yield where, f"got {moment:g} after {last:g}, allowed are moments that ascend"
+        last = moment
+        given = [event.cells is not None, event.add > 0, event.delete > 0]
+        if sum(given) != 1:
+            yield where, "allowed is exactly one of cells, add and delete"
+        elif (event.stage is None) == (event.cells is None):
+            yield f"{where}.stage", "is for add and delete, which need it, and not for cells"

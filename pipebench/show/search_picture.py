@@ -1,0 +1,57 @@
+"""What came of an architecture search: every individual in a table, and in a picture over the run's clock."""
+
+import os
+from collections.abc import Sequence
+
+from pipebench.formats import measure, seconds
+from pipebench.recipe.search_trace import SearchFile
+from pipebench.show.pictures import axis_unit
+from pipebench.train.result import Point
+
+_RATE, _LAYERS = "throughput_samples_per_s", "active_layers"
+_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#999999"
+
+
+def search_markdown(found: SearchFile) -> str:
+    """Return a Markdown table of all individuals, the fittest in bold."""
+    title = found.metric or "score"
+    lines = [f"| individual | parent | changed | cells | layers | from | {title} |"]
+    lines.append("| ---: | ---: | --- | ---: | ---: | ---: | ---: |")
+    for each in found.individuals:
+        changed = ", ".join(f"{'+' if name in each.cells else '-'}{name}" for name in each.changed)
+        scores = ", ".join(measure(found.metric, score) for score in each.scores)
+        number = f"**{each.number}**" if each.number == found.best else str(each.number)
+        parent = "" if each.parent is None else str(each.parent)
+        cells = f"| {number} | {parent} | {changed} | {len(each.cells)} | {each.layers} "
+        lines.append(f"{cells}| {seconds(each.second)} | {scores} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_search(found: SearchFile, points: Sequence[Point], end_s: float, path: str | os.PathLike[str]) -> None:
+    """Write active layers over time as a PNG, below them scores, or throughput where nothing was trained."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    scale_s, unit = axis_unit(end_s)
+    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    edges = [*(each.second / scale_s for each in found.individuals), end_s / scale_s]
+    above.stairs([each.layers for each in found.individuals], edges, color=_BLUE, baseline=None)
+    above.set_ylabel("active layers")
+    above.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if found.metric:
+        scores = [(point.clock_s / scale_s, point.metrics[found.metric]) for point in points]
+        below.plot(*zip(*scores, strict=True), ".", color=_GREY, label="every evaluation")
+        best = next(each for each in found.individuals if each.number == found.best)
+        below.axhline(best.scores[-1], color=_ORANGE, linewidth=1, label=f"the fittest, individual {best.number}")
+        below.legend(frameon=False, loc="lower right")
+        below.set_ylabel(found.metric)
+    else:
+        rates = [point.metrics[_RATE] for point in points]
+        below.stairs(rates, edges, color=_ORANGE, baseline=None)
+        below.set_ylim(bottom=0)
+        below.set_ylabel("samples/s")
+    below.set_xlabel(f"time since the start [{unit}]")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)

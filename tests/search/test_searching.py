@@ -1,0 +1,192 @@
+"""Searches as they are run: history, weights, restarts, whatever the pipeline."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipebench.checkpoint.store import Checkpoints
+from pipebench.engine.gate import StopRequest
+from pipebench.engine.setup import Setup
+from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
+from pipebench.model.plan import Plan
+from pipebench.recipe.schema import PeriodRecipe, Recipe, SearchRecipe
+from pipebench.recipe.search_trace import SearchFile
+from pipebench.search.architectures import Architectures
+from pipebench.search.search import SearchSetup
+from pipebench.search.trace import Step
+from pipebench.train.checkpointing import CheckpointPolicy, resume_point
+from pipebench.train.interfaces import Engine, MakeEngine
+from pipebench.train.prepare import Job
+from pipebench.train.result import INTERRUPTED, RunResult
+from pipebench.train.searching import SearchLoop, loop_for
+from pipebench.train.virtual import on_virtual_clock
+from tests.checkpoint.support import captured
+from tests.checkpoint.test_round_trips import bits
+from tests.engine.test_cells import whole
+from tests.oracles.evolution import evolve
+from tests.support import flat_cluster
+from tests.train.test_training import Silent, recipe
+
+PERIODS = 10
+RULES = SearchRecipe(cells=["cells.*"], population=3, tournament=2, smallest=1)
+PLANS: dict[str, dict[str, Any]] = {
+    "one worker": {"cuts": ()},
+    "1F1B": {"microbatches": 2},
+    "GPipe": {"order": "all-forwards", "microbatches": 4},
+    "replicas": {"replicas": [2, 1, 1]},
+}
+
+
+def asked(**train: Any) -> Recipe:
+    train = {"target": None, "max_epochs": 5, "evaluate_every": PeriodRecipe(minibatches=6)} | train
+    return dataclasses.replace(recipe(**train), search=RULES)
+
+
+def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | None = None, seed: int = 0) -> Job:
+    """Return a search of a setup's cells; 12 minibatches per epoch, two individuals."""
+    given = given or asked()
+    assert given.search is not None
+    architectures = Architectures.of(
+        setup.graph, setup.profile, setup.dataset, given.train.optimizer, given.search.cells
+    )
+    search = SearchSetup(given.search, architectures, architectures.all, "eval_loss", False, seed, steps)
+    return Job(given, flat_cluster(4), setup, search=search)
+
+
+def kept(make: MakeEngine, engines: list[VirtualEngine]) -> MakeEngine:
+    """Return what makes an engine and keeps it."""
+
+    def keep(on_loss: OnLoss, on_unit: OnUnit) -> Engine:
+        made = make(on_loss, on_unit)
+        assert isinstance(made, VirtualEngine)
+        engines.append(made)
+        return made
+
+    return keep
+
+
+def run(
+    given: Job, policy: CheckpointPolicy | None = None, stop: StopRequest | None = None, progress: Any = None
+) -> Any:
+    """Return the result and the engine of a search."""
+    engines: list[VirtualEngine] = []
+    made = kept(on_virtual_clock(given, stop), engines)
+    loop = loop_for(given, made, progress or Silent(), lambda point: None, policy or CheckpointPolicy())
+    assert isinstance(loop, SearchLoop)
+    return loop.run()[0], engines[0]
+
+
+def history(result: RunResult) -> SearchFile:
+    assert result.search is not None
+    return result.search
+
+
+def test_a_search_is_what_evolution_makes_of_its_evaluations() -> None:
+    result, _ = run(job(whole(weights="one", cuts=())))
+    found, scores = history(result), [point.metrics["eval_loss"] for point in result.points]
+    expected = evolve(
+        lambda number, cells, period: -scores[number], num_cells=4, first={0, 1, 2, 3}, population_size=3,
+        sample_size=2, num_mutations=1, fewest=1, remove_oldest=True, max_hurdles=0, seed=0, num_periods=PERIODS,
+    )  # fmt: skip
+    names = ["cells.a", "cells.b", "cells.c", "cells.d"]
+    assert [each.cells for each in found.individuals] == [[names[c] for c in sorted(cells)] for cells, _, _ in expected]
+    assert [each.parent for each in found.individuals] == [parent for _, parent, _ in expected]
+    assert [each.minibatch for each in found.individuals] == [6 * n for n in range(PERIODS)]
+    assert [each.second for each in found.individuals] == [0, *(point.clock_s for point in result.points[:-1])]
+    assert found.best == min(range(PERIODS), key=lambda n: (scores[n], n))
+    assert f"of 10 individuals number {found.best} was the fittest: eval_loss" in result.sentence
+
+
+def test_the_same_seed_searches_alike_and_another_one_does_not() -> None:
+    (one, engine), (same, again), (other, _) = (run(job(whole(), seed=seed)) for seed in (0, 0, 1))
+    assert history(one) == history(same)
+    assert bits(captured(engine)) == bits(captured(again))
+    assert [each.cells for each in history(one).individuals] != [each.cells for each in history(other).individuals]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_pipeline_that_flushes_searches_as_one_worker_does(plan: str) -> None:
+    (alone, engine), (piped, other) = (
+        run(job(whole(weights="one", plain=True, sizes=(1, 2, 4), **given))) for given in ({"cuts": ()}, PLANS[plan])
+    )
+    if plan == "replicas":  # twice as many samples per update: another training, the same beginning
+        assert history(piped).individuals[0].cells == history(alone).individuals[0].cells
+        return
+    assert [each.cells for each in history(piped).individuals] == [each.cells for each in history(alone).individuals]
+    mine, theirs = captured(engine).parameters, captured(other).parameters
+    assert mine.keys() == theirs.keys()
+    for name, parameter in mine.items():
+        assert torch.allclose(parameter, theirs[name], rtol=1e-9, atol=1e-12), name
+
+
+class Stopping(Silent):
+    """Asks for a stop after so many updates."""
+
+    def __init__(self, stop: StopRequest, after: int) -> None:
+        super().__init__()
+        self._stop, self._after = stop, after
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        super().update(samples, clock_s, loss, occupancy)
+        if len(self.updates) == self._after:
+            self._stop.reason = "stopped by the test"
+
+
+@pytest.mark.parametrize("after", [1, 6, 7, 20, 33])
+@pytest.mark.parametrize("weights", ["one", "stash"])
+def test_a_search_that_was_stopped_and_goes_on_ends_as_if_nothing_had_happened(
+    after: int, weights: str, tmp_path: Path
+) -> None:
+    given = asked(checkpoint_every=PeriodRecipe(minibatches=3))
+    whole_run, engine = run(job(whole(weights=weights), given), CheckpointPolicy(Checkpoints(tmp_path / "a", keep=2)))
+    stop, place = StopRequest(), Checkpoints(tmp_path / "b", keep=2)
+    stopped, _ = run(job(whole(weights=weights), given), CheckpointPolicy(place), stop, Stopping(stop, after))
+    assert stopped.outcome == INTERRUPTED
+    again = job(whole(weights=weights), given)
+    found = place.latest()[0]
+    assert found is not None
+    result, other = run(again, CheckpointPolicy(place, resume_point(found, again)))
+    assert history(result) == history(whole_run)
+    for mine, theirs in zip(result.points, whole_run.points, strict=True):  # losses are summed in other parts
+        assert mine.metrics == {**theirs.metrics, "train_loss": pytest.approx(theirs.metrics["train_loss"])}
+    assert bits(captured(other)) == bits(captured(engine))
+
+
+def test_a_trace_is_followed_at_the_evaluation_after_each_change() -> None:
+    steps = (Step(0, None, frozenset({0, 1})), Step(5, None, frozenset({3})), Step(18, None, frozenset({0, 2, 3})))
+    result, _ = run(job(whole(), steps=steps))
+    rows = history(result).individuals
+    assert [(each.minibatch, [name[-1] for name in each.cells]) for each in rows] == [
+        (0, ["a", "b"]), (6, ["d"]), (18, ["a", "c", "d"]),
+    ]  # fmt: skip
+    assert [len(each.scores) for each in rows] == [1, 2, 7]
+
+
+def test_a_recorded_search_trains_the_same_individuals_again() -> None:
+    first, engine = run(job(whole(weights="stash")))
+    steps = tuple(
+        Step(each.minibatch, None, frozenset("abcd".index(name[-1]) for name in each.cells))
+        for each in history(first).individuals
+    )
+    again, other = run(job(whole(weights="stash"), steps=steps))
+    assert bits(captured(engine)) == bits(captured(other))
+    assert again.points == first.points
+
+
+def test_cuts_stay_whatever_is_left_out() -> None:
+    plans: list[Plan] = []
+    engines: list[VirtualEngine] = []
+
+    class Watching(Silent):
+        def note(self, text: str) -> None:
+            plans.append(engines[0].setup.plan)
+
+    given = job(whole())
+    loop_for(given, kept(on_virtual_clock(given), engines), Watching(), lambda point: None).run()
+    assert {tuple((stage.start, stage.stop) for stage in plan.stages) for plan in plans} == {
+        tuple((stage.start, stage.stop) for stage in given.setup.plan.stages)
+    }
+    assert len({str(plan.crossings) for plan in plans}) > 1
