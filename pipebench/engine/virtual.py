@@ -83,12 +83,12 @@ class VirtualEngine:
         self._on_unit = on_unit
         self._meter = meter or Meter(setup.pipeline, costs=setup.costs)
         self._stop = stop or StopRequest()
-        self._phases: Phases | None = None
         self._cut_stages(setup)
 
     def _cut_stages(self, setup: Setup) -> None:
         """Cut the stages of a setup, with their initial weights and nothing in flight."""
         self.setup = setup
+        self._phases: Phases | None = None
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
         self._mailbox = _Mailbox(setup, self.num_bytes)
         self._rings = _Rings(setup, self.workers, self.num_bytes)
