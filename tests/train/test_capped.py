@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipebench.engine.stopping import StopRequest
+from pipebench.engine.gate import StopRequest
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.recipe.load import load
