@@ -21,7 +21,7 @@ DATA = synthetic(shape=(1, 9, 9), num_classes=4)
 
 def make(**options: Any) -> AmoebaNet:
     torch.manual_seed(1)
-    small = {"num_layers": 3, "num_filters": 8, "num_classes": 4, "in_channels": 1, "stem": "cifar"}
+    small: dict[str, Any] = {"num_layers": 3, "num_filters": 8, "num_classes": 4, "in_channels": 1, "stem": "cifar"}
     return amoebanet_d(**(small | options))
 
 
