@@ -32,7 +32,7 @@ HEAD = f"""# Throughput while layers move
 `python -m reports.studies.live_moves` makes this page. BERT-large of 48 blocks with 4 samples per minibatch
 (`recipes/vpipe/bert/pipedream.yaml`) under PipeDream on vPipe's testbed, two servers of four 2080 Ti, simulated from
 the roofline profile. Memory isn't weighed. From minibatch {AT} of {COUNT} on layers move to the cuts whose slowest
-stage computes least, by one stage at a time; where that takes several steps, they are as close to each other as they may be.
+stage computes least, by one stage at a time; where that takes several steps, they are as close to each other as may be.
 
 Live: nothing is drained. Drained: the pipeline is emptied, layers move, all steps one after the other, and it is filled
 again. Ideal: always cut as in the end. A pause is between two minibatches that are through. Lost is against ideal.
