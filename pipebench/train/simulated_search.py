@@ -101,7 +101,7 @@ def _phases(job: Job, search: SearchSetup, meter: Meter) -> Iterator[Phase]:
     total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     steps = [step for step in search.steps if step.minibatch or step.second]
     cells, setup, clock_s, first = search.first, job.setup, 0.0, 0
-    for step in [*steps, Step(total, None, search.first)]:
+    for step in [*steps, Step(None if search.end_second else total, search.end_second, search.first)]:
         listener = meter if first == 0 else None
         count = min(total - first, _minibatches_until(step, setup, first, clock_s))
         if count > 0:
