@@ -187,7 +187,14 @@ def _layers_and_step(
     entry_s = _autograd_entry_s(next(iter(samples.values())).device, clock)
     layers = (_median(rows, entry_s) for rows in zip(*passes, strict=True))
     complete = (
-        replace(row, saved_bytes=first.saved_bytes, saved_with=first.saved_with)
+        replace(
+            row,
+            saved_bytes=first.saved_bytes,
+            saved_with=first.saved_with,
+            keeps=first.keeps,
+            puts_out=first.puts_out,
+            takes=first.takes,
+        )
         for row, first in zip(layers, counted, strict=True)
     )
     return tuple(complete), statistics.median(steps)

@@ -34,6 +34,11 @@ class LayerProfile:
         master_sizes: bytes of what the optimizer steps on instead of the parameters, by their names (mixed precision).
         saved_with: (layer, bytes) of tensors that it keeps for its backward and layers before it do, too, the layer
             being the last of those: where a cut parts the two, they are kept on both sides.
+        keeps: (number, bytes) of every storage that it keeps for its backward, parameters and buffers left out. Numbers
+            are the whole model's, so that it can be told what layers hold together, whichever of them are computed
+            again or swapped; nothing where a profile only knows `saved_bytes` and `saved_with`.
+        puts_out: likewise, of what its output lies in.
+        takes: likewise, of the model inputs that it reads.
     """
 
     name: str
@@ -52,6 +57,9 @@ class LayerProfile:
     weight_s: Seconds = 0.0
     master_sizes: Mapping[str, Count] = field(default_factory=dict)
     saved_with: tuple[tuple[Count, Count], ...] = ()
+    keeps: tuple[tuple[Count, Count], ...] = ()
+    puts_out: tuple[tuple[Count, Count], ...] = ()
+    takes: tuple[tuple[Count, Count], ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipebench.errors import ProfileError
@@ -51,6 +52,9 @@ class _Step:
         gradient_bytes: bytes of the part of it that has a gradient.
         saved_bytes: bytes kept for the backward that no layer before keeps.
         saved_with: bytes kept for the backward that layers before keep, too, by the last of those.
+        keeps: bytes of the storages kept for the backward, by their numbers.
+        puts_out: likewise, of those of its output.
+        takes: likewise, of those of the model inputs it reads.
         output_parts: bytes of each of its tensors.
     """
 
@@ -71,6 +75,9 @@ class _Step:
     gradient_bytes: int = 0
     saved_bytes: int = 0
     saved_with: Counter[int] = field(default_factory=Counter)
+    keeps: dict[int, int] = field(default_factory=dict)
+    puts_out: dict[int, int] = field(default_factory=dict)
+    takes: dict[int, int] = field(default_factory=dict)
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -177,6 +184,9 @@ def _forwards(
         step.masters = {name: exact[name] for name in own if name in exact}
         counted = kept.counted(step, layer.index) if kept is not None else nullcontext()
         env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, counted)
+        if kept is not None:
+            step.puts_out = kept.storages([env[layer.node]])
+            step.takes = kept.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
         owners[layer.node] = step
         steps.append(step)
         for node in layer.node.all_input_nodes:
@@ -255,7 +265,7 @@ def _forward(step: _Step, call: Callable[[], Any], clock: Clock, counted: Abstra
 
 
 class _Kept:
-    """The storages that some backward needs, and the last step to keep each.
+    """Numbers storages, and knows which of them some backward needs, and the last step to keep each.
 
     Args:
         there: tensors that are there anyway, parameters and buffers.
@@ -263,6 +273,21 @@ class _Kept:
 
     def __init__(self, there: Iterable[torch.Tensor]) -> None:
         self._holders: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in there}
+        self._numbers: dict[int, int] = {}
+        self._known: list[StorageWeakRef] = []  # while these are here nothing else has their addresses
+
+    def storages(self, values: Iterable[Any]) -> dict[int, int]:
+        """Return the bytes of the storages in which the tensors of some values lie, by number."""
+        tensors = (leaf for leaf in tree_leaves([*values]) if isinstance(leaf, torch.Tensor))
+        found = (tensor.untyped_storage() for tensor in tensors)
+        return {self._number(each): each.nbytes() for each in found if self._holders.get(each._cdata, -1) is not None}
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self._numbers)
+            self._known.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return number
 
     def counted(self, step: _Step, index: int) -> torch.autograd.graph.saved_tensors_hooks:
         """Count what the forward of a step keeps, the layer of that index or, after all of them, the loss."""
@@ -272,6 +297,7 @@ class _Kept:
             holder = self._holders.setdefault(storage._cdata, -1)
             if holder is None or holder == index:
                 return tensor
+            step.keeps[self._number(storage)] = storage.nbytes()
             if holder < 0:
                 step.saved_bytes += storage.nbytes()
             else:
@@ -341,6 +367,9 @@ def _profile(step: _Step) -> LayerProfile:
         master_sizes={name: master.nbytes for name, master in step.masters.items()},
         output_parts=step.output_parts if len(step.output_parts) > 1 else (),
         saved_with=tuple(sorted(step.saved_with.items())),
+        keeps=tuple(step.keeps.items()),
+        puts_out=tuple(step.puts_out.items()),
+        takes=tuple(step.takes.items()),
     )
 
 

@@ -162,14 +162,17 @@ def kept_bytes(
 ) -> int:
     """Return what a stage keeps of a unit: what its layers save, and what runs of layers read that run again.
 
-    A tensor that layers on both sides of a cut save is kept on both. What several runs read counts for each of them.
+    A tensor that layers on both sides of a cut save is kept on both. Where a profile doesn't tell storages apart, what
+    several runs read counts for each of them, and what layers save besides that don't run again.
 
     Args:
         rows: the layers at the unit's size.
         stage: which of them are its own, and what is done with the activations of each.
-        inputs: bytes of every model input.
+        inputs: bytes of every model input, for profiles that don't tell.
         on_host: whether what swapped layers save is gone.
     """
+    if any(row.puts_out for row in rows[stage.start : stage.stop]):
+        return sum(_held(rows, stage, on_host=on_host).values())
     again, total = {*_recomputed(rows, stage)}, 0
     gone = again | {*(_with_policy(rows, stage, SWAP) if on_host else ())}
     run, read, fed = stage.start, set[int](), set[str]()
@@ -187,6 +190,23 @@ def kept_bytes(
         total += sum(inputs.get(name, 0) for name in {*row.inputs} - fed)
         read, fed = read | fresh, fed | {*row.inputs}
     return total
+
+
+def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> dict[int, int]:
+    """Return the storages that a stage keeps of a unit, with their bytes; see `kept_bytes`."""
+    again, swapped = ({*_with_policy(rows, stage, policy)} for policy in (RECOMPUTE, SWAP))
+    held: dict[int, int] = {}
+    run = stage.start  # the first layer of those that are computed again together
+    for index in _layers(rows, stage):
+        if index in again:
+            held.update(rows[index].takes)
+            for source in rows[index].reads:
+                held.update(rows[source].puts_out if source < run else ())
+            continue
+        run = index + 1
+        if not (on_host and index in swapped):
+            held.update(rows[index].keeps)
+    return held
 
 
 def _is_held(rows: Sequence[LayerProfile], stage: StagePlan, gone: Container[int], holder: int, num_bytes: int) -> bool:

@@ -44,7 +44,7 @@ def random_setup(seed: int) -> Setup:
     if columns.get("weights") == "double-buffer":
         replicas = [1] * num_stages
         columns["accumulate"] = max(num_stages, 2)
-    policies = [draw.choice(("keep", "swap")) for _ in range(num_layers)]
+    policies = [draw.choice(("keep", "swap", "recompute")) for _ in range(num_layers)]
     cluster = replace(flat_cluster(sum(replicas)), pcie_bytes_per_s=draw.choice((1e12, 2e3, 2e2)))
     setup = setup_of(model, (starts, replicas), {**columns, "memory": policies, "cluster": cluster})
     return replace(setup, costs=stage_costs(profile_of(setup), setup.plan))
@@ -91,7 +91,7 @@ def predicted_peaks(setup: Setup) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_predicted_peak_is_that_of_the_live_tensors(seed: int) -> None:
-    """Within a twentieth, for any plan and any of its layers that swap; and the bytes that are swapped, exactly."""
+    """Within a twentieth, whatever layers of any plan swap and run again; and the bytes that are swapped, exactly."""
     setup = random_setup(seed)
     for predicted, measured in zip(predicted_peaks(setup), measured_peaks(setup), strict=True):
         assert predicted == pytest.approx(measured, rel=0.05)

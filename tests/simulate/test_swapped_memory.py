@@ -1,21 +1,31 @@
 """What of a unit is on a device while a part of it is on the host: by hand, and over time."""
 
+import copy
+import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
+from pipebench.model.graph import trace
 from pipebench.model.plan import StagePlan
 from pipebench.profile.model import LayerProfile
+from pipebench.profile.walk import walk
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate import memory_meter
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.memory import ACTIVATIONS, KINDS, MASTERS, STATE, WEIGHTS, kept_bytes, swapped_bytes
 from pipebench.simulate.memory_meter import MemoryTimeline
+from tests.engine.test_swap import MODELS
+from tests.model.test_recompute import replicas_of
 from tests.simulate.test_memory import FOUR, STRAIGHT, Plan, memories_of, metered, profile_of, setup_of
 from tests.support import Mlp
 
@@ -159,3 +169,43 @@ def test_a_long_run_keeps_its_first_part_and_all_of_its_peaks(monkeypatch: pytes
         count = len(short.times_s)
         assert (short.num_bytes == long.num_bytes[:, :count]).all()
         assert (short.host_bytes == long.host_bytes[:count]).all()
+
+
+# Not the one whose layers read and overwrite buffers: a walk tells those from other values before they are overwritten.
+SAME = [name for name in MODELS if name != "buffers"]
+
+
+class Labels:
+    """Enough of a data set to walk a model."""
+
+    inputs, targets = ("x",), ("label",)
+
+    def loss(self, output: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(output, targets["label"])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_foretold_of_any_choice_is_what_a_replica_holds_and_copies(name: str) -> None:
+    """To the byte, in one stage and in two, whatever is kept, swapped and computed again."""
+    make, data = MODELS[name]
+    ((x, label),), draw = data(1), random.Random(name)
+    graph = trace(make())
+    root, count = copy.deepcopy(graph.root).train(), len(graph.layers)
+    rows = walk(graph, root, cast("Any", Labels()), {"x": x, "label": label}, lambda work: (work(), lambda: 1.0))
+    for trial in range(12):
+        starts = [] if trial % 2 or name == "tied" else [draw.randrange(1, count)]
+        policies = [draw.choice((KEEP, SWAP, RECOMPUTE)) for _ in range(count)]
+        values: dict[int, Any] = {}
+        for (start, stop), replica in zip(
+            itertools.pairwise([0, *starts, count]), replicas_of(make(), starts, policies), strict=True
+        ):
+            stage = replica.stage
+            received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
+            loss = (lambda output: functional.cross_entropy(output, label)) if stage.is_last else None
+            out, _ = replica.forward(0, (0, 0), [x for _ in stage.inputs], received, version=0, loss=loss)
+            values |= out
+            plan = StagePlan(start, stop, 1, (0,), tuple(policies[start:stop]))
+            kept, swapped = kept_bytes(rows, plan, {}), swapped_bytes(rows, plan)
+            assert replica._in_flight[0].num_bytes == kept, (policies, starts)
+            assert (replica.swap_out(0) if stage.swapped else 0) == swapped, (policies, starts)
+            assert replica._in_flight[0].num_bytes == kept - swapped
