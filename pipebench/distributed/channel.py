@@ -213,6 +213,7 @@ class Message:
     """What was received.
 
     Attributes:
+        unit: whose values they are.
         values: as they were sent, on the receiver's device.
         payload_bytes: of all tensors together.
         sent_s: when they were handed over, on the run's clock.
@@ -221,6 +222,7 @@ class Message:
         taken: how many messages the sender has taken of those that go the other way.
     """
 
+    unit: int
     values: Any
     payload_bytes: int
     sent_s: float
@@ -251,16 +253,18 @@ class Receiver:
         while self._unposted > 0 and len(self._posted) < AHEAD:
             self._post()
 
-    def receive(self, unit: int) -> Message:
-        """Wait for the next message, which must be about this unit.
+    def receive(self, unit: int | None) -> Message:
+        """Wait for the next message, which must be about this unit; None: about any.
 
         Raises:
             PeerLostError: the sender is gone.
         """
+        if not self._posted:  # one that nobody has foreseen
+            self.expect(1)
         work, buffer, lane = self._posted.popleft()
         self._wait(work)
         header = read_header(buffer)
-        if header.unit != unit:
+        if unit is not None and header.unit != unit:
             raise AssertionError(
                 f"rank {self._link.peer} sent unit {header.unit} (tag {self._link.tag}) where unit {unit} was awaited"
             )
@@ -279,7 +283,7 @@ class Receiver:
             tensors = self._directly(layout)
         self.num_taken += 1
         values = layout.values(tensors)
-        return Message(values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+        return Message(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
 
     def close(self) -> None:
         """Nothing is to be done: the groups are their maker's."""

@@ -126,6 +126,10 @@ class Control:
         """Turn to a segment of training; all workers do so for the same segments, in ascending order."""
         self._gate.begin(segment, num_minibatches)
 
+    def end_at(self, minibatch: int) -> None:
+        """Let this segment end before a minibatch that nobody has begun; all workers are told the same."""
+        self._gate.end_at(minibatch)
+
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
 

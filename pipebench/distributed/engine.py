@@ -26,7 +26,9 @@ from pipebench.distributed.watch import DeviceWatch, HostWatch
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import admitted_program
+from pipebench.engine.monitor import monitors
 from pipebench.engine.pace import Pace
+from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.protocols import UnitLoss
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
@@ -36,8 +38,11 @@ from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_
 from pipebench.errors import DivergedError
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
+from pipebench.schedule.moves import Move
 from pipebench.schedule.programs import forward_programs, programs
+from pipebench.schedule.routes import Routes
 from pipebench.simulate.meter import PREDICTION, Measured
+from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import MIGRATION, Transfer
 
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
@@ -88,7 +93,10 @@ class DistributedEngine:
         self._segment = 0
         self._num_losses = 0
         self._stop: str | None = None
-        self._watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self.meter.event)
+        self._phases: Phases | None = None
+        self._decisions: list[Move] = []
+        self._monitor()
+        self._watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self._note)
         self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
         self._collectives = self._connected()
         self._pace = Pace(setup.device)
@@ -164,16 +172,52 @@ class DistributedEngine:
         """
         feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches)
         self._feed = feed
-        self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors)
+        self._phases = phases = self._phases or phases_of(self.setup)
+        self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, phases)
         try:
-            done = self._train(first_minibatch, num_minibatches)
+            done = self._train(first_minibatch, num_minibatches, None if phases is None else phases.routes)
             self._transport.flush()
         finally:
             feed.close()
         self._watch.settle()
+        self.worker.end_training()
+        if phases is not None:
+            self.setup = phases.last
+            self._transport.go_under(self.setup)
+        self._phases = None
         self._collectives.average_buffers()
         self.settle()
         return done
+
+    def announce(self, move: Move) -> None:
+        """Let layers move while training goes on: all workers announce the same, before any has come to that place.
+
+        Between two segments the move is for the next one.
+
+        Raises:
+            PlanError: layers can't move so, or not from that minibatch on.
+        """
+        self._phases = self._phases or Phases(self.setup)
+        self._phases.announce(move)
+
+    def take_decisions(self) -> list[Move]:
+        """Return what was decided to balance the stages since this was last asked, numbered since the drain before."""
+        taken, self._decisions = self._decisions, []
+        return taken
+
+    def _decided(self, move: Move) -> None:
+        """This worker has heard of a decision."""
+        self._decisions.append(move)
+        if self.setup.live:
+            self.announce(move)
+        elif self._control is not None:
+            self._control.end_at(move.at)
+
+    def _note(self, event: Event) -> None:
+        """Take note of one instruction of this worker."""
+        self.meter.event(event)
+        if self.worker.monitor is not None and not self.meter.evaluating:
+            self.worker.monitor.note(event.instruction, event.end_s - event.start_s)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on every held-out sample, pipelined; return the metrics, on all workers.
@@ -261,9 +305,16 @@ class DistributedEngine:
     def _cut_stage(self, setup: Setup) -> None:
         """Cut this worker's stages anew, with their initial weights and nothing in flight."""
         self.setup = setup
+        self._phases = None
         self.worker = Worker(setup, self.worker.index)
+        self._monitor()
         self._transport.go_under(setup)
         self._collectives.close()
+
+    def _monitor(self) -> None:
+        """Let this worker's stage be measured, where stages are balanced."""
+        if self.setup.balances:
+            self.worker.monitor = monitors(self.setup, self._decided)[self.worker.index]
 
     def _connected(self) -> ProcessCollectives:
         return ProcessCollectives(self.setup, self.world, self.worker, self.clock, self.meter, self.num_bytes)
@@ -330,25 +381,34 @@ class DistributedEngine:
 
     # The loop.
 
-    def _train(self, first_minibatch: int, num_minibatches: int) -> int:
+    def _train(self, first_minibatch: int, num_minibatches: int, routes: Routes | None) -> int:
         """Execute this worker's list; it becomes that of a shorter segment where the workers agree on one."""
         pipeline, index = self.setup.pipeline, self.worker.index
-        self._transport.expect(programs(pipeline, num_minibatches)[index], lambda unit: self._feed.size(unit) == 0)
+        foreseen = None if routes is None else self._foreseen(routes)
+        foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
+        self._transport.expect(foreseeable, lambda unit: self._feed.size(unit) == 0)
         if self._control is None:
             self._collectives.begin(first_minibatch, lambda: num_minibatches)
-            for instruction in programs(pipeline, num_minibatches)[index]:
+            for instruction in programs(pipeline, num_minibatches, routes)[index]:
                 self._execute(instruction)
             return num_minibatches
         self._control.begin(self._segment, num_minibatches)
         self._segment += 1
         control = self._control
         self._collectives.begin(first_minibatch, lambda: control.limit)
-        for instruction in admitted_program(pipeline, index, num_minibatches, self._control):
+        for instruction in admitted_program(pipeline, index, num_minibatches, self._control, routes):
             if self._control.limit < num_minibatches:
                 num_minibatches = self._control.limit
                 self.worker.end_early(num_minibatches)
             self._execute(instruction)
         return self._control.limit
+
+    def _foreseen(self, routes: Routes) -> Routes:
+        """Return routes of the moves that are known now, to read a list from that nobody executes."""
+        phases = Phases(self.setup)
+        for move in routes.moves.announced:
+            phases.announce(move)
+        return phases.routes
 
     def _execute(self, instruction: Instruction) -> None:
         """Execute an instruction, watched and measured."""

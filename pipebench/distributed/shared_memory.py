@@ -171,8 +171,8 @@ class SharedReceiver:
     def expect(self, num_messages: int) -> None:
         """Nothing is to be done: a slot is there as soon as a message is."""
 
-    def receive(self, unit: int) -> Message:
-        """Wait for the next message, which must be about this unit.
+    def receive(self, unit: int | None) -> Message:
+        """Wait for the next message, which must be about this unit; None: about any.
 
         Raises:
             PeerLostError: the sender is gone.
@@ -181,7 +181,7 @@ class SharedReceiver:
         index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
         if text_bytes:
             self._layouts.append(Layout.from_text(self._line.exactly(text_bytes)))
-        if about != unit:
+        if unit is not None and about != unit:
             raise AssertionError(f"process {self._line.peer} sent unit {about} where unit {unit} was awaited")
         slot = self._slots.get(index)
         if slot is None:
@@ -193,7 +193,7 @@ class SharedReceiver:
         data = slot.numpy()  # another view every time: it lasts as long as the tensors in it
         weakref.finalize(data, self._tell, index).atexit = False
         values = layout.values(layout.views(data))
-        return Message(values, layout.payload_bytes, sent_s, arrived_s, note, 0)
+        return Message(about, values, layout.payload_bytes, sent_s, arrived_s, note, 0)
 
     def close(self) -> None:
         """Give up the line; values that are still held stay what they are."""

@@ -39,11 +39,15 @@ from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, co
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, PCIE, Transfer
+from pipebench.simulate.timeline import ACTIVATION, CONTROL, EVALUATION, GRADIENT, MIGRATION, PCIE, Transfer
 
-_TAGS = {ACTIVATION: 2, GRADIENT: 4}  # each and the next one, for what is too large; further edges have further ones
+# Each and the next one, for what is too large; further edges have further ones. Every kind has groups of its own.
+_TAGS = {ACTIVATION: 2, GRADIENT: 4, MIGRATION: 2}
 _TAGS_OF_EDGE = 4
-_RECEIVES = {Op.RECEIVE_ACTIVATION: ACTIVATION, Op.RECEIVE_GRADIENT: GRADIENT}
+_RECEIVES = {
+    Op.RECEIVE_ACTIVATION: ACTIVATION, Op.RECEIVE_GRADIENT: GRADIENT, Op.TAKE_UNIT: MIGRATION, Op.TAKE: MIGRATION,
+}  # fmt: skip
+_LABELS = {GRADIENT: "B", MIGRATION: "layers, "}
 _MOST_UNANSWERED = 64  # messages under way on an edge from which nothing comes back; see above, on evaluations
 _MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one
 
@@ -52,7 +56,7 @@ class Channel(NamedTuple):
     """One way of an edge, between two workers.
 
     Attributes:
-        kind: `activation`, or `gradient` for what comes back.
+        kind: `activation`, `gradient` for what comes back, or `migration` for layers that move, either way.
         source: the stage that sends.
         target: the stage that receives.
         sender: the worker that sends.
@@ -68,7 +72,7 @@ class Channel(NamedTuple):
     @property
     def edge(self) -> tuple[int, int]:
         """The earlier stage and the later one."""
-        return (self.source, self.target) if self.kind == ACTIVATION else (self.target, self.source)
+        return min(self.source, self.target), max(self.source, self.target)
 
     @property
     def answering(self) -> "Channel":
@@ -126,8 +130,9 @@ class ChannelTransport:
         self._num_bytes = num_bytes
         self._senders: dict[Channel, Sender | SharedSender] = {}
         self._receivers: dict[Channel, Receiver | SharedReceiver] = {}
-        self._routes: dict[tuple[bool, int, int, int], _Route] = {}
+        self._routes: dict[tuple[str, int, int, int], _Route] = {}
         self.go_under(setup)
+        self._early: dict[tuple[Channel, int], Any] = {}  # layers that have come before others that were asked for
         self._groups: list[Any] = []
         rank_of = ranks_of(setup)
         channels = list(channels_of(setup))
@@ -145,7 +150,8 @@ class ChannelTransport:
     def _open_groups(self, world: World, channels: Sequence[Channel], pairs: Sequence[tuple[int, int]]) -> None:
         """Open channels by process groups: those of Gloo carry messages, NCCL's the tensors where GPUs hold them."""
         setup = self._setup
-        lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in _TAGS}
+        kinds = dict.fromkeys(channel.kind for channel in channels)
+        lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in kinds}
         on_gpu = setup.device.type == "cuda" and world.direct
         idle = torch.cuda.Stream(setup.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._groups = [group for groups in lanes.values() for group in groups]
@@ -176,7 +182,7 @@ class ChannelTransport:
         """Post the first receives of a program; units without samples don't travel."""
         counts: Counter[Channel] = Counter()
         for op, stage, unit, peer, *_ in program:
-            if op in _RECEIVES and not is_empty(unit):
+            if op in _RECEIVES and (op is Op.TAKE or not is_empty(unit)):
                 counts[self._route(_RECEIVES[op], unit, peer, stage).channel] += 1
         for channel, count in counts.items():
             self._receivers[channel].expect(count)
@@ -201,12 +207,20 @@ class ChannelTransport:
         channel, sender, receiver, level = self._route(kind, unit, source, target)
         assert receiver is not None
         start_s = self._clock()
-        message = receiver.receive(unit)
+        if kind == MIGRATION:
+            while (channel, unit) not in self._early:
+                message = receiver.receive(None)
+                self._early[channel, message.unit] = message
+            message = self._early.pop((channel, unit))
+        else:
+            message = receiver.receive(unit)
+        if kind == CONTROL:
+            return message.values
         if sender is not None:
             sender.taken(message.taken)
         if kind == GRADIENT:
             self.latest_loss = message.note
-        label = f"{'B' if kind == GRADIENT else 'F'}{unit if kind == EVALUATION else self._setup.pipeline.label(unit)}"
+        label = f"{_LABELS.get(kind, 'F')}{unit if kind == EVALUATION else self._setup.pipeline.label(unit)}"
         ends_s = max(message.sent_s, message.arrived_s)
         self._meter.transfer(
             Transfer(
@@ -238,13 +252,15 @@ class ChannelTransport:
 
     def _route(self, kind: str, unit: int, source: int, target: int) -> _Route:
         """Return how a unit's values go from a stage to another: units go alike that are a block apart."""
-        pipeline, returns = self._setup.pipeline, kind == GRADIENT
-        key = (returns, source, target, unit % pipeline.block)
+        pipeline = self._setup.pipeline
+        going = MIGRATION if kind == MIGRATION else ACTIVATION if source < target else GRADIENT
+        key = (going, source, target, unit % pipeline.block)
         found = self._routes.get(key)
         if found is None:
             ends = pipeline.worker(source, unit), pipeline.worker(target, unit)
-            channel = Channel(GRADIENT if returns else ACTIVATION, source, target, *ends)
-            answering = channel.answering if channel.edge in self._returning else None
+            channel = Channel(going, source, target, *ends)
+            answers = going != MIGRATION and channel.edge in self._returning
+            answering = channel.answering if answers else None
             out, back = (channel, answering) if ends[0] == self._worker else (answering, channel)
             cluster = self._setup.cluster
             level = cluster.levels[cluster.level_between(*ends)].name
@@ -272,10 +288,15 @@ def channels_of(setup: Setup) -> Iterator[Channel]:
             yield channel
             if has_gradient:
                 yield channel.answering
+            if setup.repartitions and setup.live and target == source + 1:
+                yield Channel(MIGRATION, source, target, sender, receiver)
+                yield Channel(MIGRATION, target, source, receiver, sender)
 
 
 def _expected_bytes(setup: Setup, channel: Channel) -> int:
     """Return the size of the largest values that the profile foresees on a channel."""
+    if channel.kind == MIGRATION:
+        return 0
     back = [setup.costs.gradient_bytes]
     forward = [part.activation_bytes for part in (setup.costs, setup.evaluation)]
     foreseen = [part.get(channel.edge, {}) for part in (back if channel.kind == GRADIENT else forward)]

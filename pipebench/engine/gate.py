@@ -134,6 +134,11 @@ class Gate:
             return False
         return minibatch >= (self._position.bound if self._segment == self._position.segment else 0)
 
+    def end_at(self, minibatch: int) -> None:
+        """Let the segment be shorter; nobody has begun that minibatch, and all gates are told the same."""
+        with self._changed:
+            self._num_minibatches = min(self._num_minibatches, minibatch)
+
     def close(self) -> Position:
         """Let nothing in beyond what has begun, until `settle`; return where that is, the same every time."""
         with self._changed:
@@ -205,6 +210,11 @@ class StoppableAdmission:
     def limit(self) -> int:
         """Minibatches of the segment that will run."""
         return self._gate.limit
+
+    def end_at(self, minibatch: int) -> None:
+        """Let the segment end before a minibatch that nobody has begun."""
+        self._gate.end_at(minibatch)
+        self._on_cut(self._gate.limit)
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch may begin."""

@@ -189,11 +189,11 @@ class Migrating:
 
     def swap_out(self, unit: int) -> int:
         """Copy what swapped layers saved of a unit to the host; return the bytes."""
-        return sum(replica.swap_out(unit) for replica in self._units[unit] if replica.stage.swapped)
+        return sum(replica.swap_out(unit) for replica in self._units[unit])
 
     def swap_in(self, unit: int) -> int:
         """Begin to copy that back; return the bytes."""
-        return sum(replica.swap_in(unit) for replica in self._units[unit] if replica.stage.swapped)
+        return sum(replica.swap_in(unit) for replica in self._units[unit])
 
     def host_bytes(self) -> int:
         """Return the bytes of minibatches in flight that are on the host."""

@@ -210,12 +210,12 @@ class Replica:
         return self.gradients
 
     def swap_out(self, unit: int) -> int:
-        """Copy what a unit's swapped layers saved to the host, and let go of it; return the bytes."""
-        return self._swap(unit).copy_out()
+        """Copy what a unit's swapped layers saved to the host, and let go of it; return the bytes, 0 without any."""
+        return 0 if self._in_flight[unit].swap is None else self._swap(unit).copy_out()
 
     def swap_in(self, unit: int) -> int:
         """Begin to copy that back, which a backward else does when it needs it; return the bytes."""
-        return self._swap(unit).copy_back()
+        return 0 if self._in_flight[unit].swap is None else self._swap(unit).copy_back()
 
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Apply one update and forget the accumulated gradients; see `Weights.update`."""

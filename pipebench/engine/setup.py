@@ -48,6 +48,8 @@ class Setup:
         correction_decay: PipeMare's D, see `gamma`.
         repartitions: whether layers may move from stage to stage between two drains or at one: processes then keep the
             model that stages are cut from, and connections between all stages.
+        balances: whether stages are measured, and layers move to balance them.
+        live: whether layers move while training goes on, else at a drain.
     """
 
     graph: LayerGraph
@@ -69,6 +71,8 @@ class Setup:
     loss_scale: LossScaleRecipe | None = None
     correction_decay: float = CORRECTION_DECAY
     repartitions: bool = False
+    balances: bool = False
+    live: bool = True
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_by
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.monitor import monitors
 from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.replica import Replica
@@ -83,13 +84,17 @@ class VirtualEngine:
         self._on_unit = on_unit
         self._meter = meter or Meter(setup.pipeline, costs=setup.costs)
         self._stop = stop or StopRequest()
-        self._phases: Phases | None = None
+        self._decisions: list[Move] = []
         self._cut_stages(setup)
 
     def _cut_stages(self, setup: Setup) -> None:
         """Cut the stages of a setup, with their initial weights and nothing in flight."""
         self.setup = setup
+        self._phases: Phases | None = None
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
+        if setup.balances:
+            for worker, monitor in zip(self.workers, monitors(setup, self._decided), strict=True):
+                worker.monitor = monitor
         self._mailbox = _Mailbox(setup, self.num_bytes)
         self._rings = _Rings(setup, self.workers, self.num_bytes)
 
@@ -232,7 +237,7 @@ class VirtualEngine:
         self._phases = phases
         for worker in self.workers:
             worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors, phases)
-        admission = StoppableAdmission(
+        self._admission = admission = StoppableAdmission(
             self._stop, pipeline, num_minibatches, self.setup.sampler.streams or 1, self._cut
         )
         routes = None if phases is None else phases.routes
@@ -260,6 +265,20 @@ class VirtualEngine:
         """
         self._phases = self._phases or Phases(self.setup)
         self._phases.announce(move)
+
+    def take_decisions(self) -> list[Move]:
+        """Return what was decided to balance the stages since this was last asked, numbered since the drain before."""
+        taken, self._decisions = self._decisions, []
+        return taken
+
+    def _decided(self, move: Move) -> None:
+        """One worker after the other hears of a decision: the first of them tells all."""
+        if move not in self._decisions:
+            self._decisions.append(move)
+            if self.setup.live:
+                self.announce(move)
+            else:
+                self._admission.end_at(move.at)
 
     def _cut(self, num_minibatches: int) -> None:
         """Let the segment end early."""
@@ -323,7 +342,10 @@ class VirtualEngine:
         self.clock_s = simulation.end_s
 
     def _execute(self, event: Event) -> None:
-        loss = self.workers[event.worker].execute(event.instruction, self._mailbox, self._rings)
+        worker = self.workers[event.worker]
+        if worker.monitor is not None:
+            worker.monitor.note(event.instruction, event.end_s - event.start_s)
+        loss = worker.execute(event.instruction, self._mailbox, self._rings)
         if loss is not None:
             self._on_loss(*loss, self.now_s)
             mean = math.nan if loss.total.is_cuda else float(loss.total) / loss.weight

@@ -16,6 +16,7 @@ from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.clipping import clipped, gradient_norm
 from pipebench.engine.feed import Feed
 from pipebench.engine.migration import GivenUnit, Migrating
+from pipebench.engine.monitor import Monitor
 from pipebench.engine.phases import Phases
 from pipebench.engine.prediction import AS_IT_IS, Move
 from pipebench.engine.protocols import Collectives, Transport, UnitLoss
@@ -49,6 +50,7 @@ class Worker:
         replica_index: which replica of its stages it is.
         peak_bytes: the most bytes that they have held together.
         host_peak_bytes: likewise on the host, of layers that are swapped.
+        monitor: measures its stage, where Algorithm 1 balances stages.
     """
 
     def __init__(self, setup: Setup, index: int) -> None:
@@ -61,6 +63,7 @@ class Worker:
         }
         self._phases: Phases | None = None
         self._running: dict[int, Replica | Migrating] = {**self.replicas}
+        self.monitor: Monitor | None = None
         self.peak_bytes = self.host_peak_bytes = 0
         self._note_memory()
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
@@ -120,6 +123,8 @@ class Worker:
             phases: the cuts that it goes through, where layers may move.
         """
         self._begin(feed, {stage: replica.stage for stage, replica in self.replicas.items()}, None)
+        if self.monitor is not None:
+            self.monitor.begin()
         self._first = first
         self._num_minibatches = num_minibatches
         self._divisors = divisors
@@ -189,6 +194,8 @@ class Worker:
         if self._feed.size(it.number) > 0:
             kind = ACTIVATION if self._scores is None else EVALUATION
             self._take_activation(it.stage, it.number, transport.receive(kind, it.number, it.peer, it.stage))
+            if self.monitor is not None and self._scores is None:
+                self.monitor.received(it, transport)
 
     def _forward(self, it: Instruction, _: Transport, __: Collectives) -> UnitLoss | None:
         unit = it.number
@@ -230,11 +237,15 @@ class Worker:
         if self._feed.size(it.number) > 0:
             kind = ACTIVATION if self._scores is None else EVALUATION
             transport.send(kind, it.number, it.stage, it.peer, self._activation_for(it.stage, it.number, it.peer))
+            if self.monitor is not None and self._scores is None:
+                self.monitor.sent(it, transport)
 
     def _receive_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             gradients = transport.receive(GRADIENT, it.number, it.peer, it.stage)
             self._arriving.setdefault((it.stage, it.number), {})[it.peer] = gradients
+            if self.monitor is not None:
+                self.monitor.received(it, transport)
 
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
@@ -262,6 +273,8 @@ class Worker:
     def _send_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             transport.send(GRADIENT, it.number, it.stage, it.peer, self._gradient_for(it.stage, it.number, it.peer))
+            if self.monitor is not None:
+                self.monitor.sent(it, transport)
 
     def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         if self._feed.size(it.number) > 0:

@@ -4,7 +4,7 @@ import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class Stage:
     evaluation: "Stage | None" = None
     idle: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def reads(self) -> tuple[int, ...]:
         """Layers whose values it receives, in the order in which its module takes them."""
         return tuple(layer for layers in self.receives.values() for layer in layers)

@@ -79,22 +79,21 @@ def _moving(
     vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, order: str | None, relay: bool, kind: str
 ) -> Problems:
     """Layers move between stages of workers that have one each."""
-    if vpipe is None or not vpipe["moves"]:
+    if vpipe is None or not (vpipe["moves"] or vpipe["repartition"]):
         return
+    key = "moves" if vpipe["moves"] else "repartition"
+    asking, given = f"parallelism.vpipe.{key}", f"got {shown(vpipe[key])}"
+    allowed = f"allowed is {'null' if vpipe['moves'] else 'false'}"
     if mode == AUTO:
-        yield _MOVES, f"got {shown(vpipe['moves'])} with mode auto, which plans every mode: allowed is null"
+        yield asking, f"{given} with mode auto, which plans every mode: {allowed}"
         return
     row = MODES[mode]
     if row.shape in ("one", "one-stage"):
-        yield _MOVES, f"got {shown(vpipe['moves'])} in mode {mode}, which has one stage: allowed is null"
+        yield asking, f"{given} in mode {mode}, which has one stage: {allowed}"
     elif (chunks or row.chunks) > 1 or is_csv(order or row.order):
-        yield _MOVES, "layers move between workers that have one stage each, in an order of work that isn't a file's"
+        workers = "workers that have one stage each, in an order of work that isn't a file's"
+        yield asking, f"{given}, and layers move between {workers}: {allowed}"
     if relay:
-        yield (
-            "parallelism.relay",
-            "got true with vpipe.moves: what goes through which stages would change; allowed is false",
-        )
+        yield "parallelism.relay", f"got true with vpipe.{key}, which changes who hands on what: allowed is false"
     if not ENGINES[kind].trains:
-        yield _MOVES, f"got {shown(vpipe['moves'])} with engine.kind {kind}, which trains nothing: allowed is null"
-    if vpipe["live"]:
-        yield "parallelism.vpipe.live", "got true, and moves are made at a drain: allowed is false"
+        yield asking, f"{given} with engine.kind {kind}, which trains nothing: {allowed}"

@@ -158,6 +158,8 @@ class VpipeRecipe:
             every stage chooses what its layers do so that it fits in memory, in as few seconds as that takes; a plan's
             file says itself what they do.
         recompute: whether they may be computed again for the backward.
+        repartition: whether stages are measured, and layers move to balance them (Algorithm 1); not where `moves` are
+            given.
         live: whether layers move while minibatches are in flight; false empties the pipeline first, and fills it again.
         moves: cuts that are decided beforehand: a list of `{at: {minibatches: 24}, cuts: [layer, ...]}`, the first
             layer of every stage but the first; or the artifact `moves.json` of another run.
@@ -165,6 +167,7 @@ class VpipeRecipe:
 
     swap: bool = True
     recompute: bool = True
+    repartition: bool = True
     live: bool = True
     moves: Any = None
 
@@ -172,6 +175,11 @@ class VpipeRecipe:
     def policies(self) -> tuple[str, ...]:
         """What may be done with a layer's activations, beside keeping them; nothing leaves that to the mode."""
         return (*((SWAP,) if self.swap else ()), *((RECOMPUTE,) if self.recompute else ()))
+
+    @property
+    def balances(self) -> bool:
+        """Whether layers move to where measurements say."""
+        return self.repartition and not self.moves
 
 
 @dataclass(frozen=True)
@@ -242,7 +250,7 @@ class ParallelismRecipe:
     @property
     def moves(self) -> bool:
         """Whether layers may move from stage to stage while training goes on."""
-        return self.vpipe is not None and bool(self.vpipe.moves)
+        return self.vpipe is not None and (self.vpipe.repartition or bool(self.vpipe.moves))
 
     @property
     def row(self) -> Mode:

@@ -7,6 +7,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.model.plan import Plan
+from pipebench.schedule.moves import Move
 from pipebench.simulate.meter import Measured
 from pipebench.train.result import Point
 
@@ -57,6 +58,12 @@ class Engine(Protocol):
 
     def parts(self) -> Sequence[tuple[str, ModelState]]:
         """Return what this process contributes to a checkpoint, by name."""
+
+    def announce(self, move: Move) -> None:
+        """Let layers move in the next segment, while it goes on."""
+
+    def take_decisions(self) -> list[Move]:
+        """Return what was decided in the last segment, to balance the stages; numbered since the drain before it."""
 
     def replan(self, plan: Plan) -> None:
         """Go on under a plan with other cuts or memory policies, at a drain."""

@@ -15,7 +15,8 @@ from pipebench.checkpoint.progress import CurvePoint, Facts
 from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, recut
+from pipebench.schedule.moves import Move
 from pipebench.schedule.repartitions import Repartition
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import (
@@ -38,7 +39,7 @@ from pipebench.train.metrics import (
     stage_rows,
     sum_facts,
 )
-from pipebench.train.moves import cuts_of, policies_of, under
+from pipebench.train.moves import BALANCED, BEFOREHAND, cuts_of, policies_of, starts_of, under
 from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
@@ -138,22 +139,57 @@ class TrainingLoop:
             self._evaluate()
             self._save(self._policy.checkpoints)
         while self._done < periods.total and self._curves.reached is None:
-            to_come = [move for move in self._job.moves if move.minibatch > self._done]
-            drain = min([periods.next_drain(self._done), *(move.minibatch for move in to_come)])
-            self._train_segment(drain - self._done)
+            decided = self._train_segment(self._next_drain())
             if periods.evaluates_at(self._done):
                 self._evaluate()
-            for move in to_come:
-                if move.minibatch == self._done < periods.total and self._curves.reached is None:
-                    self._replan(move.plan, "decided beforehand")
+            if self._done < periods.total and self._curves.reached is None:
+                for plan in decided:
+                    self._replan(plan, BALANCED)
+                for move in self._job.moves:
+                    if move.minibatch == self._done and move.plan != self._engine.setup.plan:
+                        self._replan(move.plan, BEFOREHAND)
             if periods.drains_at(self._done):
                 self._save(self._policy.checkpoints)
 
-    def _train_segment(self, num_minibatches: int) -> None:
-        """Train up to a drain and put together what the processes know; end where a stop was agreed on."""
+    def _next_drain(self) -> int:
+        """Return after how many minibatches the pipeline is empty next."""
+        drain = self._periods.next_drain(self._done)
+        if self._engine.setup.live:
+            return drain
+        return min([drain, *(move.minibatch for move in self._job.moves if move.minibatch > self._done)])
+
+    def _train_segment(self, drain: int) -> list[Plan]:
+        """Train up to a drain and put together what the processes know; end where a stop was agreed on.
+
+        Returns:
+            The plans that were decided on meanwhile, to go on under; none where layers have moved already.
+        """
+        first, before = self._done, self._engine.setup
+        moves = [(move, BEFOREHAND) for move in self._announced(drain)]
         with self._clock.spending("training_s"):
-            self._done += self._engine.train(self._done, num_minibatches)
+            self._done += self._engine.train(first, drain - first)
             self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
+        decided = self._engine.take_decisions()
+        plan = before.plan
+        moves += [(move, BALANCED) for move in decided if before.live]
+        for move, why in sorted(moves, key=lambda each: each[0].at):
+            was, plan = plan, recut(before.graph, plan, move.starts)
+            self._record_move(min(first + move.at, self._done), was, plan, why, live=True)
+        self._end_if_stopped()
+        return [] if before.live else [recut(before.graph, before.plan, move.starts) for move in decided]
+
+    def _announced(self, drain: int) -> list[Move]:
+        """Announce the moves that the recipe asks for before a drain, where training goes on meanwhile."""
+        if not self._engine.setup.live:
+            return []
+        planned = [move for move in self._job.moves if self._done < move.minibatch < drain]
+        moves = [Move(each.minibatch - self._done, starts_of(each.plan)) for each in planned]
+        for move in moves:
+            self._engine.announce(move)
+        return moves
+
+    def _end_if_stopped(self) -> None:
+        """Put together what the processes know at a drain; end where a stop was agreed on, or a loss says so."""
         shares = self._engine.exchange({**self._loss.take_share(), "stop": self._engine.stop_reason})
         reasons = [share["stop"] for share in shares if share["stop"]]
         if not self._loss.add_shares(shares):  # where a GPU computes, not every loss has been looked at
@@ -171,15 +207,23 @@ class TrainingLoop:
         before_s = self._clock.drained_s
         with self._clock.spending("training_s"):
             self._engine.replan(plan)
-        cuts = cuts_of(setup.graph, plan)
+        self._record_move(self._done, setup.plan, plan, why, stall_s=self._clock.drained_s - before_s)
+
+    def _record_move(
+        self, minibatch: int, was: Plan, plan: Plan, why: str, *, live: bool = False, stall_s: float = 0.0
+    ) -> None:
+        """Take note of a move, and tell of it."""
+        graph, samples = self._job.setup.graph, self._sampler.samples_before(minibatch)
+        cuts, before = cuts_of(graph, plan), cuts_of(graph, was)
+        if self._moves and self._moves[-1].minibatch == minibatch:  # nothing has run in between
+            before = self._moves.pop().was
         done = Repartition(
-            self._done, cuts, policies_of(setup.graph, plan), cuts_of(setup.graph, setup.plan), why, live=False,
-            samples=self._samples, clock_s=self._clock.drained_s, stall_s=self._clock.drained_s - before_s,
-        )  # fmt: skip
+            minibatch, cuts, policies_of(graph, plan), before, why, live, samples, self._clock.drained_s, stall_s
+        )
         self._moves.append(done)
-        text = f"minibatch {self._done}: stages begin at {', '.join(cuts)} now, not {', '.join(done.was)}; {why}"
+        text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}; {why}"
         self._progress.note(text)
-        _LOG.info("%s (%.3g s)", text, done.stall_s)
+        _LOG.info("%s (%.3g s)", text, stall_s)
 
     def _evaluate(self) -> None:
         with self._clock.spending("evaluation_s"):

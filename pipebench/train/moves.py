@@ -9,9 +9,12 @@ from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan, recut, starts_of_cuts
 from pipebench.recipe.moves import AskedMove
 from pipebench.schedule.modes import KEEP
+from pipebench.schedule.moves import Move, Moves, shape_problems
 from pipebench.schedule.repartitions import Repartition
+from pipebench.train.periods import Periods
 
 _KEY = "parallelism.vpipe.moves"
+BEFOREHAND, BALANCED = "decided beforehand", "to balance the stages"  # why stages are cut anew
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,18 @@ class PlannedMove:
     plan: Plan
 
 
-def planned_moves(asked: Sequence[AskedMove], setup: Setup) -> tuple[PlannedMove, ...]:
+def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) -> tuple[PlannedMove, ...]:
     """Return the plans that a recipe asks for, the first one first.
 
+    Args:
+        asked: what it asks for.
+        setup: what is run, and how layers move.
+        periods: when it drains anyhow.
+
     Raises:
-        PlanError: one can't be had of this model, or not then; names the move.
+        PlanError: a plan can't be had of this model, or not then; names the move. Or layers can't move at all.
     """
+    _check_movable(setup)
     found: list[PlannedMove] = []
     plan, streams = setup.plan, setup.sampler.streams or 1
     for index, move in enumerate(asked):
@@ -49,7 +58,43 @@ def planned_moves(asked: Sequence[AskedMove], setup: Setup) -> tuple[PlannedMove
             )
         plan = plan_after(setup.graph, plan, move.cuts, move.memory, where)
         found.append(PlannedMove(minibatch, plan))
+    if setup.live:
+        _check_live(found, setup, periods)
     return tuple(found)
+
+
+def _check_movable(setup: Setup) -> None:
+    """Refuse a run whose layers can't move, or whose stages can't be measured one by one."""
+    if setup.repartitions and setup.live:
+        for problem in shape_problems(setup.pipeline):
+            raise PlanError(f"parallelism.vpipe: {problem}")
+        if setup.loss_scale is not None:
+            raise PlanError(
+                "parallelism.vpipe: layers move while training goes on only where no stage scales its gradients; set "
+                "vpipe.live: false, or train.precision: bf16"
+            )
+    if setup.balances and setup.pipeline.num_workers > setup.pipeline.num_stages:
+        raise PlanError(
+            f"parallelism.vpipe.repartition: stages are balanced where each has one worker, and plan {setup.plan} has "
+            f"replicas; set vpipe.repartition: false, or parallelism.plan: straight"
+        )
+
+
+def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) -> None:
+    """Refuse moves that can't be made while training goes on: too early after a drain or another, or too far."""
+    plan, drained = setup.plan, 0
+    moves = Moves(setup.pipeline, starts_of(plan), len(setup.graph.layers))
+    for index, move in enumerate(planned):
+        while periods.next_drain(drained) <= move.minibatch:
+            drained = periods.next_drain(drained)
+            moves = Moves(setup.pipeline, starts_of(plan), len(setup.graph.layers))
+        if move.minibatch > drained:
+            asked = Move(move.minibatch - drained, starts_of(move.plan))
+            for problem in moves.problems(asked):
+                since = f", counted from the drain after {drained}" if drained else ""
+                raise PlanError(f"{_KEY}[{index}]: {problem}{since}; or set vpipe.live: false")
+            moves.announce(asked)
+        plan = move.plan
 
 
 def plan_after(
@@ -72,6 +117,11 @@ def plan_after(
         return recut(graph, plan, starts_of_cuts(graph, cuts), policies)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
+
+
+def starts_of(plan: Plan) -> tuple[int, ...]:
+    """Return the first layer of every stage but the first, by index."""
+    return tuple(stage.start for stage in plan.stages[1:])
 
 
 def cuts_of(graph: LayerGraph, plan: Plan) -> tuple[str, ...]:

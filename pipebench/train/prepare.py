@@ -52,6 +52,7 @@ from pipebench.train.kept_plan import ANEW, kept_plan
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.moves import PlannedMove, planned_moves
+from pipebench.train.periods import Periods
 from pipebench.train.request import plan_request, samplers, travelling_sizes, whole_minibatches
 from zoo.plain import seeded
 from zoo.registry import Dataset
@@ -175,6 +176,7 @@ def prepare(
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(Course(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(recipe.train, graph, plan, flushes=pipeline.flushes)
+    vpipe = recipe.parallelism.vpipe
     setup = Setup(
         graph=graph,
         plan=plan,
@@ -195,9 +197,12 @@ def prepare(
         push_order=_order_of_pushes(recipe.parallelism, pipeline),
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
         repartitions=recipe.parallelism.moves or search is not None,
+        balances=vpipe is not None and vpipe.balances,
+        live=vpipe is None or vpipe.live,
     )
-    vpipe = recipe.parallelism.vpipe
-    moves = planned_moves(asked_moves(vpipe.moves), setup) if vpipe is not None else ()
+    per_epoch = sampler.minibatches_per_epoch
+    wanted = [] if vpipe is None else asked_moves(vpipe.moves)
+    moves = planned_moves(wanted, setup, Periods.of(recipe.train, per_epoch))
     return Job(recipe, cluster, setup, comparison, known.left_over, search, moves)
 
 

@@ -24,6 +24,7 @@ from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import recut
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from pipebench.schedule.moves import Move
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.pushes import Pushes
@@ -50,6 +51,7 @@ class Case:
         devices: of every worker; empty for its own number.
         optimizer: as in a recipe; None for `momentum`.
         shares_memory: whether values are handed over in memory that processes share; otherwise by sockets.
+        moves: announced before the first segment.
         left_out: cells of `stack` that are left out, before every segment but the first: "bc"; empty: none.
         recuts: first layers of all stages but the first, before every segment but the first; empty: as before.
     """
@@ -63,6 +65,7 @@ class Case:
     optimizer: OptimizerRecipe | None = None
     shares_memory: bool = True
     recuts: tuple[tuple[int, ...], ...] = ()
+    moves: tuple[Move, ...] = ()
     left_out: tuple[str, ...] = ()
 
 
@@ -162,7 +165,7 @@ def small_setup(case: Case) -> Setup:
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )
-    return replace(setup, repartitions=bool(case.recuts or case.left_out))
+    return replace(setup, repartitions=bool(case.recuts or case.moves or case.left_out))
 
 
 @dataclass
@@ -182,7 +185,9 @@ class Outcome:
 def distributed(world: World, case: Case) -> Outcome:
     """Run a case on the processes; return this one's share."""
     world = replace(world, shares_memory=case.shares_memory)
-    return in_processes(world, small_setup(case), case.segments, recuts=case.recuts, left_out=case.left_out)
+    return in_processes(
+        world, small_setup(case), case.segments, recuts=case.recuts, moves=case.moves, left_out=case.left_out
+    )
 
 
 def all_distributed(world: World, cases: Sequence[Case]) -> list[Outcome]:
@@ -198,6 +203,7 @@ def in_processes(
     control: Control | None = None,
     on_unit: Any = None,
     recuts: Sequence[Sequence[int]] = (),
+    moves: Sequence[Move] = (),
     left_out: Sequence[str] = (),
 ) -> Outcome:
     """Run a setup on the processes; return this one's share."""
@@ -210,6 +216,8 @@ def in_processes(
         on_unit=on_unit or (lambda samples, loss, s: None),
     )
     engine.start_clock()
+    for move in moves:
+        engine.announce(move)
     scores, done = [], list[int]()
     for index, count in enumerate(segments):
         leave_out(engine, setup, left_out, index)
@@ -226,7 +234,7 @@ def in_processes(
 
 def virtually(case: Case) -> Outcome:
     """Run a case on the virtual engine."""
-    return on_virtual_engine(small_setup(case), case.segments, case.recuts, case.left_out)
+    return on_virtual_engine(small_setup(case), case.segments, case.recuts, case.left_out, case.moves)
 
 
 def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
@@ -243,13 +251,19 @@ def leave_out(engine: VirtualEngine | DistributedEngine, whole: Setup, left_out:
 
 
 def on_virtual_engine(
-    setup: Setup, segments: Sequence[int], recuts: Sequence[Sequence[int]] = (), left_out: Sequence[str] = ()
+    setup: Setup,
+    segments: Sequence[int],
+    recuts: Sequence[Sequence[int]] = (),
+    left_out: Sequence[str] = (),
+    moves: Sequence[Move] = (),
 ) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []
     network = Network(setup.cluster, setup.devices)
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     scores, done = [], 0
+    for move in moves:
+        engine.announce(move)
     for index, count in enumerate(segments):
         leave_out(engine, setup, left_out, index)
         go_under(engine, recuts, index)

@@ -22,6 +22,7 @@ from pipebench.distributed.message import HEADER_BYTES, read_header
 from pipebench.distributed.shared_memory import SharedSender
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
+from pipebench.model.plan import recut
 from pipebench.model.sampling import InOrder
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
 from tests.patience import PATIENCE_S
@@ -199,6 +200,55 @@ def stopped(world: World, case: Case, name: str, after: int, asks: int, by_key: 
     control.close()
     world.barrier()
     return outcome
+
+
+def balanced(world: World, starts: Sequence[int], live: bool, name: str) -> tuple[Outcome, list[tuple[int, list[int]]]]:
+    """Train stages that are cut badly until they have been measured and balanced; return also what was decided."""
+    setup, store = balanced_setup(starts, live=live), PrefixStore(name, world.store)
+    control = Control(store, world.rank, world.size, setup.pipeline, stall_limit_s=PATIENCE_S)
+    control.start()
+    engine = DistributedEngine(replace(setup, device=world.device), world, control=control)
+    engine.start_clock()
+    made: list[tuple[int, list[int]]] = []
+    done = 0
+    while done < _MINIBATCHES:
+        first = done
+        done += engine.train(done, _MINIBATCHES - done)
+        for move in engine.take_decisions():
+            made.append((first + move.at, list(move.starts)))
+            if not live:
+                engine.replan(recut(setup.graph, engine.setup.plan, move.starts))
+    tensors = [{n: t.detach().clone() for n, t in r.tensors().items()} for r in engine.worker.replicas.values()]
+    outcome = Outcome(engine.worker.index, tensors, [], [], dict(engine.num_bytes), [], [done])
+    engine.close()
+    control.close()
+    world.barrier()
+    return outcome, made
+
+
+_MINIBATCHES = 120
+
+
+class Slow(nn.Tanh):
+    """A layer that takes a while, however busy the machine is."""
+
+    one_layer = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As its class, after a while."""
+        time.sleep(0.004)
+        return super().forward(x)
+
+
+def balanced_setup(starts: Sequence[int], *, live: bool, balances: bool = True) -> Setup:
+    """Return twelve layers, half of which take a while, cut as told."""
+    torch.default_generator.manual_seed(3)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(6, 6), Slow())]
+    model = nn.Sequential(*layers[:-1], nn.Linear(6, 4)).double()
+    data = Blobs(num_train=4 * _MINIBATCHES)
+    plan = (list(starts), [1] * (len(starts) + 1))
+    setup = make_setup(model, plan, dataset=data, make_optimizer=momentum)
+    return replace(setup, repartitions=True, balances=balances, live=live)
 
 
 def killed(world: World, case: Case, victim: int) -> str:

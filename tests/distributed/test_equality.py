@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipebench.recipe.schema import LossScaleRecipe
+from pipebench.schedule.moves import Move
 from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
 from tests.model.test_optimizer import OPTIMIZERS, named
 from tests.processes import Processes
@@ -93,6 +94,21 @@ TWO = {
     "cut anew, sockets": Case("skip", (4,), (1, 1), {}, (7, 5, 6), shares_memory=False, recuts=((7,), (2,))),
     "cut anew, a flush": Case("conv", (4,), (1, 1), {"weights": "one", "microbatches": 3}, recuts=((2,),)),
     "cut anew, bf16": Case("conv", (4,), (1, 1), {"precision": "bf16"}, recuts=((2,),)),
+    "a layer moves to the left": Case("conv", (3,), (1, 1), {}, (17, 5), moves=(Move(6, (5,)),)),
+    "a layer moves to the right": Case("skip", (7,), (1, 1), {}, (17, 5), moves=(Move(6, (4,)),)),
+    "layers move to and fro, sockets": Case(
+        "conv",
+        (3,),
+        (1, 1),
+        {"recompute": {3, 4}},
+        (25, 5),
+        shares_memory=False,
+        moves=(Move(6, (5,)), Move(14, (2,))),
+    ),
+    "a layer moves between flushes": Case(
+        "conv", (3,), (1, 1), {"weights": "one", "microbatches": 2}, (12, 5), moves=(Move(4, (5,)),)
+    ),
+    "a segment ends while a layer moves": Case("skip", (7,), (1, 1), {}, (6, 5), moves=(Move(7, (4,)),)),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
     "cells left out and put back": Case(
         "stack", (12,), (1, 1), {"sizes": (2, 4)}, segments=(7, 6, 5), left_out=("bc", "a")
@@ -120,6 +136,19 @@ THREE = {
         "conv", (3, 6), (1, 1, 1), {"depth": 5, "weights": "one", "microbatches": 4}
     ),
     "three stages, cut anew, both ways": Case("skip", (3, 6), (1, 1, 1), {}, (7, 5, 6), recuts=((1, 8), (5, 6))),
+    "three stages, layers move both ways": Case(
+        "skip", (5, 12), (1, 1, 1), {}, (30, 5), moves=(Move(8, (7, 9)), Move(17, (4, 14)))
+    ),
+    "three stages, layers move, adam, sockets": Case(
+        "conv",
+        (3, 6),
+        (1, 1, 1),
+        {},
+        (20, 5),
+        shares_memory=False,
+        moves=(Move(8, (2, 5)),),
+        optimizer=named("adam"),
+    ),
     "2-1": Case("conv", (4,), (2, 1)),
     "2-1, cut anew": Case("conv", (4,), (2, 1), {}, (7, 5, 6), recuts=((2,), (6,))),
     "2-1, beyond NOAM": Case("skip", (4,), (2, 1), {"depth": 4}, segments=(13, 5)),

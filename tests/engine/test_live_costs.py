@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from pipebench.cluster import Cluster, Level
+from pipebench.engine.simulated_moves import simulate_moves
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.model.plan import recut
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event
+from pipebench.simulate.throughput import Finishes, throughput
 from pipebench.simulate.timeline import MIGRATION
 from tests.engine.test_live_moves import SEVERAL
 from tests.models import ConvNet
@@ -120,6 +123,31 @@ def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
     assert [each.label for each in moved] == ["M13", "M14", "M15"]
     assert waits[0].end_s == pytest.approx(moved[-1].end_s)
     assert slow.num_bytes[MIGRATION, "server"] == sum(each.num_bytes for each in moved)
+
+
+@pytest.mark.parametrize(("before", "after"), SEVERAL)
+def test_what_is_only_simulated_takes_as_long(before: Starts, after: Starts) -> None:
+    """The same clock, bytes and busy time as of what trains; from any minibatch of the run on."""
+    moves = [Move(9, after), Move(17, before)]
+    engine, _, meter = timed(before, moves, 25, bytes_per_s=1000.0)
+    setup = replace(engine.setup.under(recut(engine.setup.graph, engine.setup.plan, before)))
+    totals = simulate_moves(setup, moves, 0, 25)
+    assert (totals.end_s, totals.busy_s, totals.stall_s) == (engine.clock_s, meter.busy_s, meter.stall_s)
+    assert totals.again_s == meter.again_s > 0
+    assert {key: n for key, n in totals.num_bytes.items() if n} == dict(engine.num_bytes)
+
+
+def test_throughput_over_time() -> None:
+    """Four samples in 15 s on the first worker's 5 layers, then in 9 s on its 3."""
+    setup = timed((5, 6), [], 1, dataset=Blobs(num_train=240))[0].setup
+    finishes = Finishes(setup.pipeline)
+    moves = [Move(15, (4, 6)), Move(21, (3, 5))]
+    totals = simulate_moves(setup, moves, 0, 60, Meter(setup.pipeline, finishes))
+    assert sum(unit.samples for unit in finishes.units) == 240
+    rates = throughput(finishes.units, 45.0, totals.end_s)
+    assert rates[1:5] == pytest.approx([12 / 45] * 4)
+    assert rates[-4:-1] == pytest.approx([20 / 45] * 3)
+    assert min(rates[1:-1]) >= 8 / 45
 
 
 def test_updates_take_as_long_as_what_is_updated() -> None:

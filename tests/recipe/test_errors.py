@@ -72,20 +72,33 @@ OVERRIDES = [
     ),
     ("parallelism.vpipe={live: false, moves: gone.json}", "parallelism.vpipe.moves: gone.json: can't be read: No such"),
     (
-        "parallelism.vpipe={moves: [{at: {epochs: 1}, cuts: [head]}]}",
-        "parallelism.vpipe.live: got true, and moves are made at a drain: allowed is false",
+        "parallelism={mode: dp, plan: auto, vpipe: {swap: false, recompute: false}}",
+        "parallelism.vpipe.repartition: got true in mode dp, which has one stage: allowed is false",
     ),
     (
-        "parallelism={mode: dp, plan: auto, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [head]}]}}",
+        "parallelism={mode: auto, plan: auto, vpipe: {swap: false, recompute: false}}",
+        "parallelism.vpipe.repartition: got true with mode auto, which plans every mode: allowed is false",
+    ),
+    (
+        (
+            "parallelism={mode: dp, plan: auto, vpipe: {swap: false, recompute: false, "
+            "moves: [{at: {epochs: 1}, cuts: [x]}]}}"
+        ),
         "parallelism.vpipe.moves: got .* in mode dp, which has one stage: allowed is null",
     ),
     (
-        "parallelism={mode: auto, plan: auto, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [head]}]}}",
+        (
+            "parallelism={mode: auto, plan: auto, vpipe: {swap: false, recompute: false, "
+            "moves: [{at: {epochs: 1}, cuts: [x]}]}}"
+        ),
         "parallelism.vpipe.moves: got .* with mode auto, which plans every mode: allowed is null",
     ),
     (
-        "parallelism={mode: interleaved, plan: straight, vpipe: {live: false, moves: [{at: {epochs: 1}, cuts: [x]}]}}",
-        "parallelism.vpipe.moves: layers move between workers that have one stage each",
+        (
+            "parallelism={mode: interleaved, plan: straight, vpipe: {swap: false, recompute: false, "
+            "moves: [{at: {epochs: 1}, cuts: [x]}]}}"
+        ),
+        "parallelism.vpipe.moves: got .*, and layers move between workers that have one stage each, .*: allowed is",
     ),
     ("parallelism.vpipe={}", None),
     (

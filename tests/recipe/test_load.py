@@ -34,7 +34,7 @@ COUNTS = {
     "lab": 4,
     "search": 5,
     "uniform": 4,
-    **dict.fromkeys((f"vpipe/{name}" for name in ("gnmt16", "transformer", "vgg16", "resnet50")), 2),
+    **dict.fromkeys((f"vpipe/{name}" for name in ("bert", "gnmt16", "transformer", "vgg16", "resnet50")), 4),
     **dict.fromkeys((f"small/{name}" for name in SMALL), 6),
     "small/vgg16": 12,
     "small/gnmt8": 14,

@@ -15,8 +15,8 @@ from pipebench.recipe.load import load
 from pipebench.train.prepare import prepare
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "vpipe_tpds21.yaml"
-FOLDERS = {"gnmt16": "gnmt", "transformer": "transformer", "vgg16": "vgg16", "resnet50": "resnet50"}
-SYSTEMS = {"gpipe": "g", "pipedream": "p"}
+FOLDERS = {"gnmt16": "gnmt", "transformer": "transformer", "bert": "bert", "vgg16": "vgg16", "resnet50": "resnet50"}
+SYSTEMS = {"gpipe": "g", "gpipe-vpipe": "gv", "pipedream": "p", "pipedream-vpipe": "pv"}
 
 
 @cache

@@ -15,11 +15,13 @@ from pipebench.model.plan_layers import form_of
 from pipebench.recipe.moves import AskedMove, asked_moves, load_moves
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.modes import RECOMPUTE
+from pipebench.schedule.moves import Move
 from pipebench.schedule.repartitions import FILE_NAME, to_text
 from pipebench.simulate.timeline import MIGRATION
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.moves import planned_moves, under
+from pipebench.train.moves import BALANCED, planned_moves, under
+from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job
 from pipebench.train.result import RunResult
 from pipebench.train.virtual import on_virtual_clock
@@ -36,12 +38,18 @@ WRITTEN = [
 PER_EPOCH = 12
 
 
-def job(moves: Any, *, every: int = 7, **columns: Any) -> Job:
-    """Return two epochs of twelve minibatches that evaluate after every seventh."""
-    data = Blobs(num_train=46)
-    setup = replace(make_setup(Mlp(), (FIRST, [1, 1, 1]), dataset=data, **columns), repartitions=True)
-    asked = recipe(target=None, max_epochs=2, evaluate_every=PeriodRecipe(minibatches=every))
-    return Job(asked, setup.cluster, setup, moves=planned_moves(asked_moves(moves), setup))
+PERIODS = Periods(24, 7, 7)
+
+
+def job(
+    moves: Any, *, every: int = 7, epochs: int = 2, live: bool = False, balances: bool = False, starts: Any = FIRST
+) -> Job:
+    """Return epochs of twelve minibatches that evaluate after every seventh."""
+    setup = make_setup(Mlp(), (starts, [1, 1, 1]), dataset=Blobs(num_train=46))
+    setup = replace(setup, repartitions=True, live=live, balances=balances)
+    asked = recipe(target=None, max_epochs=epochs, evaluate_every=PeriodRecipe(minibatches=every))
+    periods = Periods.of(asked.train, setup.sampler.minibatches_per_epoch)
+    return Job(asked, setup.cluster, setup, moves=planned_moves(asked_moves(moves), setup, periods))
 
 
 def run(given: Job, policy: CheckpointPolicy = NO_CHECKPOINTS) -> tuple[RunResult, dict[str, torch.Tensor]]:
@@ -93,12 +101,12 @@ def test_a_run_goes_on_under_the_cuts_it_asks_for() -> None:
     assert [each.samples for each in result.moves] == [20, 46]
 
 
-def test_moves_cost_what_emptying_and_filling_the_pipeline_takes_besides_the_links() -> None:
-    moved, _ = run(job([{"at": {"minibatches": 5}, "cuts": ["body_2", "body_4"]}]))
+def test_cuts_that_are_there_already_cost_nothing() -> None:
+    asked, _ = run(job([{"at": {"minibatches": 7}, "cuts": ["body_2", "body_4"]}]))
     stayed, _ = run(job(None))
-    assert moved.moves[0].stall_s == 0, "nothing moved"
-    assert moved.metrics["total_time_s"] > stayed.metrics["total_time_s"]
-    assert stayed.metrics["repartitions"] == 0
+    assert asked.moves == ()
+    assert asked.metrics["total_time_s"] == stayed.metrics["total_time_s"]
+    assert stayed.metrics["repartitions"] == stayed.metrics["migration_bytes"] == 0
 
 
 @pytest.mark.parametrize("stop", [7, 14, 21])
@@ -138,12 +146,13 @@ def test_what_a_run_has_kept_is_repeated(tmp_path: Path) -> None:
 
 def test_policies_are_kept_with_the_cuts() -> None:
     setup = make_setup(Mlp(), (FIRST, [1, 1, 1]), recompute={0, 1})
-    (move,) = planned_moves([AskedMove(asked_moves(WRITTEN)[0].at, LAST)], setup)
+    setup = replace(setup, live=False)
+    (move,) = planned_moves([AskedMove(asked_moves(WRITTEN)[0].at, LAST)], setup, PERIODS)
     names = [layer.name for layer in setup.graph.layers]
     stages = form_of(move.plan, names).stages
     assert [name for stage in stages for name, policy in stage.layers.items() if policy == RECOMPUTE] == names[:2]
     given = AskedMove(asked_moves(WRITTEN)[0].at, LAST, {"body_6": RECOMPUTE})
-    (move,) = planned_moves([given], setup)
+    (move,) = planned_moves([given], setup, PERIODS)
     assert [stage.memory.count(RECOMPUTE) for stage in move.plan.stages] == [0, 0, 1]
     assert under(setup, ()) == setup.plan
 
@@ -168,7 +177,7 @@ def test_moves_of_text_leave_no_stream_behind() -> None:
     names = [layer.name for layer in setup.graph.layers]
     asked = asked_moves([{"at": {"minibatches": streams + 1}, "cuts": names[2:4]}])
     with pytest.raises(PlanError, match=rf"moves\[0\].at: .*allowed are multiples of train.streams, {streams}"):
-        planned_moves(asked, setup)
+        planned_moves(asked, setup, PERIODS)
 
 
 @pytest.mark.parametrize(
@@ -202,3 +211,81 @@ def test_a_file_that_isn_t_of_moves_is_refused(tmp_path: Path, text: str, proble
     path.write_text(text)
     with pytest.raises(RecipeError, match=problem):
         load_moves(str(path))
+
+
+LIVE = [
+    {"at": {"minibatches": 8}, "cuts": ["body_3", "body_5"]},
+    {"at": {"minibatches": 20}, "cuts": ["body_2", "body_4"]},
+    {"at": {"minibatches": 48}, "cuts": ["body_3", "body_4"]},
+]
+
+
+def test_layers_move_while_the_run_goes_on() -> None:
+    """The third move is at a drain: nothing is in flight then, whatever the recipe says."""
+    given = job(LIVE, every=24, epochs=5, live=True)
+    result, weights = run(given)
+    engine = make_engine(given.setup)
+    for at, starts in ((8, (3, 5)), (20, (2, 4))):
+        engine.announce(Move(at, starts))
+    engine.train(0, 24)
+    engine.train(24, 24)
+    engine.replan(recut(given.setup.graph, engine.setup.plan, (3, 4)))
+    engine.train(48, 12)
+    assert same(weights, {name: tensor for r in engine.replicas for name, tensor in r.tensors().items()})
+    assert [(each.minibatch, each.live) for each in result.moves] == [(8, True), (20, True), (48, False)]
+    assert [each.stall_s == 0 for each in result.moves] == [True, True, False]
+    drained, _ = run(job(LIVE, every=24, epochs=5))
+    assert result.metrics["migration_bytes"] >= drained.metrics["migration_bytes"] > 0
+    assert result.metrics["total_time_s"] < drained.metrics["total_time_s"]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_stages_that_are_cut_badly_are_balanced_while_the_run_goes_on(tmp_path: Path, live: bool) -> None:
+    given = job(None, every=40, epochs=10, live=live, balances=True, starts=[1, 2])
+    result, weights = run(given)
+    assert {each.why for each in result.moves} == {BALANCED}
+    assert {each.live for each in result.moves} == {live}
+    assert max(row["forward_s"] for row in result.stages) == 3 < 5
+    path = tmp_path / FILE_NAME
+    path.write_text(to_text(result.moves))
+    again, repeated = run(job(str(path), every=40, epochs=10, live=live, starts=[1, 2]))
+    assert same(weights, repeated), "what was decided is what was kept"
+    assert [each.cuts for each in again.moves] == [each.cuts for each in result.moves]
+    assert again.metrics["total_time_s"] == pytest.approx(result.metrics["total_time_s"])
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("stop", [40, 80])
+def test_a_run_that_balances_itself_goes_on_from_a_checkpoint(tmp_path: Path, stop: int, live: bool) -> None:
+    given = job(None, every=40, epochs=10, live=live, balances=True, starts=[1, 2])
+    store = Checkpoints(tmp_path, keep=9)
+    whole, _ = run(given, CheckpointPolicy(store))
+    again, _ = run(given, CheckpointPolicy(store, resume_point(store.at(stop), given)))
+    assert again.stages[0]["last_layer"] == whole.stages[0]["last_layer"]
+    assert [each for each in again.moves if each.minibatch <= stop] == [m for m in whole.moves if m.minibatch <= stop]
+
+
+@pytest.mark.parametrize(
+    ("moves", "problem"),
+    [
+        ([{"at": {"minibatches": 5}, "cuts": list(LAST)}], r"moves\[0\]: .* from minibatch 5 on comes too early"),
+        (
+            [{"at": {"minibatches": 26}, "cuts": list(LAST)}],
+            r"moves\[0\]: .*minibatch 2 on comes too early.*the drain after 24; or set vpipe.live: false",
+        ),
+        ([{"at": {"minibatches": 8}, "cuts": ["body_5", "body_6"]}], r"moves\[0\]: a layer moves by one stage"),
+    ],
+)
+def test_live_moves_that_can_t_be_made_are_refused_before_anything_runs(moves: Any, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        job(moves, every=24, epochs=5, live=True)
+
+
+def test_plans_and_modes_that_layers_can_t_move_in_are_refused() -> None:
+    replicated = make_setup(Mlp(), ([2], [2, 1]))
+    live = replace(replicated, repartitions=True)
+    with pytest.raises(PlanError, match=r"parallelism.vpipe: layers move .* only where every stage has one replica"):
+        planned_moves([], live, PERIODS)
+    with pytest.raises(PlanError, match=r"repartition: stages are balanced where each has one worker, and plan 2-1"):
+        planned_moves([], replace(live, live=False, balances=True), PERIODS)
+    assert planned_moves([], replicated, PERIODS) == ()

@@ -1,0 +1,55 @@
+"""Stages that measure and balance themselves in processes: what they decide, and what the weights are then."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.model.plan import recut
+from pipebench.schedule.moves import Move
+from pipebench.simulate.network import Network
+from tests.distributed.scenarios import _MINIBATCHES, balanced_setup
+from tests.processes import Processes
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_stages_balance_themselves_and_the_weights_are_the_virtual_engine_s(
+    request: pytest.FixtureRequest, size: int, live: bool
+) -> None:
+    """Times are the wall clock's, so what is decided is known only afterwards; done again, it gives the same bits."""
+    processes: Processes = request.getfixturevalue({2: "two", 3: "three"}[size])
+    starts = [1, 2][: size - 1]
+    found = processes.run("tests.distributed.scenarios:balanced", starts, live, f"balanced {size} {live}")
+    (made, *others) = [decided for _, decided in found]
+    assert made
+    assert all(each == made for each in others), "all have heard the same"
+    again = virtually_again(starts, made, live=live)
+    for worker, (outcome, _) in enumerate(sorted(found, key=lambda each: each[0].worker)):
+        (tensors,) = outcome.tensors
+        expected = again.workers[worker].tensors()
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    counts = [len([name for name in outcome.tensors[0] if name.endswith("weight")]) for outcome, _ in found]
+    assert max(counts) < 7 - (size - 1), (
+        f"all linear layers but one for each other stage were on the last, now {counts}"
+    )
+
+
+def virtually_again(starts: list[int], made: list[tuple[int, list[int]]], *, live: bool) -> VirtualEngine:
+    """Return a virtual engine that was told what processes have decided."""
+    setup = balanced_setup(starts, live=live, balances=False)
+    engine = VirtualEngine(replace(setup), Network(setup.cluster, setup.devices))
+    done = 0
+    if live:
+        for at, cuts in made:
+            engine.announce(Move(at, tuple(cuts)))
+    for at, cuts in [] if live else made:
+        if at < _MINIBATCHES:
+            done += engine.train(done, at - done)
+        else:
+            done += engine.train(done, _MINIBATCHES - done)
+        engine.replan(recut(setup.graph, engine.setup.plan, cuts))
+    engine.train(done, _MINIBATCHES - done)
+    return engine
