@@ -73,12 +73,18 @@ def _chosen_by_vpipe(
 
 @rule(
     "parallelism.vpipe", "parallelism.mode", "parallelism.chunks", "parallelism.order", "parallelism.relay",
-    "engine.kind",
+    "engine.kind", "search",
 )  # fmt: skip
 def _moving(
-    vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, order: str | None, relay: bool, kind: str
+    vpipe: Mapping[str, Any] | None,
+    mode: str,
+    chunks: int | None,
+    order: str | None,
+    relay: bool,
+    kind: str,
+    search: Mapping[str, Any] | None,
 ) -> Problems:
-    """Layers move between stages of workers that have one each."""
+    """Layers move between stages of workers that have one each; without training, where an architecture changes."""
     if vpipe is None or not (vpipe["moves"] or vpipe["repartition"]):
         return
     key = "moves" if vpipe["moves"] else "repartition"
@@ -95,5 +101,5 @@ def _moving(
         yield asking, f"{given}, and layers move between {workers}: {allowed}"
     if relay:
         yield "parallelism.relay", f"got true with vpipe.{key}, which changes who hands on what: allowed is false"
-    if not ENGINES[kind].trains:
+    if not ENGINES[kind].trains and (search is None or vpipe["moves"]):
         yield asking, f"{given} with engine.kind {kind}, which trains nothing: {allowed}"
