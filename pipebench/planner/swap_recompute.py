@@ -22,7 +22,7 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 # Unfinished choices that are followed, over all layers: a few tenths of a second. Stages of some tens of layers seldom
 # have more; of others, those are followed that are spread over memory.
-MOST_STEPS = 12000
+MOST_STEPS = 8000
 _FEWEST_LABELS = 24
 _SAME = 1e-12  # seconds: floats' own rounding
 
@@ -103,7 +103,7 @@ def best_policies(problem: StageProblem, most_steps: int = MOST_STEPS) -> Outcom
     if not fitting:
         return min(known, key=lambda each: each.num_bytes)
     best = min(fitting, key=lambda each: (each.extra_s, each.sums.swapped_bytes, each.num_bytes))
-    return replace(best, is_exact=is_exact)
+    return replace(best, is_exact=is_exact or best.extra_s == 0)
 
 
 def _following(

@@ -1,8 +1,8 @@
-"""Plans whose layers' policies are chosen stage by stage so that all of them fit: vPipe's SR, swap and recompute.
+"""Plans whose layers' policies are chosen stage by stage so that all of them fit: as vPipe chooses them.
 
 Paper: vPipe (TPDS'21) section 4. The stages are a straight pipeline's, cut for the times of its layers as if memory had
-no end; then every stage chooses by itself what it keeps, swaps and computes again (`swap_recompute`). Where a stage
-can't be made to fit, stages are cut again, for the times of those that can.
+no end; then every stage chooses by itself what it keeps, swaps and computes again (`swap_recompute`). A plan that the
+recipe names stays so; of others, stages are cut again for the times that come of it.
 
 What a stage keeps is told by a closed form first. What is chosen is then simulated, and a stage that keeps more there,
 as transfers wait in queues, chooses again with so much less memory.
@@ -11,19 +11,24 @@ as transfers wait in queues, chooses again with so much less memory.
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
-from pipebench.planner.partition.consecutive import Line, best_consecutive
+from pipebench.planner.partition.consecutive import Line, best_consecutive, repartition
 from pipebench.planner.partition.graph import timed_graph
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.swap_recompute import best_policies
 
 _MOST_TRIALS = 8  # of policies; two or three are enough where any do
+_MOST_REPARTITIONS = 10  # the paper says 3 to 9
+_GAINS = 0.999  # of the bottleneck: what is worth cutting again
+_SHARES = (1.0, 0.95, 0.9, 0.8)  # of a device's memory: the rest is for what a closed form doesn't see
+_AGAIN = ", repartitioned"
 
 
 class UnfitError(PlanError):
@@ -66,19 +71,48 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
 
 
 def best_virtualised(of: Estimator) -> PlanEstimate:
-    """Return the straight plan for the times of its layers, or the fastest that can be made to fit, not yet predicted.
+    """Return the best straight plan found whose stages choose what their layers do, not yet predicted.
+
+    It begins with the cuts for the times of layers, or the best that can be made to fit. Then stages are cut again as
+    vPipe's Algorithm 1 does while it trains: every layer is taken to last as much longer as its stage does with what it
+    has chosen, Algorithm 3 cuts for these times, and so on until nothing is gained.
 
     Raises:
         UnfitError: no plan was found that fits.
     """
-    fastest = _fastest(of)
+    stages = _fastest(of)
     try:
-        return virtualised(of, fastest, "flat, straight, policies chosen per stage")
-    except UnfitError:
-        recut = _that_fit(of, len(fastest))
-        if recut is None:
-            raise
-        return virtualised(of, recut, "straight, cut for what can fit, policies chosen per stage")
+        best = virtualised(of, stages, "flat, straight, policies chosen per stage")
+    except UnfitError as unfit:
+        stages, best = _best_that_fit(of, len(stages), unfit)
+    for _ in range(_MOST_REPARTITIONS):
+        before, stages = stages, _repartitioned(of, best)
+        if stages == before:
+            break
+        try:
+            found = virtualised(of, stages, f"{best.found_by.removesuffix(_AGAIN)}{_AGAIN}")
+        except UnfitError:
+            break
+        if found.bottleneck_s >= best.bottleneck_s * _GAINS:
+            break
+        best = found
+    return best
+
+
+def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...]:
+    """Return the stages that Algorithm 3 makes of layers that last as their stage says."""
+    states, rows = of.work.states, of.request.profile.layers[of.unit_size]
+    own_s = timed_graph(rows).seconds
+    lasting = [0.0] * len(rows)  # the loss has its share in the last layer
+    for place, stage in zip(found.plan.stages, found.stages, strict=True):
+        layers = range(place.start, place.stop)
+        whole_s = sum(own_s[layer] for layer in layers)
+        for layer in layers:
+            lasting[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
+    state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
+    line = Line(timed_graph(rows, lasting), sorted(state_of)[1:-1])
+    ends = line.ends(repartition(line, [place.start for place in found.plan.stages[1:]]))
+    return tuple(SearchStage(state_of[start], state_of[stop], 1) for start, stop in itertools.pairwise(ends))
 
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
@@ -115,15 +149,36 @@ def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
     return min(found, key=lambda each: bottleneck_s(*each))[1]
 
 
-def _that_fit(of: Estimator, num_stages: int) -> tuple[SearchStage, ...] | None:
-    """Return the straight plan of the fastest slowest stage of those whose stages fit if all layers do the same."""
+def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[tuple[SearchStage, ...], PlanEstimate]:
+    """Return the stages of the fastest plan that can be made to fit, by a closed form and then simulated, and the plan.
+
+    Raises:
+        UnfitError: none was found; what was said of the plan before.
+    """
+    for share in _SHARES:
+        stages = _that_fit(of, num_stages, share)
+        if stages is not None:
+            with suppress(UnfitError):
+                return stages, virtualised(of, stages, "straight, cut for what can fit, policies chosen per stage")
+    raise unfit
+
+
+def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage, ...] | None:
+    """Return the straight plan of the fastest slowest stage of those whose stages fit if all layers do the same.
+
+    Args:
+        of: weighs plans.
+        num_stages: of the plan.
+        share: of a device's memory that a stage may take.
+    """
     states = of.work.states
     state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
 
     def fits(part: int, start: int, stop: int) -> bool:
         stages = [SearchStage(state_of[start], state_of[stop], 1)] * num_stages
         problem = _problems(of, stages)[part]
-        return any(problem.outcome((policy,) * problem.num_layers).fits for policy in problem.choices)
+        least = min(problem.outcome((policy,) * problem.num_layers).num_bytes for policy in problem.choices)
+        return least <= share * problem.limit_bytes
 
     line = Line(timed_graph(of.request.profile.layers[of.unit_size]), sorted(state_of)[1:-1], fits)
     try:

@@ -73,18 +73,12 @@ def _chosen_by_vpipe(
 
 @rule(
     "parallelism.vpipe", "parallelism.mode", "parallelism.chunks", "parallelism.order", "parallelism.relay",
-    "engine.kind", "search",
+    "engine.kind",
 )  # fmt: skip
 def _moving(
-    vpipe: Mapping[str, Any] | None,
-    mode: str,
-    chunks: int | None,
-    order: str | None,
-    relay: bool,
-    kind: str,
-    search: Mapping[str, Any] | None,
+    vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, order: str | None, relay: bool, kind: str
 ) -> Problems:
-    """Layers move between stages of workers that have one each; without training, where an architecture changes."""
+    """Layers move between stages of workers that have one each."""
     if vpipe is None or not (vpipe["moves"] or vpipe["repartition"]):
         return
     key = "moves" if vpipe["moves"] else "repartition"
@@ -101,5 +95,5 @@ def _moving(
         yield asking, f"{given}, and layers move between {workers}: {allowed}"
     if relay:
         yield "parallelism.relay", f"got true with vpipe.{key}, which changes who hands on what: allowed is false"
-    if not ENGINES[kind].trains and (search is None or vpipe["moves"]):
+    if vpipe["moves"] and not ENGINES[kind].trains:
         yield asking, f"{given} with engine.kind {kind}, which trains nothing: {allowed}"

@@ -159,7 +159,7 @@ class VpipeRecipe:
             file says itself what they do.
         recompute: whether they may be computed again for the backward.
         repartition: whether stages are measured, and layers move to balance them (Algorithm 1); not where `moves` are
-            given.
+            given, nor in simulations, where stages take what they were planned by.
         live: whether layers move while minibatches are in flight; false empties the pipeline first, and fills it again.
         moves: cuts that are decided beforehand: a list of `{at: {minibatches: 24}, cuts: [layer, ...]}`, the first
             layer of every stage but the first; or the artifact `moves.json` of another run.
@@ -246,11 +246,6 @@ class ParallelismRecipe:
     def accumulate_given(self) -> int | None:
         """The number of `accumulate`, where there is one: the largest that fits is known of whole plans only."""
         return None if self.accumulate is None or self.accumulate == LARGEST else int(self.accumulate)
-
-    @property
-    def moves(self) -> bool:
-        """Whether layers may move from stage to stage while training goes on."""
-        return self.vpipe is not None and (self.vpipe.repartition or bool(self.vpipe.moves))
 
     @property
     def row(self) -> Mode:

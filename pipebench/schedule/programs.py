@@ -67,13 +67,13 @@ def most_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
 def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[Instruction]]:
     """Pass after pass, with an update of a stage after the last backward of a round, or of all stages at a flush."""
     stages = {stage: _StageProgram(p, stage, worker, num_minibatches) for stage in p.stages_of(worker)}
-    minibatch = p.minibatch
+    minibatch, swaps = p.minibatch, p.swaps
     for units in _between_flushes(p, num_minibatches):
         for stage, op, unit in _passes(p, worker, units):
             program = stages[stage]
             if op is Op.FORWARD:
                 yield program.forward(unit, *program.read(minibatch(unit)[0], unit))
-            elif op in COPIES:
+            elif swaps and op in COPIES:
                 yield [Instruction(op, stage, unit)]
             else:
                 yield program.backward(op, unit)

@@ -19,6 +19,7 @@ from pipebench.simulate.memory import (
     KINDS,
     MASTERS,
     MOVED,
+    ON_HOST,
     RECEIVED,
     SENT,
     STATE,
@@ -60,7 +61,7 @@ def memory_figure(memory: MemoryTimeline) -> "Figure":
     highest, limit = memory.fullest.num_bytes or 1, memory.limit_bytes
     scale, unit = next((scale, unit) for scale, unit in _UNITS if highest >= scale)
     is_drawn = limit is not None and limit < _ROOMY * highest
-    top = 1.15 * max(highest, limit if is_drawn and limit is not None else 0) / scale
+    top = 1.15 * max(highest, *memory.host_peaks, limit if is_drawn and limit is not None else 0) / scale
     few = len(memory.curves) <= MOST_ROWS
     shown = range(len(memory.curves)) if few else [memory.fullest.worker]
     stacks = Stacks(
@@ -81,6 +82,7 @@ def memory_figure(memory: MemoryTimeline) -> "Figure":
         figure, every = map_figure(stacks, values)
     for place, worker in enumerate(shown):
         _mark(every[place], memory, worker, scale, limit if is_drawn else None)
+        _draw_host(every[place], memory.curves[worker], memory.end_s, scale)
     return figure
 
 
@@ -92,6 +94,14 @@ def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit
     if found is not None and found.worker == worker:
         moment = found.time_s / axis_unit(memory.end_s)[0]
         axes.plot(moment, found.num_bytes / scale, marker="X", color="#D55E00", markersize=9, markeredgecolor="white")
+
+
+def _draw_host(axes: "Axes", curve: Curve, end_s: float, scale: float) -> None:
+    """Draw what is on the host, where anything ever is: a line, since it is no part of what the device keeps."""
+    if curve.host_bytes.any():
+        times_s = np.append(curve.times_s, end_s) / axis_unit(end_s)[0]
+        on_host = np.append(curve.host_bytes, curve.host_bytes[-1]) / scale
+        axes.step(times_s, on_host, where="post", color="#333333", linestyle=":", linewidth=1.2, label=ON_HOST)
 
 
 def _title(memory: MemoryTimeline, *, is_drawn: bool) -> str:
@@ -106,7 +116,9 @@ def _title(memory: MemoryTimeline, *, is_drawn: bool) -> str:
 
 def _note(memory: MemoryTimeline, worker: int) -> str:
     peak = memory.peaks[worker]
-    return f"{num_bytes(peak.num_bytes)} at most, {'in ' if ' ' not in peak.during else ''}{peak.during}"
+    host = memory.host_peaks[worker]
+    swapped = f"; dotted: on its host, {num_bytes(host)} at most" if host else ""
+    return f"{num_bytes(peak.num_bytes)} at most, {'in ' if ' ' not in peak.during else ''}{peak.during}{swapped}"
 
 
 def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:

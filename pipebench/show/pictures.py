@@ -24,6 +24,9 @@ from pipebench.simulate.timeline import (
     MIGRATION,
     PASSES,
     SEND,
+    SWAP_IN,
+    SWAP_KINDS,
+    SWAP_OUT,
     SYNC_KINDS,
     UPDATE,
     WAIT,
@@ -58,16 +61,20 @@ _TRANSFER_COLOURS = {
     EVALUATION: "#CC79A7",
     CONTROL: "#F0E442",
     MIGRATION: "#009E73",
+    SWAP_OUT: "#AA4499",
+    SWAP_IN: "#332288",
 }
 _CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _CURVE_STYLES = ("-", "--", "-.", ":")
 _AXIS_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
-# A row is one unit high: the worker's boxes above, its transfers in two strips below.
+# A row is one unit high: the worker's boxes above, its transfers in two strips below. Copies to the host and back go on
+# at the same time: each has half of a strip.
 _BOX_BOTTOM, _BOX_HEIGHT = -0.18, 0.58
 _STRIP_HEIGHT = 0.11
 _UPPER_STRIP, _LOWER_STRIP = -0.31, -0.43
 _UPPER_KINDS = (ACTIVATION, GRADIENT, EVALUATION)
+_BOTTOMS = {**dict.fromkeys(_UPPER_KINDS, _UPPER_STRIP), SWAP_OUT: _LOWER_STRIP + _STRIP_HEIGHT / 2}
 
 _WIDTH_IN, _ROW_IN, _FONT_POINTS = 14.0, 0.62, 7.5
 _CHAR_IN = 0.62 * _FONT_POINTS / 72  # mean width of a sans-serif character
@@ -244,9 +251,10 @@ def _draw_transfers(axes: "Axes", transfers: Sequence[Transfer], scale_s: float)
     sent = [(worker, transfer) for transfer in transfers for worker in transfer.senders]
     for (worker, kind), group in _grouped(sent, lambda pair: (pair[0], pair[1].kind)).items():
         bars = [(t.start_s / scale_s, (t.end_s - t.start_s) / scale_s) for _, t in group]
-        bottom = worker - (_UPPER_STRIP if kind in _UPPER_KINDS else _LOWER_STRIP) - _STRIP_HEIGHT
+        height = _STRIP_HEIGHT / 2 if kind in SWAP_KINDS else _STRIP_HEIGHT
+        bottom = worker - _BOTTOMS.get(kind, _LOWER_STRIP) - height
         colour = _TRANSFER_COLOURS.get(kind, "#777777")
-        axes.broken_barh(bars, (bottom, _STRIP_HEIGHT), facecolors=colour, linewidth=0, label=f"{kind} {worker}")
+        axes.broken_barh(bars, (bottom, height), facecolors=colour, linewidth=0, label=f"{kind} {worker}")
 
 
 def _write_labels(axes: "Axes", spans: Sequence[Span], end_s: float, scale_s: float) -> None:

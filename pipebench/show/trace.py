@@ -12,16 +12,17 @@ from typing import Any
 
 from pipebench.simulate.memory import KINDS
 from pipebench.simulate.memory_meter import MemoryTimeline
-from pipebench.simulate.timeline import SEND, WAIT, Span, Timeline, Transfer
+from pipebench.simulate.timeline import SEND, SWAP_IN, SWAP_KINDS, SWAP_OUT, WAIT, Span, Timeline, Transfer
 
 Event = dict[str, Any]
 _Work = dict[tuple[int, str], list[Span]]
-_COMPUTE_THREAD, _NETWORK_THREAD = 1, 2
+_COMPUTE_THREAD, _NETWORK_THREAD = 1, 2  # and as many more as are needed for what is sent at one time
+_COPY_THREADS = {SWAP_OUT: 1001, SWAP_IN: 1002}
 _US_PER_S = 1e6
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str], *, memory: MemoryTimeline | None = None) -> None:
-    """Write a trace: a process per worker, a thread for its work, and as many as needed for what it sends.
+    """Write a trace: a process per worker, a thread for its work, as many as needed for what it sends, two for copies.
 
     Args:
         timeline: what workers and links did.
@@ -36,6 +37,7 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str], *, memory: Mem
 def trace_events(timeline: Timeline) -> Iterable[Event]:
     """Yield the events of the trace, metadata first."""
     sends = _lanes(timeline)
+    copies = [(index, each) for index, each in enumerate(timeline.transfers) if each.kind in SWAP_KINDS]
     work: _Work = {}
     for span in timeline.spans:
         if span.kind not in (SEND, WAIT):
@@ -44,7 +46,8 @@ def trace_events(timeline: Timeline) -> Iterable[Event]:
         yield _metadata("process_name", worker, 0, {"name": f"{worker}: {name}"})
         yield _metadata("process_sort_index", worker, 0, {"sort_index": worker})
         lanes = {lane for sender, lane, _, _ in sends if sender == worker}
-        for thread in (_COMPUTE_THREAD, *(_NETWORK_THREAD + lane for lane in sorted(lanes))):
+        ways = {_COPY_THREADS[each.kind] for _, each in copies if each.senders == (worker,)}
+        for thread in (_COMPUTE_THREAD, *(_NETWORK_THREAD + lane for lane in sorted(lanes)), *sorted(ways)):
             yield _metadata("thread_name", worker, thread, {"name": _thread_name(thread)})
             yield _metadata("thread_sort_index", worker, thread, {"sort_index": thread})
     for span in timeline.spans:
@@ -53,6 +56,10 @@ def trace_events(timeline: Timeline) -> Iterable[Event]:
     for sender, lane, index, transfer in sends:
         yield _send(sender, _NETWORK_THREAD + lane, transfer)
         yield from _arrows(work, sender, _NETWORK_THREAD + lane, index, transfer)
+    for index, copy in copies:
+        (worker,), thread = copy.senders, _COPY_THREADS[copy.kind]
+        yield _send(worker, thread, copy)
+        yield from _arrows(work, worker, thread, index, copy) if copy.kind == SWAP_IN else ()
 
 
 def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event]:
@@ -67,13 +74,17 @@ def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event
                 kept = (int(num_bytes) for num_bytes in curve.num_bytes[rows, index])
                 counter = {"name": "memory [bytes]", "cat": "memory", "ph": "C", "pid": worker}
                 yield {**counter, "ts": _us(float(time_s)), "args": dict(zip(kinds, kept, strict=True))}
+                if curve.host_bytes.any():
+                    host = {"name": "on the host [bytes]", "cat": "memory", "ph": "C", "pid": worker}
+                    yield {**host, "ts": _us(float(time_s)), "args": {"swapped": int(curve.host_bytes[index])}}
 
 
 def _lanes(timeline: Timeline) -> list[tuple[int, int, int, Transfer]]:
     """Give every send (sender, lane, index, transfer) such that no two in a lane overlap: a thread can't show that."""
     free_s: dict[int, list[float]] = {}
     sends: list[tuple[int, int, int, Transfer]] = []
-    for index, transfer in sorted(enumerate(timeline.transfers), key=lambda pair: pair[1].start_s):
+    sent = ((index, each) for index, each in enumerate(timeline.transfers) if each.kind not in SWAP_KINDS)
+    for index, transfer in sorted(sent, key=lambda pair: pair[1].start_s):
         for sender in transfer.senders:
             ends_s = free_s.setdefault(sender, [])
             lane = next((i for i, end_s in enumerate(ends_s) if end_s <= transfer.start_s), len(ends_s))
@@ -85,6 +96,9 @@ def _lanes(timeline: Timeline) -> list[tuple[int, int, int, Transfer]]:
 
 
 def _thread_name(thread: int) -> str:
+    for kind, own in _COPY_THREADS.items():
+        if thread == own:
+            return f"copies, {kind}"
     lane = thread - _NETWORK_THREAD
     return "compute" if thread == _COMPUTE_THREAD else "network" if lane == 0 else f"network {lane + 1}"
 

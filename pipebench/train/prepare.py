@@ -177,6 +177,9 @@ def prepare(
         pipeline = with_largest_update(Course(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(recipe.train, graph, plan, flushes=pipeline.flushes)
     vpipe = recipe.parallelism.vpipe
+    wanted = [] if vpipe is None else asked_moves(vpipe.moves)
+    # In a simulation stages take what the profile says, which they were planned by: there is nothing to measure.
+    balances = vpipe is not None and vpipe.balances and engine_kind(recipe).trains
     setup = Setup(
         graph=graph,
         plan=plan,
@@ -196,12 +199,11 @@ def prepare(
         loss_scale=(recipe.train.loss_scale or LossScaleRecipe()) if _scales(recipe.train) else None,
         push_order=_order_of_pushes(recipe.parallelism, pipeline),
         correction_decay=recipe.parallelism.correction_decay or CORRECTION_DECAY,
-        repartitions=recipe.parallelism.moves or search is not None,
-        balances=vpipe is not None and vpipe.balances,
+        repartitions=balances or bool(wanted) or search is not None,
+        balances=balances,
         live=vpipe is None or vpipe.live,
     )
     per_epoch = sampler.minibatches_per_epoch
-    wanted = [] if vpipe is None else asked_moves(vpipe.moves)
     moves = planned_moves(wanted, setup, Periods.of(recipe.train, per_epoch))
     return Job(recipe, cluster, setup, comparison, known.left_over, search, moves)
 

@@ -78,7 +78,7 @@ class Watch:
         """In one sentence where, when and by how much the job is out of memory, and what would fit; "" if it isn't."""
         found, limit = self.memory.overflow, self.memory.limit_bytes
         if found is None or limit is None:
-            return ""
+            return self._out_of_host_memory
         kinds = sorted(found.by_kind.items(), key=lambda pair: -pair[1])
         named = ", ".join(f"{kind} {num_bytes(size)}" for kind, size in kinds[:_LARGEST])
         more = f" and {len(kinds) - _LARGEST} more kinds" if len(kinds) > _LARGEST else ""
@@ -92,6 +92,22 @@ class Watch:
             f"out of memory at {seconds(found.time_s)}, {_cause(found)}: worker {found.worker} "
             f"({self.memory.worker_names[found.worker]}) needs {num_bytes(found.num_bytes)} of the {num_bytes(limit)} "
             f"of a {self._job.cluster.device} ({named}{more}){later}; what {advice}"
+        )
+
+    @property
+    def _out_of_host_memory(self) -> str:
+        """Whose host has no room for what is swapped: for the peaks of all its workers, which may come one by one."""
+        cluster, outermost = self._job.cluster, len(self._job.cluster.levels) - 1
+        on_host: dict[int, int] = {}
+        for device, peak in zip(self._job.setup.devices, self.memory.host_peaks, strict=True):
+            host = cluster.component(device, outermost)
+            on_host[host] = on_host.get(host, 0) + peak
+        fullest = max(on_host, key=on_host.__getitem__)
+        if cluster.host_memory_bytes is None or on_host[fullest] <= cluster.host_memory_bytes:
+            return ""
+        return (
+            f"out of memory on host {fullest}: its workers swap {num_bytes(on_host[fullest])}, and it has "
+            f"{num_bytes(cluster.host_memory_bytes)}; what would help: fewer layers that swap, smaller minibatches"
         )
 
     def with_peaks(self, result: RunResult) -> RunResult:

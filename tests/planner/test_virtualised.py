@@ -50,7 +50,6 @@ def test_what_is_chosen_fits_in_the_simulator_too(mode: str, seed: int, share: f
     limit = int(share * roomy(mode, seed))
     planner = Planner(request(limit, seed=seed), mode)
     best = planner.best()
-    assert {policy for stage in best.plan.stages for policy in stage.memory} > {KEEP}
     memory = tuple(itertools.chain(*(stage.memory for stage in best.plan.stages)))
     with_policies = Planner(replace(planner.request, memory=memory), mode)
     peaks = with_policies.simulated_peaks(best)
@@ -66,7 +65,9 @@ def test_a_plan_that_keeping_refuses_becomes_possible() -> None:
     plain = replace(asked, chooses=(), row=replace(MODES["pipedream"], shape="straight"), depth=WORKERS)
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
         Planner(plain, "pipedream").best()
-    assert Planner(asked, "pipedream").best().plan.depth == WORKERS
+    best = Planner(asked, "pipedream").best()
+    assert best.plan.depth == WORKERS
+    assert {policy for stage in best.plan.stages for policy in stage.memory} > {KEEP}
 
 
 def test_more_to_choose_from_is_no_slower() -> None:
@@ -88,6 +89,16 @@ def test_of_gpipe_no_more_is_computed_again_than_has_to_be() -> None:
 def test_nothing_can_be_made_to_fit_and_a_sentence_says_so() -> None:
     with pytest.raises(PlanError, match=r"stage \d of mode pipedream doesn't fit whatever its layers do: .* more than"):
         Planner(request(10**6), "pipedream").best()
+
+
+def test_stages_are_cut_again_for_the_times_that_their_choices_make() -> None:
+    """The first of a pipeline has most in flight and computes most again: it gives layers away."""
+    asked = request(int(0.6 * roomy("pipedream")))
+    best = Planner(asked, "pipedream").best()
+    given = Planner(asked, "pipedream").for_replicas((1,) * WORKERS)
+    assert best.found_by.endswith("repartitioned")
+    assert best.bottleneck_s < given.bottleneck_s
+    assert best.plan.stages[0].stop <= given.plan.stages[0].stop
 
 
 def test_a_given_plan_chooses_too() -> None:

@@ -1,5 +1,6 @@
 """Pictures of memory and of occupancy over time: what is drawn where, for few workers and for many."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,20 @@ def test_a_row_per_worker_with_what_it_keeps_when() -> None:
     above = activations[activations[:, 1] > 1.5]
     assert above[:, 0].min() == pytest.approx(2.0, abs=0.02)
     assert above[:, 0].max() == pytest.approx(3.0, abs=0.03)
+
+
+def test_what_is_on_the_host_is_a_dotted_line() -> None:
+    """3 MB of worker 1's for the second second of ten, and nothing of the others."""
+    found = memory(3)
+    curves = [*found.curves]
+    curves[1] = replace(curves[1], host_bytes=np.array([0, 3_000_000, 0, 0]))
+    figure = memory_figure(replace(found, curves=tuple(curves), host_peaks=(0, 3_000_000, 0)))
+    assert [len(axes.lines) for axes in figure.axes] == [0, 1, 0]
+    (line,) = figure.axes[1].lines
+    assert line.get_linestyle() == ":"
+    points = np.column_stack([np.asarray(line.get_xdata()), np.asarray(line.get_ydata())]).tolist()
+    assert points == [[0.0, 0.0], [1.0, 3.0], [2.0, 0.0], [10.0, 0.0], [10.0, 0.0]]
+    assert texts(figure).count("dotted: on its host, 3.00 MB at most") == 1
 
 
 @pytest.mark.parametrize(("limit_bytes", "is_drawn"), [(4_500_000, True), (12_000_000, True), (16_000_000_000, False)])

@@ -13,7 +13,7 @@ from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.trace import write_trace
 from pipebench.simulate.memory import ACTIVATIONS, KINDS, WEIGHTS
 from pipebench.simulate.memory_meter import Curve, MemoryTimeline
-from pipebench.simulate.timeline import ACTIVATION, Span, Timeline, Transfer
+from pipebench.simulate.timeline import ACTIVATION, SWAP_IN, SWAP_OUT, Span, Timeline, Transfer
 
 TIMELINE = Timeline(
     worker_names=("stage 0", "stage 1"),
@@ -114,3 +114,26 @@ def test_arrows_go_from_a_send_to_the_work_that_needed_it(events: list[dict[str,
     ids = [event["id"] for event in events if event["ph"] == "s"]
     assert len(set(ids)) == 2
     assert ids == [event["id"] for event in events if event["ph"] == "f"]
+
+
+def test_copies_have_threads_of_their_own_and_lead_to_their_backwards(tmp_path: Path) -> None:
+    spans = (Span(0, "forward", "F0", 0.0, 0.001, 0), Span(0, "backward", "B0", 0.004, 0.005, 0))
+    transfers = (
+        Transfer(SWAP_OUT, "0", (0,), (0,), "pcie", 4096, 0.001, 0.002),
+        Transfer(ACTIVATION, "F0", (0,), (1,), "server", 4096, 0.001, 0.002),
+        Transfer(SWAP_IN, "B0", (0,), (0,), "pcie", 4096, 0.003, 0.004),
+    )
+    nothing = np.zeros((len(KINDS), 2), dtype=np.int64)
+    curves = tuple(Curve(np.array([0.001, 0.004]), nothing, np.array(host)) for host in ([4096, 0], [0, 0]))
+    memory = MemoryTimeline(("a", "b"), curves, (), (4096, 0), None, None, 1.0)
+    write_trace(Timeline(("a", "b"), spans, transfers, truncated=False), tmp_path / "trace.json", memory=memory)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {e["args"]["name"]: e["tid"] for e in found if e["name"] == "thread_name" and e["pid"] == 0}
+    assert {*threads} == {"compute", "network", "copies, swap-out", "copies, swap-in"}
+    shown = {e["name"]: (e["tid"], e["ts"], e["dur"]) for e in found if e["ph"] == "X"}
+    assert shown["swap-out 0"] == (threads["copies, swap-out"], 1000.0, 1000.0)
+    assert shown["swap-in B0"] == (threads["copies, swap-in"], 3000.0, 1000.0)
+    (start,), (end,) = ([e for e in found if e["ph"] == which and e["name"] == SWAP_IN] for which in "sf")
+    assert (start["tid"], end["tid"], end["ts"]) == (threads["copies, swap-in"], threads["compute"], 4000.0)
+    counters = [(e["pid"], e["ts"], e["args"]) for e in found if e["name"] == "on the host [bytes]"]
+    assert counters == [(0, 1000.0, {"swapped": 4096}), (0, 4000.0, {"swapped": 0})]

@@ -1,0 +1,40 @@
+"""The page of vPipe's algorithms is of its script, and shows what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from reports.studies import vpipe_algorithms
+from reports.studies.vpipe_algorithms import SHAPES, drawn
+
+PAGE = (Path(vpipe_algorithms.__file__).parents[1] / "vpipe_algorithms.md").read_text()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_drawn_graphs_have_the_sizes_of_table_4(name: str) -> None:
+    shape = SHAPES[name]
+    for seed in range(vpipe_algorithms.DRAWS):
+        graph = drawn(shape, seed)
+        assert (len(graph), len(graph.edges)) == (shape.nodes, shape.edges)
+        assert all(source < target for source, target, _ in graph.edges)
+
+
+def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
+    vpipe_algorithms.main(runs=1, instances=10, shapes=["GNMT"])
+    made = capsys.readouterr().out
+    headings = [line for line in made.splitlines() if line.startswith(("#", "| model", "| graphs", "| stages"))]
+    assert headings == [line for line in PAGE.splitlines() if line.startswith(("#", "| model", "| graphs", "| stages"))]
+    for text in (vpipe_algorithms.HEAD, vpipe_algorithms.TABLE_4, vpipe_algorithms.REGRET_3, vpipe_algorithms.REGRET_2):
+        assert text.strip() in PAGE
+    own = r"\| GNMT, drawn \| 190 / 228 \|"
+    assert re.search(own, made)
+    assert re.search(own, PAGE)
+
+
+def test_algorithm_3_cuts_a_graph_as_large_as_amoebanet_about_as_well_and_ten_times_faster() -> None:
+    row = next(line for line in PAGE.splitlines() if line.startswith("| AmoebaNet, drawn"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    by_plain, by_3 = (float(cells[index].split(",")[0]) for index in (4, 6))
+    assert by_3 <= 1.03 * by_plain
+    assert float(cells[-1].removesuffix("x")) >= 10

@@ -1,0 +1,100 @@
+"""Devices too small for plain PipeDream: what swaps or recomputes trains there, with the bits of endless devices."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipebench.engine.gate import StopRequest
+from pipebench.engine.virtual import VirtualEngine
+from pipebench.errors import PlanError
+from pipebench.recipe.load import load
+from pipebench.simulate.meter import MEMORY
+from pipebench.train.metrics import run_notes
+from pipebench.train.prepare import Job, prepare
+from pipebench.train.virtual import on_virtual_clock
+from pipebench.train.watch import Watch
+from tests.support import parameters_of
+
+RECIPE = """\
+name: small
+model: {name: vgg16, width: 0.0625, batch_norm: true, num_classes: 10, in_channels: 1, image_size: 32, init: kaiming}
+dataset: {name: mnist5k}
+train: {minibatch_size: 8, optimizer: {name: sgd, lr: 0.02, momentum: 0.9}, max_epochs: 1}
+cluster: {name: small.yaml}
+parallelism: {mode: pipedream, depth: 4}
+"""
+CLUSTER = """\
+device: {{value: V100, assumed: a test}}
+memory: {{value: {memory}, assumed: a test}}
+pcie: {{value: 16 GB/s, assumed: a test}}
+levels:
+  - name: server
+    count: {{value: 4, assumed: a test}}
+    bandwidth: {{value: 10 GB/s, assumed: a test}}
+    latency: {{value: 10 us, assumed: a test}}
+    efficiency: {{value: 1, assumed: a test}}
+"""
+
+
+def job_of(folder: Path, memory: str, overrides: Sequence[str] = ()) -> Job:
+    (folder / "small.yaml").write_text(CLUSTER.format(memory=memory))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    loaded = load(str(folder / "recipe.yaml"), overrides)
+    return prepare(loaded.recipe, loaded.cluster)
+
+
+def trained(job: Job) -> VirtualEngine:
+    """Train two segments."""
+    engine = on_virtual_clock(job, StopRequest())(lambda *_: None, lambda *_: None)
+    assert isinstance(engine, VirtualEngine)
+    engine.train(0, 13)
+    engine.train(13, 7)
+    return engine
+
+
+def cuts_of(job: Job) -> str:
+    names = [layer.name for layer in job.setup.graph.layers]
+    return f"[{', '.join(names[stage.start] for stage in job.setup.plan.stages[1:])}]"
+
+
+def has_the_bits_of_endless_devices(folder: Path, job: Job, limit: int) -> bool:
+    """Train a job within a limit, and the same plan on devices without one, where it keeps everything."""
+    engine = trained(job)
+    assert max(engine.peak_bytes) <= limit
+    wide = job_of(folder, "null", ["parallelism.plan=straight", f"parallelism.cuts={cuts_of(job)}"])
+    assert {policy for stage in wide.setup.plan.stages for policy in stage.memory} == {"keep"}
+    other = trained(wide)
+    assert max(other.peak_bytes) > limit
+    found, expected = parameters_of(engine), parameters_of(other)
+    assert len(found) > 20
+    return all(torch.equal(parameter, expected[name]) for name, parameter in found.items())
+
+
+def test_a_plan_that_doesn_t_fit_trains_where_its_stages_swap(tmp_path: Path) -> None:
+    """A plan that a recipe names is run as it is, and that says so."""
+    pytest.importorskip("mlxtend")
+    keeping = job_of(tmp_path, "3 MB", ["parallelism.plan=straight"])
+    assert "out of memory" in Watch.over(keeping).out_of_memory
+    job = job_of(tmp_path, "3 MB", ["parallelism.plan=straight", "parallelism.vpipe={recompute: false}"])
+    assert [stage.memory.count("swap") for stage in job.setup.plan.stages] == [13, 0, 0, 0]
+    assert Watch.over(job).out_of_memory == ""
+    assert has_the_bits_of_endless_devices(tmp_path, job, 3_000_000)
+
+
+def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> None:
+    pytest.importorskip("mlxtend")
+    with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
+        job_of(tmp_path, "1500 kB")
+    job = job_of(tmp_path, "1500 kB", ["parallelism.recompute=true"])
+    assert Watch.over(job).out_of_memory == ""
+    assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
+
+
+def test_a_run_that_held_more_than_a_device_has_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("mlxtend")
+    job = job_of(tmp_path, "3 MB", ["parallelism.plan=straight"])
+    said = "worker 1 (stage 1) held 3.30 MB, more than the 3.00 MB of a V100"
+    assert run_notes(job, {"peak_bytes": [700_000, 3_300_000, 3_100_000, 0]}) == {MEMORY: said}
+    assert run_notes(job, {"peak_bytes": [700_000, 3_000_000, 0, 0]}) == {}
