@@ -122,7 +122,11 @@ class Search:
             if each.scores
         ]  # fmt: skip
         return SearchFile(
-            VERSION, [], rows, self._setup.metric, [*self._course.hurdles], None if best is None else best.number
+            VERSION,
+            individuals=rows,
+            metric=self._setup.metric,
+            hurdles=[*self._course.hurdles],
+            best=None if best is None else best.number,
         )
 
 

@@ -18,6 +18,7 @@ from pipebench.engine.setup import Setup
 from pipebench.model.plan import stage_of_layers
 from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
 from pipebench.schedule.modes import AUTO
+from pipebench.schedule.notation import STRAIGHT
 from pipebench.search.architectures import Cells
 from pipebench.search.search import SearchSetup
 from pipebench.search.trace import Step
@@ -29,8 +30,6 @@ from pipebench.train.periods import Periods
 from pipebench.train.prepare import Job, choose_plan
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.watch import Watch
-
-STRAIGHT = "straight"
 
 
 class Phase(NamedTuple):
@@ -209,4 +208,4 @@ def _file(search: SearchSetup, phases: Sequence[Phase], samples: Sequence[int], 
         )
         for number, (phase, seen, count, was) in enumerate(zip(phases, samples, layers, before, strict=False))
     ]  # fmt: skip
-    return SearchFile(VERSION, [], rows)
+    return SearchFile(VERSION, individuals=rows)

@@ -78,10 +78,8 @@ def test_changes_at_seconds_come_at_the_end_of_the_minibatch_in_which_they_fall(
 
 def test_with_vpipe_layers_follow_the_changes_and_what_moves_takes_its_time(tmp_path: Path) -> None:
     events = [{"minibatch": 40, "delete": 12, "stage": 3}]
-    stays, follows = (
-        job(tmp_path, events, vpipe=f"{{swap: false, recompute: false, repartition: {word}}}")
-        for word in ("false", "true")
-    )
+    vpipe = "{{swap: false, recompute: false, repartition: {}}}"
+    stays, follows = (job(tmp_path, events, vpipe=vpipe.format(word)) for word in ("false", "true"))
     (fixed, _), (moved, _) = simulate_search(stays), simulate_search(follows)
     first, second = ([point.metrics["throughput_samples_per_s"] for point in each.points] for each in (fixed, moved))
     assert first[0] == second[0]
