@@ -121,12 +121,12 @@ def reports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def studies(session: nox.Session) -> None:
-    """Write `analytic_profile.md`, `planner_vs_simulator.md` and `table1_plans.md` in `reports/` again.
+    """Write `analytic_profile`, `planner_vs_simulator`, `table1_plans` and `live_moves.md` in `reports/` again.
 
-    They need the profiles and published values in `../shared`. The other pages have sessions of their own.
+    All but the last need the profiles and published values in `../shared`. The other pages have sessions of their own.
     """
     python = python_with_pipebench(session)
-    for name in ("analytic_profile", "planner_vs_simulator", "table1_plans"):
+    for name in ("analytic_profile", "planner_vs_simulator", "table1_plans", "live_moves"):
         page = session.run(python, "-m", f"reports.studies.{name}", external=True, silent=True)
         Path("reports", f"{name}.md").write_text(str(page).rstrip() + "\n")
 

@@ -178,6 +178,10 @@ MODELS: dict[str, Entry] = {
     "alexnet": Entry(
         "zoo.alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout"
     ),
+    "amoebanet_d": Entry(
+        "zoo.amoebanet:amoebanet_d",
+        "AmoebaNet-D (L, D): evolved cells, every operator a layer; normal cells, filters, stem for small images",
+    ),
     "awd_lm": Entry(
         "zoo.awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size"
     ),

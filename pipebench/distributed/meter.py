@@ -26,7 +26,7 @@ _WAIT_COLUMNS = {
     Op.PULL: "waiting_weights_s",
     Op.LOAD_INPUT: "waiting_load_s",
 }
-_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.PUSH)
+_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.PUSH, Op.GIVE_UNIT, Op.GIVE)
 _OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # what their times go into
 _UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
 

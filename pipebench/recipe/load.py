@@ -362,7 +362,8 @@ def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("search", "trace"), *named):
         leaf, section = found.get(key), resolved
         for part in key[:-1]:
-            section = section.get(part) or {}
+            inner = section.get(part)
+            section = inner if isinstance(inner, dict) else {}  # what else stands there has been told of
         given = section.get(key[-1])
         if leaf is not None and isinstance(given, str) and "." in given:
             beside = os.path.join(leaf.folder, given)

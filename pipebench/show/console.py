@@ -64,6 +64,7 @@ _THROUGHPUT: tuple[_Saying, ...] = (
 _IDLE: tuple[_Saying, ...] = (
     ("bubble_fraction", lambda share: f"{percent(share)} bubble"),
     ("comm_stall_fraction", lambda share: f"{percent(share)} waiting for communication"),
+    ("swap_stall_fraction", lambda share: f"{percent(share)} waiting for what was swapped"),
 )
 _STALENESS: tuple[_Saying, ...] = (
     ("staleness_mean", lambda updates: f"{number(updates)} updates between pull and push on average"),

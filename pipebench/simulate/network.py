@@ -24,7 +24,7 @@ from functools import partial
 from pipebench.cluster import Cluster, Level
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 from pipebench.simulate.agenda import Action, Agenda
-from pipebench.simulate.sharing import NEVER, OVER, Flow, Resource, Sharing, Uses
+from pipebench.simulate.sharing import NEVER, OVER, Flow, Resource, Sharing, Uses, YieldingFlow
 from pipebench.simulate.sums import all_reduce_traffic, traffic
 from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
 
@@ -218,7 +218,7 @@ class Network:
             done: happens when all of it is there.
             out: whether it goes to the host.
         """
-        flow = Flow(num_bytes, ((self._port((_LANE, self.devices[worker], out)), 1.0),), yields=True)
+        flow = YieldingFlow(num_bytes, ((self._port((_LANE, self.devices[worker], out)), 1.0),))
         self.sharing.start(flow, now_s)
         self.sharing.tell(flow, done, now_s)
 

@@ -59,9 +59,9 @@ class Flow:
         uses: the resources that it crosses, with its weights.
         tail_s: seconds from its last work until it has arrived (a link's latency); it takes nothing meanwhile.
         cap: the most that its rate may be.
-        yields: whether it gives way to flows that don't.
 
     Attributes:
+        yields: whether it gives way to flows that don't.
         rate: work per second now.
         start_s: when it started; infinite before.
         end_s: when the last of its work is done, if rates stay as they are; infinite before it starts. Not later than
@@ -72,12 +72,11 @@ class Flow:
 
     __slots__ = (
         "_freed_s", "_left", "_since_s", "_tell", "_told_s", "after", "cap", "end_s", "meets", "rate", "start_s",
-        "tail_s", "uses", "yields",
+        "tail_s", "uses",
     )  # fmt: skip
+    yields = False
 
-    def __init__(
-        self, work: float, uses: Uses, tail_s: float = 0.0, cap: float = NEVER, *, yields: bool = False
-    ) -> None:
+    def __init__(self, work: float, uses: Uses, tail_s: float = 0.0, cap: float = NEVER) -> None:
         self.uses = uses
         self.tail_s = tail_s
         self.cap = cap
@@ -85,7 +84,6 @@ class Flow:
         self.start_s = self.end_s = NEVER
         self.after: Flow | None = None
         self.meets = False
-        self.yields = yields
         self._left = work
         self._since_s = 0.0  # when so much was left
         self._tell: Action | None = None
@@ -95,6 +93,13 @@ class Flow:
     def arrival_s(self) -> float:
         """When it has arrived, if rates stay as they are."""
         return self.end_s + self.tail_s
+
+
+class YieldingFlow(Flow):
+    """Work that goes on with what other flows leave."""
+
+    __slots__ = ()
+    yields = True
 
 
 OVER: Final = Flow(0.0, ())  # the flow before the first

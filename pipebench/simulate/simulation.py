@@ -285,17 +285,14 @@ class Simulation:
 
     def _received(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
         """Return who goes on now."""
-        end_s = self._taken_s(message, now_s)
+        self._network.arrived(message)
+        if self._copies is not None:
+            self._network.copy_with_host(message, now_s, out=False)
+        end_s = self._end_s(message)
         if end_s == 0:
             return worker, wait
         self._wake(now_s + end_s, worker, wait)
         return None
-
-    def _taken_s(self, message: Message, now_s: float) -> float:
-        """Let a message be taken; return what that takes of its receiver's own time."""
-        self._network.arrived(message)
-        self._network.copy_with_host(message, now_s, out=False)
-        return self._end_s(message)
 
     def _end_s(self, message: Message) -> float:
         """Return what one end of a message takes of its worker's own time; there is none where nothing is sent."""
@@ -325,7 +322,10 @@ class Simulation:
             if message.arrival_s > now_s:
                 self._receive(message, worker, (now_s, instruction, sent_s), now_s)
                 return None
-            return now_s + self._taken_s(message, now_s), sent_s
+            self._network.arrived(message)
+            if self._copies is not None:
+                self._network.copy_with_host(message, now_s, out=False)
+            return now_s + self._end_s(message), sent_s
         if op is Op.PULL:
             pulled_s = self._pushing.pull(worker, instruction, now_s)
             return None if pulled_s is None else (pulled_s, now_s)

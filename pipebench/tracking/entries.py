@@ -26,6 +26,7 @@ _METRICS = (
     "best_*",
     "prediction_error",
     "comm_stall_fraction",
+    "swap_stall_fraction",
     "waiting_s",
     "samples_per_update",
     "weight_versions_max",

@@ -1,7 +1,8 @@
 """Print how far vPipe's algorithms are from the best there is: `python -m reports.studies.vpipe_algorithms`.
 
 What it prints is `vpipe_algorithms.md`: Algorithm 3 beside plain Kernighan-Lin and networkx's on graphs of the paper's
-Table 4, Algorithm 3 of consecutive layers beside the best cuts, and Algorithm 2 beside the best policies.
+Table 4, Algorithm 3 of consecutive layers beside the best cuts, Algorithm 2 beside the best policies, and cuts and
+policies together.
 
 Times are CPU seconds of this process, medians of runs in turn.
 
@@ -22,20 +23,28 @@ from typing import Any, NamedTuple
 import networkx  # type: ignore[import-untyped]  # comes with torch; only compared with
 import yaml
 
+from pipebench.cluster import Cluster, Level
+from pipebench.errors import PlanError
+from pipebench.planner.best_virtualised import best_cuts_and_policies, lasts_s
+from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.flat import SearchStage
 from pipebench.planner.partition.consecutive import Line, algorithm_3_consecutive, best_consecutive
 from pipebench.planner.partition.graph import TimedGraph, timed_graph
 from pipebench.planner.partition.parts import Parts, algorithm_3, plain
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Request
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.swap_recompute import algorithm_2, best_policies
-from pipebench.profile.model import LayerProfile
+from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.load import load
-from pipebench.schedule.modes import KEEP, RECOMPUTE
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.train.prepare import profile_model
 from reports.studies.planned_models import table
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "vpipe_tpds21.yaml"
 PARTS = 16  # of Table 4
 RUNS, INSTANCES, DRAWS = 3, 100, 4
+CHAIN, WORKERS = 16, 4  # layers and workers where cuts and policies are weighed together
 MEGABYTE = 1e6
 
 HEAD = """# vPipe's algorithms beside the best there is
@@ -66,6 +75,16 @@ Seconds that a backward takes longer so that the stage fits, over the stage's fo
 and by the search that plans use. Random stages of 8 layers, of which all policies are looked at, and of 40; 4 to 8
 minibatches are in flight, and memory suffices for something between recomputing everything and keeping everything.
 Where the paper's form finds nothing that fits, a stage counts in that column only.
+"""
+
+
+REGRET_BOTH = """
+## Cuts and policies together
+
+Objective (3) under (1) and (2), the slowest stage's forward and backward with what its policies add, over the least
+that any cuts and policies come to: of SR, cut for the times of layers, and of `plan: auto`, which is cut again for the
+times that policies make. Random chains of 16 layers on 4 workers of mode pipedream, on fast links, whose memory is half
+to nine tenths of what keeping everything takes.
 """
 
 
@@ -351,6 +370,60 @@ def regret_2(instances: int) -> str:
     return table((*heads, "search over the best, at most", "paper's form, ms", "search, ms"), rows)
 
 
+def chain(seed: int) -> Profile:
+    """Draw a model to cut and to fit."""
+    draw = random.Random(f"chain {seed}")
+    made = []
+    for index in range(CHAIN):
+        forward_s, num_bytes = draw.uniform(1e-3, 1e-2), draw.randrange(1, 100) << 20
+        row = LayerProfile(f"layer{index}", "Linear", forward_s, 2 * forward_s, num_bytes >> 3, 0, (index - 1,)[:index])
+        made.append(
+            replace(row, saved_bytes=num_bytes, parameter_sizes={f"weight{index}": draw.randrange(1, 20) << 20})
+        )
+    loss = LayerProfile("loss", "loss", 0.0, 0.0, 4, 4, (CHAIN - 1,))
+    return Profile("chain", "drawn", "file", f"chain {seed}", {1: (*made, loss)}, 0.0, 0.0, {}, {})
+
+
+def regret_both(instances: int) -> str:
+    """Return how far plans whose stages choose are from the best cuts and policies, as Markdown."""
+    over: dict[str, list[float]] = {"SR": [], "plan: auto": []}
+    taken: dict[str, list[float]] = {"SR": [], "plan: auto": []}
+    best_took, exact, unfit = [], 0, 0
+    for seed in range(instances):
+        cluster = Cluster("drawn", "drawn", None, (Level("server", WORKERS, 1e12, 0.0),), pcie_bytes_per_s=15.76e9)
+        asked = Request(chain(seed), cluster, COST_MODELS["overlap"], 1, chooses=(SWAP, RECOMPUTE))
+        free = Planner(asked, "pipedream")
+        share = random.Random(f"share {seed}").uniform(0.5, 0.9)
+        limit = int(share * max(free.simulated_peaks(free.best()) or [0]))
+        planner = Planner(replace(asked, cluster=replace(cluster, memory_bytes=limit)), "pipedream")
+        problem_of = partial(stage_of, planner)
+        ((best_s, best),) = timed(1, partial(best_cuts_and_policies, problem_of, range(1, CHAIN), CHAIN, WORKERS))
+        ways = {"SR": partial(planner.for_replicas, (1,) * WORKERS), "plan: auto": planner.best}
+        if best is None:
+            unfit += 1
+            continue
+        best_took.append(best_s)
+        exact += best.is_exact
+        for way, plan in ways.items():
+            try:
+                ((seconds, found),) = timed(1, plan)
+            except PlanError:
+                continue
+            stages = enumerate(found.plan.stages)
+            own_s = max(lasts_s(problem_of(part, each.start, each.stop).outcome(each.memory)) for part, each in stages)
+            over[way].append(own_s / best.slowest_s - 1)
+            taken[way].append(seconds)
+    rows = [Regret(way, over[way], statistics.mean(taken[way]), statistics.mean(best_took)).row for way in over]
+    told = f"Of {instances} chains {unfit} fit in no way, and the best of {exact} is known to be the best.\n"
+    return table(("plans", "found", "mean", "median", "95 %", "worst", "plan, ms", "best, ms"), rows) + "\n\n" + told
+
+
+def stage_of(planner: Planner, part: int, start: int, stop: int) -> StageProblem:
+    """Return a stage of a straight pipeline."""
+    in_flight = planner.in_flight((1,) * WORKERS, part, WORKERS)
+    return planner.stage_problem(planner.memory(planner.memory_limit_bytes), SearchStage(start, stop, 1), in_flight)
+
+
 def main(runs: int = RUNS, instances: int = INSTANCES, shapes: Sequence[str] = tuple(SHAPES)) -> None:
     """Print the page.
 
@@ -365,7 +438,7 @@ def main(runs: int = RUNS, instances: int = INSTANCES, shapes: Sequence[str] = t
     ]
     sections = (
         HEAD, TABLE_4, table_4(subjects, runs), published(), REGRET_3, regret_3(subjects, instances), REGRET_2,
-        regret_2(instances),
+        regret_2(instances), REGRET_BOTH, regret_both(instances),
     )  # fmt: skip
     print("\n".join(section.strip() + "\n" for section in sections), end="")
 

@@ -120,6 +120,29 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     assert not any("predict" in name for name in record["metrics"])
 
 
+def test_a_worker_killed_while_layers_move_loses_nothing(tmp_path: Path) -> None:
+    """Every segment has a move right after it begins, and the kill comes right after a checkpoint."""
+    moves = [{"at": {"minibatches": 25 * k + 8}, "cuts": [("features_10", "features_14")[k % 2]]} for k in range(5)]
+    asked = json.dumps({"swap": False, "recompute": False, "moves": moves})
+    words = (*SMALL, f"parallelism.vpipe={asked}", "train.evaluate_every={minibatches: 125}")
+    (tmp_path / "virtual").mkdir()
+    (tmp_path / "killed").mkdir()
+    assert pipebench(tmp_path / "virtual", "run", *words).exit_code == 0
+    with WatchedRun(tmp_path / "killed", (*words, "engine.kind=distributed")) as run:
+        assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
+        run.signal(signal.SIGKILL, [run.workers(0)[0]])
+        assert run.wait(PATIENCE_S) == 0, run.output
+        result = result_of(run)
+    assert run.output.count("goes on from minibatch") == 1, run.output
+    assert "Traceback" not in run.output
+    assert_same_weights(tmp_path / "killed", tmp_path / "virtual")
+    assert result["metrics"]["repartitions"] == 5
+    kept = [json.loads(path.read_text())["moves"] for path in tmp_path.glob("killed/**/moves.json")]
+    assert [[(each["minibatch"], each["cuts"], each["live"]) for each in found] for found in kept[:1]] == [
+        [(25 * k + 8, [("features_10", "features_14")[k % 2]], True) for k in range(5)]
+    ]
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_in_the_same_run_folder(virtual: Path, tmp_path: Path) -> None:
     with UnderTorchrun(tmp_path, IN_PROCESSES) as run:

@@ -246,6 +246,15 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
         assert not any(isinstance(each, Migrating) for each in mine._running.values())
 
 
+@pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
+@pytest.mark.parametrize("memory", ["sssssss", "ksrsksr"])
+def test_layers_move_whose_activations_are_swapped(after: Starts, memory: str) -> None:
+    """On the host with their unit, wherever that runs backward."""
+    words = {"k": "keep", "s": "swap", "r": "recompute"}
+    engine = check((2, 4), [Move(9, after), Move(16, (2, 4))], memory=[words[letter] for letter in memory])
+    assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"] > 0
+
+
 REFUSED = {
     "too early": ({}, [Move(5, (3, 5))], "comes too early: 0 minibatches have begun, .* from 6 on"),
     "too close": ({}, [Move(6, (3, 5)), Move(11, (2, 4))], "the move before is from minibatch 6 on.* from 12 on"),

@@ -11,8 +11,8 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.model.plan import recut
-from pipebench.schedule.modes import KEEP, RECOMPUTE
-from pipebench.simulate.timeline import MIGRATION
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from pipebench.simulate.timeline import MIGRATION, PCIE, SWAP_IN, SWAP_OUT
 from tests.checkpoint.support import captured, restored
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.engine.test_streams import text_setup
@@ -113,6 +113,20 @@ def test_memory_policies_change_without_anything_on_the_links() -> None:
         each.train(BEFORE, AFTER)
     assert bits(captured(engine)) == bits(captured(other))
     assert engine.clock_s > other.clock_s, "what is computed again takes time"
+
+
+def test_a_run_begins_to_swap_and_ends_it_at_drains() -> None:
+    make = partial(make_setup, Mlp(), ([2, 4], [1, 1, 1]), make_optimizer=SGD)
+    engine, other = make_engine(make()), make_engine(make())
+    graph, plan = engine.setup.graph, engine.setup.plan
+    copied = []
+    for first, policy in enumerate((KEEP, SWAP, KEEP)):
+        engine.replan(recut(graph, plan, [2, 4], [policy] * len(graph.layers)))
+        for each in (engine, other):
+            each.train(first * BEFORE, BEFORE)
+        copied.append(engine.num_bytes[SWAP_OUT, PCIE])
+    assert copied[0] == 0 < copied[1] == copied[2] == engine.num_bytes[SWAP_IN, PCIE]
+    assert bits(captured(engine)) == bits(captured(other))
 
 
 def test_peaks_and_versions_are_those_of_the_whole_run() -> None:

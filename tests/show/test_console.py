@@ -51,6 +51,12 @@ def test_the_summary_tells_everything_a_run_came_to() -> None:
     assert not any(line.endswith(" ") for line in lines)
 
 
+def test_the_summary_tells_what_copies_have_cost() -> None:
+    to = plain()
+    console.print_summary(replace(DP, metrics={**DP.metrics, "swap_stall_fraction": 0.031}), "", "", to)
+    assert "12.0% waiting for communication, 3.1% waiting for what was swapped\n" in written(to)
+
+
 def test_the_summary_has_a_row_per_worker_and_the_prediction() -> None:
     row = {"worker": 0, "stage": 1, "rank": 2, "compute_s": 5.0, "waiting_s": 3.0, "sending_s": 0.5, "other_s": 1.5}
     workers = ({**row, "all_reduce_s": 0.0, "bubble_fraction": 0.5, "waiting_norm_s": 0.0},)

@@ -1,0 +1,89 @@
+"""The best cuts and policies together: what vPipe's algorithms are measured against.
+
+Paper: vPipe (TPDS'21) section 4.1, objective (3) under (1) and (2): the slowest stage's forward and backward, with what
+it computes again and waits for copies. By dynamic programming over stages and places to cut, with the best policies of
+every stage that can still be part of the answer: exact where those are (see `swap_recompute`), and a matter of minutes
+beyond some tens of layers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipebench.planner.stage_problem import Outcome, StageProblem
+from pipebench.planner.swap_recompute import best_policies
+
+StageOf = Callable[[int, int, int], StageProblem]  # the stage of an index, its first layer, the layer after its last
+
+
+@dataclass(frozen=True)
+class Virtualised:
+    """Cuts and policies.
+
+    Attributes:
+        slowest_s: seconds of the slowest stage's forward and backward.
+        outcomes: what every stage does with its layers.
+    """
+
+    slowest_s: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First layers of the stages after the first."""
+        return tuple(outcome.problem.start for outcome in self.outcomes[1:])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every stage's policies are the best."""
+        return all(outcome.is_exact for outcome in self.outcomes)
+
+
+def lasts_s(outcome: Outcome) -> float:
+    """Return the seconds of a stage's forward and backward, with what its policies add."""
+    return outcome.problem.window_s + outcome.extra_s
+
+
+def best_cuts_and_policies(
+    stage_of: StageOf, places: Sequence[int], num_layers: int, num_stages: int, below_s: float = math.inf
+) -> Virtualised | None:
+    """Return the stages and policies whose slowest stage is fastest, or None if none fit.
+
+    Args:
+        stage_of: makes a stage's problem.
+        places: layers that a stage may begin with, but for the first.
+        num_layers: of the model.
+        num_stages: at most one more than places.
+        below_s: seconds that are known to be possible: what is slower isn't looked at.
+    """
+    ends = [0, *places, num_layers]
+    reached: dict[int, Virtualised] = {0: Virtualised(0.0, ())}  # by the number of the end where the stages so far end
+    for part in range(num_stages):
+        last = len(ends) - 1 - (num_stages - part - 1)
+        following: dict[int, Virtualised] = {}
+        for stop in range(part + 1, last + 1) if part < num_stages - 1 else (last,):
+            found = _best_to(stage_of, ends, part, stop, reached, below_s)
+            if found is not None:
+                following[stop] = found
+        reached = following
+    return reached.get(len(ends) - 1)
+
+
+def _best_to(
+    stage_of: StageOf, ends: Sequence[int], part: int, stop: int, reached: dict[int, Virtualised], below_s: float
+) -> Virtualised | None:
+    """Return the best stages up to an end, whose last is the one of an index."""
+    best: Virtualised | None = None
+    for start in sorted((start for start in reached if start < stop), reverse=True):
+        problem, limit_s = stage_of(part, ends[start], ends[stop]), below_s if best is None else best.slowest_s
+        if problem.window_s >= limit_s and best is not None:  # longer stages are slower still
+            break
+        if problem.window_s > below_s:
+            break
+        if reached[start].slowest_s >= limit_s and best is not None:
+            continue
+        outcome = best_policies(problem)
+        slowest_s = max(reached[start].slowest_s, lasts_s(outcome))
+        if outcome.fits and slowest_s <= below_s and (best is None or slowest_s < best.slowest_s):
+            best = Virtualised(slowest_s, (*reached[start].outcomes, outcome))
+    return best

@@ -1,0 +1,212 @@
+"""Print what a pipeline finishes per second while layers move: `python -m reports.studies.live_moves`.
+
+What it prints is `live_moves.md`; it draws `live_moves.png` beside it. BERT-large runs on eight simulated devices, cut
+badly; while it goes on it is cut anew, as well as contiguous stages can be balanced.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from pipebench.engine.setup import Setup
+from pipebench.engine.simulated_moves import simulate_moves
+from pipebench.model.plan import recut
+from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.load import load
+from pipebench.schedule.moves import Move, Starts, cut_problems
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.steady import Totals
+from pipebench.simulate.throughput import Finished, Finishes, throughput
+from pipebench.simulate.timeline import MIGRATION
+from pipebench.train.prepare import prepare
+
+RECIPE = "recipes/vpipe/bert/pipedream.yaml"
+COUNT, AT = 280, 100  # minibatches; the first one that runs forward under the new cuts
+_PAGE = Path(__file__).parents[1] / "live_moves.md"
+
+HEAD = f"""# Throughput while layers move
+
+`python -m reports.studies.live_moves` makes this page. BERT-large of 48 blocks with 4 samples per minibatch
+(`recipes/vpipe/bert/pipedream.yaml`) under PipeDream on vPipe's testbed, two servers of four 2080 Ti, simulated from
+the roofline profile. Memory isn't weighed. From minibatch {AT} of {COUNT} on layers move to the cuts whose slowest
+stage computes least, by one stage at a time; where that takes several steps, they are as close to each other as may be.
+
+Live: nothing is drained. Drained: the pipeline is emptied, layers move, all steps one after the other, and it is filled
+again. Ideal: always cut as in the end. A pause is between two minibatches that are through. Lost is against ideal.
+
+With each unit that is in flight between two stages goes the version of the block that it was computed with, as weight
+stashing wants it: of a large block that is more than a drain moves, and messages of passes share the links with it.
+"""
+SECTION = """
+## It begins with {title}
+
+{moved} of {layers} layers change stages, in {steps}.
+
+| course | samples/s before | while it moves | after | longest pause | lost | moved |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+BEGINNINGS = {
+    "as many layers on every device": (1, 1, 1, 1, 1, 1, 1, 1),
+    "twice as many layers on each of the first four devices": (2, 2, 2, 2, 1, 1, 1, 1),
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """One way to go through the segment."""
+
+    name: str
+    units: Sequence[Finished]
+    end_s: float
+    moved_bytes: int
+
+
+def balanced(setup: Setup) -> Starts:
+    """Return the cuts into as many stages whose slowest computes least, by bisection over the bound."""
+    rows = setup.profile.by_size[setup.sampler.minibatch_size]
+    seconds = [row.forward_s + row.backward_s for row in rows[: len(setup.graph.layers)]]
+    seconds[-1] += rows[-1].forward_s + rows[-1].backward_s  # the loss
+
+    def within(bound: float) -> Starts | None:
+        starts, total = [], 0.0
+        for index, each in enumerate(seconds):
+            if total + each > bound and index > 0:
+                starts.append(index)
+                total = 0.0
+            total += each
+        return tuple(starts) if len(starts) < setup.pipeline.num_stages else None
+
+    low, high = max(seconds), sum(seconds)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if within(middle) else (middle, high)
+    found = within(high)
+    assert found is not None, "one stage holds all"
+    assert len(found) == setup.pipeline.num_stages - 1, "a bound that fewer stages meet isn't the least"
+    return found
+
+
+def steps(before: Starts, after: Starts, num_layers: int) -> list[Starts]:
+    """Return the cuts to go through so that every layer moves by at most one stage at a time."""
+    found, now = [], before
+    while now != after:
+        old = [0, *now, num_layers]
+        # Each boundary goes as far as leaves its neighbours a layer of their own.
+        now = tuple(min(max(to, old[i] + 1), old[i + 2] - 1) if to != old[i + 1] else to for i, to in enumerate(after))
+        problems = [*cut_problems(tuple(old[1:-1]), now, num_layers)]
+        assert not problems, problems
+        found.append(now)
+    return found
+
+
+def played(setup: Setup, moves: Sequence[Move], first: int, count: int) -> tuple[Totals, list[Finished]]:
+    """Simulate a segment; return its totals and when its units were through."""
+    finishes = Finishes(setup.pipeline)
+    totals = simulate_moves(setup, moves, first, count, Meter(setup.pipeline, finishes))
+    return totals, finishes.units
+
+
+def courses(setup: Setup, before: Starts, path: Sequence[Starts]) -> list[Course]:
+    """Return the segment that stays as it is, that moves live, that drains to move, and that is ideal."""
+
+    def under(starts: Starts) -> Setup:
+        return setup.under(recut(setup.graph, setup.plan, starts))
+
+    def course(name: str, of: Setup, moves: Sequence[Move]) -> Course:
+        totals, units = played(of, moves, 0, COUNT)
+        return Course(name, units, totals.end_s, _moved(totals))
+
+    depth = setup.pipeline.depth
+    live = [Move(AT + 2 * depth * index, starts) for index, starts in enumerate(path)]
+    made = [course("never moved", under(before), []), course("live", under(before), live)]
+    drained, now, units, moved = 0.0, under(before), list[Finished](), 0
+    for index, starts in enumerate(path):  # at one drain
+        totals, found = played(now, [Move(AT + 2 * depth, starts)], 0, AT if index == 0 else 0)
+        units += [replace_end(unit, drained) for unit in found]
+        drained, moved, now = drained + totals.end_s, moved + _moved(totals), under(starts)
+    totals, found = played(now, [], AT, COUNT - AT)
+    units += [replace_end(unit, drained) for unit in found]
+    made.append(Course("drained", units, drained + totals.end_s, moved))
+    return [*made, course("ideal", under(path[-1]), [])]
+
+
+def replace_end(unit: Finished, by_s: float) -> Finished:
+    """Return a unit that is through later."""
+    return unit._replace(end_s=unit.end_s + by_s)
+
+
+def _moved(totals: Totals) -> int:
+    return sum(num_bytes for (kind, _), num_bytes in totals.num_bytes.items() if kind == MIGRATION)
+
+
+def rate(units: Sequence[Finished], start: int, stop: int) -> float:
+    """Return the samples per second between two minibatches."""
+    return sum(unit.samples for unit in units[start:stop]) / (units[stop - 1].end_s - units[start - 1].end_s)
+
+
+def section(title: str, made: Sequence[Course], moved: int, num_layers: int, num_moves: int, depth: int) -> str:
+    """Return what is told of one beginning."""
+    ideal, around = made[-1], 2 * depth * num_moves + depth
+    steps_told = "one step" if num_moves == 1 else f"{num_moves} steps"
+    text = SECTION.format(title=title, moved=moved, layers=num_layers, steps=steps_told)
+    for each in made:
+        units = each.units
+        pause = max(b.end_s - a.end_s for a, b in itertools.pairwise(units[AT - 40 : AT + 80]))
+        text += (
+            f"| {each.name} | {rate(units, 40, AT - 8):.1f} | {rate(units, AT - 8, AT + around):.1f} "
+            f"| {rate(units, COUNT - 60, COUNT - 10):.1f} | {pause:.2f} s | {each.end_s - ideal.end_s:.2f} s "
+            f"| {each.moved_bytes / 1e9:.2f} GB |\n"
+        )
+    return text + f"\nWhile it moves: minibatches {AT - 8} to {AT + around - 1}.\n"
+
+
+def draw(made: Mapping[str, Sequence[Course]], path: Path) -> None:
+    """Write the picture: samples per second in periods of 8 minibatches, a panel per beginning."""
+    figure = Figure(figsize=(8.0, 2.6 * len(made)), layout="constrained")
+    panels = figure.subplots(len(made), 1, sharex=True, squeeze=False).flat
+    colours = {"never moved": "#B0B0B0", "live": "#0072B2", "drained": "#D55E00", "ideal": "#009E73"}
+    for axes, (title, courses_of) in zip(panels, made.items(), strict=True):
+        for each in courses_of:
+            period_s = 8 * each.end_s / COUNT
+            rates = throughput(each.units, period_s, each.end_s)
+            times = [(index + 0.5) * period_s for index in range(len(rates))]
+            style = "--" if each.name == "ideal" else "-"
+            axes.plot(times, rates, color=colours[each.name], label=each.name, linewidth=1.4, linestyle=style)
+        axes.set_title(f"it begins with {title}", fontsize=9)
+        axes.set_ylabel("samples per second", fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    axes.set_xlabel("simulated time [s]", fontsize=8)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def subject() -> Setup:
+    """Return the run, as its recipe has it."""
+    recipe = load(RECIPE).recipe
+    cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers or 1)
+    return prepare(recipe, cluster, trains=False).setup
+
+
+def main() -> None:
+    """Print the page, and draw its picture."""
+    setup = replace(subject(), repartitions=True)
+    num_layers, after, text = len(setup.graph.layers), balanced(setup), HEAD
+    made: dict[str, Sequence[Course]] = {}
+    for title, shares in BEGINNINGS.items():
+        ends = itertools.accumulate(shares[:-1])
+        before = tuple(round(num_layers * end / sum(shares)) for end in ends)
+        path = steps(before, after, num_layers)
+        stages = [[sum(start <= layer for start in cuts) for layer in range(num_layers)] for cuts in (before, after)]
+        moved = sum(a != b for a, b in zip(*stages, strict=True))
+        made[title] = courses(setup, before, path)
+        text += section(title, made[title], moved, num_layers, len(path), setup.pipeline.depth)
+    draw(made, _PAGE.with_suffix(".png"))
+    print(text + "\n![samples per second over time](live_moves.png)")
+
+
+if __name__ == "__main__":
+    main()

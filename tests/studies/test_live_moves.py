@@ -1,0 +1,33 @@
+"""The study of throughput while layers move: its cuts, and the steps that lead to them."""
+
+import itertools
+import random
+
+import pytest
+
+from pipebench.schedule.moves import cut_problems
+from reports.studies.live_moves import balanced, steps
+from tests.support import Mlp, make_setup
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_no_cut_has_a_faster_slowest_stage(p: int) -> None:
+    setup = make_setup(Mlp(), (list(range(1, p)), [1] * p))
+    seconds = [row.forward_s + row.backward_s for row in setup.profile.by_size[4]]
+    seconds[-2:] = [sum(seconds[-2:])]
+
+    def slowest(starts: tuple[int, ...]) -> float:
+        return max(sum(seconds[a:b]) for a, b in itertools.pairwise([0, *starts, len(seconds)]))
+
+    assert slowest(balanced(setup)) == min(map(slowest, itertools.combinations(range(1, len(seconds)), p - 1)))
+
+
+def test_every_step_moves_layers_by_one_stage() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        p, num_layers = draw.randint(2, 6), 40
+        before, after = (tuple(sorted(draw.sample(range(1, num_layers), p - 1))) for _ in range(2))
+        path = [before, *steps(before, after, num_layers)]
+        assert path[-1] == after
+        for one, other in itertools.pairwise(path):
+            assert not [*cut_problems(one, other, num_layers)]
