@@ -134,21 +134,22 @@ class Migrating:
         move: Move = AS_IT_IS,
         loss: LossFunction | None = None,
     ) -> tuple[Values, torch.Tensor | None]:
-        """Run a unit forward; see `Replica.forward`. All values that its layers put out for others are returned."""
+        """Run a unit forward; see `Replica.forward`. Returned are all values that are known by then, of others, too."""
         fields, values, result = dict(zip(self.inputs, inputs, strict=True)), dict(received), None
         self._units[unit] = []
         for part in self._parts:
             replica, stage = part.replica, part.replica.stage
             reads, own = {layer: values[layer] for layer in stage.reads}, [fields[name] for name in stage.inputs]
-            before = None if part.leaves_to is None else self._state_before(replica, place)
+            if part.leaves_to is None:
+                self._units[unit].append(replica)
+            else:
+                before = self._state_before(replica, place)
+                self._set_aside[unit, part.leaves_to] = GivenUnit(version, before, own, reads)
             head = loss if stage.is_last else None
             found, result = replica.forward(unit, draw, own, reads, place, version=version, loss=head)
             values |= found
-            if before is None or part.leaves_to is None:
-                self._units[unit].append(replica)
-            else:
+            if part.leaves_to is not None:
                 replica.let_go(unit)
-                self._set_aside[unit, part.leaves_to] = GivenUnit(version, before, own, reads)
         self._note_versions()
         return values, result
 

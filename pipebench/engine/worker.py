@@ -207,7 +207,7 @@ class Worker:
             self._evaluate(it.stage, unit, inputs, received, self._scores)
             return None
         replica, minibatch = self._running[it.stage], self.setup.pipeline.minibatch(unit)[0]
-        self._outgoing[it.stage, unit], loss = replica.forward(
+        values, loss = replica.forward(
             unit,
             self._feed.minibatch(unit),
             inputs,
@@ -217,6 +217,8 @@ class Worker:
             move=self._move(it),
             loss=self._loss_function(unit) if replica.is_last else None,
         )
+        if self._sends(it.stage, unit):  # else nobody asks for them
+            self._outgoing[it.stage, unit] = values
         self._note_memory()
         self._hand_over(it.stage, unit)
         if loss is None:

@@ -30,6 +30,7 @@ from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
 from pipebench.search.search import FILE_NAME as SEARCH_FILE
 from pipebench.show import console, pictures
 from pipebench.show.comparison import comparison_markdown
+from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
 from pipebench.show.memory_picture import draw_memory
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
@@ -154,10 +155,12 @@ def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
     """Keep where the stages were cut anew, and the plan that came of it; return the result without it."""
     if not result.moves:
         return result
-    graph = job.setup.graph
+    layers = [layer.name for layer in job.setup.graph.layers]
     log.text(repartitions.FILE_NAME, repartitions.to_text(result.moves))
-    last = form_of(under(job.setup, result.moves), [layer.name for layer in graph.layers])
-    log.text("plan-last.json", last.text())
+    log.text("plan-last.json", form_of(under(job.setup, result.moves), layers).text())
+    log.text("cuts.md", cuts_markdown(result.moves))
+    end = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
+    _record_drawn(log, {"cuts.png": partial(draw_cuts, result.moves, layers, end)}, "cuts over time")
     return replace(result, moves=())
 
 

@@ -1,0 +1,67 @@
+"""Where the stages of a run were cut over time: a table of its moves, and a picture of which layers each stage had."""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipebench.formats import seconds
+from pipebench.schedule.repartitions import Repartition
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of stages, again after the last
+
+
+def cuts_markdown(moves: Sequence[Repartition]) -> str:
+    """Return a Markdown table of a run's moves.
+
+    Args:
+        moves: at least one, the first one first.
+    """
+    lines = [
+        "| minibatch | stages begin at | before | why | how | standing still |",
+        "| ---: | --- | --- | --- | --- | ---: |",
+    ]
+    for move in moves:
+        how = "while training went on" if move.live else "at a drain"
+        cells = (f"{move.minibatch:,}", ", ".join(move.cuts), ", ".join(move.was), move.why, how, seconds(move.stall_s))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cuts_over_time(moves: Sequence[Repartition], layers: Sequence[str], end: int) -> tuple[list[int], list[list[int]]]:
+    """Return from which minibatches on which cuts held, and the end; and for each where stages begin and, last, end.
+
+    Args:
+        moves: at least one, the first one first.
+        layers: the model's, by name.
+        end: minibatches of the run.
+    """
+    place = {name: index for index, name in enumerate(layers)}
+    held = [moves[0].was, *(move.cuts for move in moves)]
+    ends = [[0, *(place[cut] for cut in cuts), len(layers)] for cuts in held]
+    return [0, *(move.minibatch for move in moves), max(end, moves[-1].minibatch)], ends
+
+
+def draw_cuts(moves: Sequence[Repartition], layers: Sequence[str], end: int, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of the layers that every stage had over the minibatches of a run; arguments as `cuts_over_time`."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    times, ends = cuts_over_time(moves, layers, end)
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    steps = np.array([*ends, ends[-1]])
+    for stage in range(steps.shape[1] - 1):
+        axes.fill_between(
+            times, steps[:, stage], steps[:, stage + 1], step="post", color=_COLOURS[stage % len(_COLOURS)],
+            label=f"stage {stage}", linewidth=0,
+        )  # fmt: skip
+    axes.set_xlabel("minibatches")
+    axes.set_ylabel("layers, in order of execution")
+    axes.set_xlim(0, times[-1] or 1)
+    axes.set_ylim(len(layers), 0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=110)
