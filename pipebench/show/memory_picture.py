@@ -99,8 +99,9 @@ def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit
 def _draw_host(axes: "Axes", curve: Curve, end_s: float, scale: float) -> None:
     """Draw what is on the host, where anything ever is: a line, since it is no part of what the device keeps."""
     if curve.host_bytes.any():
-        times_s = np.append(curve.times_s, end_s) / axis_unit(end_s)[0]
-        on_host = np.append(curve.host_bytes, curve.host_bytes[-1]) / scale
+        lasts = np.append(np.diff(curve.times_s) > 0, True)  # of several changes at one moment only the last does
+        times_s = np.append(curve.times_s[lasts], end_s) / axis_unit(end_s)[0]
+        on_host = np.append(curve.host_bytes[lasts], curve.host_bytes[-1]) / scale
         axes.step(times_s, on_host, where="post", color="#333333", linestyle=":", linewidth=1.2, label=ON_HOST)
 
 

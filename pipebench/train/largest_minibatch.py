@@ -93,7 +93,7 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     limit = loaded.cluster.memory_bytes
     assert limit is not None, "who asks has checked"
     try:
-        job = prepare(recipe, loaded.cluster, trains=False)
+        job = prepare(recipe, loaded.cluster, trains=False, whole_only=True)
     except PlanError as error:
         return Trial(minibatch_size, None, False, str(error))
     peak = Watch.over(job).memory.fullest.num_bytes

@@ -43,7 +43,7 @@ from pipebench.schedule.notation import parse_plan, streams_problem
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.search.architectures import Architectures
-from pipebench.search.search import SearchSetup, events_of, first_of, metric_of
+from pipebench.search.search import SearchSetup, first_of, metric_of, trace_of
 from pipebench.search.trace import steps_of
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
@@ -116,6 +116,7 @@ def prepare(
     trains: bool = True,
     kept: Decision | None = None,
     measure_again: Callable[["ProfiledModel", Profile], Profile] | None = None,
+    whole_only: bool = False,
 ) -> Job:
     """Make a recipe ready to run.
 
@@ -126,12 +127,20 @@ def prepare(
         trains: False if only its shape is looked at: then, as in a simulation, there are no weights.
         kept: plan and profile that were made before; None makes them.
         measure_again: returns the profile that costs are taken from, where it isn't the one that the plan is from.
+        whole_only: leave out of an epoch what fills no minibatch: fewer sizes to profile.
 
     Raises:
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
     trains = trains and engine_kind(recipe).trains
-    known = profile_model(recipe, cluster, on_progress, trains=trains, kept=None if kept is None else kept.profile)
+    known = profile_model(
+        recipe,
+        cluster,
+        on_progress,
+        trains=trains,
+        kept=None if kept is None else kept.profile,
+        whole_only=whole_only,
+    )
     dataset, graph, profile = known.dataset, known.graph, known.profile
     search = None if recipe.search is None else _searched(recipe, known, known.profile)
     if search is not None:
@@ -217,17 +226,18 @@ def _searched(recipe: Recipe, known: "ProfiledModel", profile: Profile) -> Searc
     assert recipe.search is not None
     cells = recipe.search.cells
     architectures = Architectures.of(known.graph, profile, known.dataset, recipe.train.optimizer, cells)
-    first = first_of(recipe.search, events_of(recipe.search), architectures)
+    first = first_of(recipe.search, trace_of(recipe.search), architectures)
     metric, larger_is_better = metric_of(recipe, known.dataset.metrics)
     return SearchSetup(recipe.search, architectures, first, metric, larger_is_better, recipe.train.seed)
 
 
 def _with_steps(search: SearchSetup, plan: Plan) -> SearchSetup:
     """Return the same with the changes of its trace, if it has one."""
-    events = events_of(search.recipe)
-    if events is None:
+    trace = trace_of(search.recipe)
+    if trace is None:
         return search
-    return replace(search, steps=steps_of(events, search.architectures, search.first, plan, str(search.recipe.trace)))
+    steps = steps_of(trace.events, search.architectures, search.first, plan, str(search.recipe.trace))
+    return replace(search, steps=steps, end_second=trace.end_second)
 
 
 def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:
@@ -330,6 +340,7 @@ def profile_model(
     whole_minibatches: bool = False,
     trains: bool = False,
     kept: Profile | None = None,
+    whole_only: bool = False,
 ) -> ProfiledModel:
     """Trace and profile a recipe's model.
 
@@ -340,12 +351,13 @@ def profile_model(
         whole_minibatches: profile whole minibatches too where only microbatches travel.
         trains: whether the weights are needed for more than a profile.
         kept: the profile, where it is known already.
+        whole_only: see `prepare`.
 
     Raises:
         GraphError, PlanError, ProfileError: the model can't be traced or profiled, or isn't fed by the data set.
     """
     device = choose_device(recipe.engine.device)
-    dataset, left_over = _data(recipe)
+    dataset, left_over = _data(recipe, whole_only=whole_only)
     if recipe.model.get("profile") is not None:
         return _model_of_file(recipe, dataset, left_over, device)
     measures = kept is None and is_measured(recipe, cluster)
@@ -390,10 +402,12 @@ def left_over_note(left_over: int) -> str:
     return f"the {left_over} samples of an epoch that fill no minibatch aren't run: there are no times for so few"
 
 
-def _data(recipe: Recipe) -> tuple[Dataset, int]:
+def _data(recipe: Recipe, *, whole_only: bool = False) -> tuple[Dataset, int]:
     """Return a recipe's data, and how many samples of an epoch aren't in it: those the profile has no times for."""
     dataset: Dataset = make_dataset(recipe.dataset)
-    if dataset.sequential or engine_kind(recipe).trains or not has_one_size(recipe):  # pieces of a text are all whole
+    if dataset.sequential:  # pieces of a text are all whole
+        return dataset, 0
+    if not whole_only and (engine_kind(recipe).trains or not has_one_size(recipe)):
         return dataset, 0
     whole = whole_minibatches(dataset, recipe.train.minibatch_size)
     return whole, dataset.num_train - whole.num_train

@@ -398,7 +398,10 @@ def regret_both(instances: int) -> str:
         planner = Planner(replace(asked, cluster=replace(cluster, memory_bytes=limit)), "pipedream")
         problem_of = partial(stage_of, planner)
         ((best_s, best),) = timed(1, partial(best_cuts_and_policies, problem_of, range(1, CHAIN), CHAIN, WORKERS))
-        ways = {"SR": partial(planner.for_replicas, (1,) * WORKERS), "plan: auto": planner.best}
+        ways: dict[str, Callable[[], Any]] = {
+            "SR": partial(planner.for_replicas, (1,) * WORKERS),
+            "plan: auto": planner.best,
+        }
         if best is None:
             unfit += 1
             continue

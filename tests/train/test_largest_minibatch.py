@@ -50,6 +50,12 @@ def test_no_size_beside_it_is_larger_and_fits(tmp_path: Path, begins_at: int) ->
         assert each.fits == (each.minibatch_size <= 24)
 
 
+def test_what_fills_no_minibatch_is_left_out_of_what_is_profiled(tmp_path: Path) -> None:
+    loaded = recipe_of(tmp_path, "1 GB", "train.minibatch_size=24")
+    assert [*prepare(loaded.recipe, loaded.cluster, trains=False, whole_only=True).profile.layers] == [24]
+    assert len(prepare(loaded.recipe, loaded.cluster, trains=False).profile.layers) > 1
+
+
 def test_sizes_are_multiples_of_the_microbatches(tmp_path: Path) -> None:
     cut = ("parallelism.mode=gpipe", "parallelism.microbatches=3", "train.minibatch_size=6")
     limit = peak_bytes(tmp_path, 33, *cut)

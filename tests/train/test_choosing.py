@@ -1,0 +1,45 @@
+"""Recipes whose stages choose what their layers do: on devices too small for plain PipeDream they plan, and train."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipebench.cli.main import cli
+from pipebench.errors import PlanError, RecipeError
+from pipebench.recipe.load import load
+from pipebench.schedule.modes import KEEP
+from pipebench.train.watch import Watch
+from tests.train.test_capped import CLUSTER, RECIPE, has_the_bits_of_endless_devices, job_of
+
+CHOOSES = "parallelism.vpipe={swap: true, recompute: true, repartition: false}"
+
+
+def test_what_the_planner_refuses_trains_where_stages_choose(tmp_path: Path) -> None:
+    pytest.importorskip("mlxtend")
+    with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
+        job_of(tmp_path, "1500 kB")
+    job = job_of(tmp_path, "1500 kB", [CHOOSES])
+    assert {*job.setup.plan.replicas} == {1}
+    assert KEEP in {policy for stage in job.setup.plan.stages for policy in stage.memory}
+    assert Watch.over(job).out_of_memory == ""
+    assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
+
+
+def test_a_plan_says_what_becomes_of_activations(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(CLUSTER.format(memory="1500 kB"))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    told = CliRunner().invoke(cli, ["plan", str(tmp_path / "recipe.yaml"), CHOOSES]).output
+    assert "activations" in told
+    assert "recomputed: " in told
+    assert "layers kept" in told
+
+
+def test_a_cluster_that_copies_at_no_known_rate_is_refused(tmp_path: Path) -> None:
+    lines = CLUSTER.format(memory="1500 kB").splitlines(keepends=True)
+    (tmp_path / "small.yaml").write_text("".join(line for line in lines if not line.startswith("pcie")))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    said = "parallelism.vpipe.swap: got true on cluster small, whose file doesn't say how fast devices copy"
+    with pytest.raises(RecipeError, match=said):
+        load(str(tmp_path / "recipe.yaml"), [CHOOSES])
+    load(str(tmp_path / "recipe.yaml"), ["parallelism.vpipe={swap: false, repartition: false}"])
