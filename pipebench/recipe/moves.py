@@ -50,7 +50,9 @@ def asked_moves(given: Any) -> list[AskedMove]:
     """
     if isinstance(given, str):
         return [AskedMove(Moment(minibatches=each.minibatch), each.cuts, each.memory) for each in load_moves(given)]
-    found = read(list[AskedMove], json.dumps(given or []))
+    if not given:
+        return []
+    found = read(list[AskedMove], json.dumps(given))
     for index, move in enumerate(found):
         if (move.at.epochs is None) == (move.at.minibatches is None):
             both = "neither" if move.at.epochs is None else "both"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.typed_json import Count, JsonError, Seconds, read
@@ -63,6 +64,7 @@ class SearchFile:
 
     Attributes:
         pipebench_search: the version of its form.
+        end_second: of a trace in seconds: when the run ends, if not with its last epoch.
         metric: what scores are.
         hurdles: that there were in the end.
         best: the number of the fittest individual.
@@ -71,12 +73,20 @@ class SearchFile:
     pipebench_search: int
     events: list[Event] = field(default_factory=list)
     individuals: list[Trained] = field(default_factory=list)
+    end_second: Seconds | None = None
     metric: str = ""
     hurdles: list[float] = field(default_factory=list)
     best: Count | None = None
 
 
-def load_trace(path: str) -> Sequence[Event]:
+class Trace(NamedTuple):
+    """Changes decided beforehand, and when the run ends; None for its last epoch."""
+
+    events: Sequence[Event]
+    end_second: float | None
+
+
+def load_trace(path: str) -> Trace:
     """Read a trace, or the history of a search as one.
 
     Raises:
@@ -95,13 +105,13 @@ def load_trace(path: str) -> Sequence[Event]:
     except JsonError as error:
         raise RecipeError([Fault(path, "", str(error))]) from error
     events = found.events or [Event(minibatch=each.minibatch, cells=each.cells) for each in found.individuals]
-    faults = [Fault(path, where, problem) for where, problem in _problems(events)]
+    faults = [Fault(path, where, problem) for where, problem in _problems(events, found.end_second)]
     if faults:
         raise RecipeError(faults)
-    return events
+    return Trace(events, found.end_second)
 
 
-def _problems(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+def _problems(events: Sequence[Event], end_second: float | None) -> Iterator[tuple[str, str]]:
     if not events:
         yield "events", "got none, allowed is at least one"
     units = {event.second is None for event in events}
@@ -124,3 +134,5 @@ def _problems(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
             yield where, "allowed is exactly one of cells, add and delete"
         elif (event.stage is None) == (event.cells is None):
             yield f"{where}.stage", "is for add and delete, which need it, and not for cells"
+    if end_second is not None and (events[-1].second is None or end_second <= events[-1].second):
+        yield "end_second", f"got {end_second:g}, allowed is one after the last event's second, or null"

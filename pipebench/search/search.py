@@ -1,12 +1,12 @@
 """A search under way: whose turn it is, when everybody's came, and what came of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pipebench.errors import GraphError
 from pipebench.recipe.schema import Recipe, SearchRecipe
-from pipebench.recipe.search_trace import VERSION, Event, SearchFile, Trained, load_trace
+from pipebench.recipe.search_trace import VERSION, SearchFile, Trace, Trained, load_trace
 from pipebench.search.architectures import Architectures, Cells
 from pipebench.search.evolution import Evolution, Individual, Rules
 from pipebench.search.trace import Following, Step
@@ -52,6 +52,7 @@ class SearchSetup:
         larger_is_better: of scores.
         seed: of all draws.
         steps: the changes of a trace; None: evolution decides.
+        end_second: when a trace in seconds ends; None: with the run's last epoch.
     """
 
     recipe: SearchRecipe
@@ -61,6 +62,7 @@ class SearchSetup:
     larger_is_better: bool
     seed: int
     steps: tuple[Step, ...] | None = None
+    end_second: float | None = None
 
     def begin(self) -> "Search":
         """Return the search, before anything is trained."""
@@ -120,7 +122,11 @@ class Search:
             if each.scores
         ]  # fmt: skip
         return SearchFile(
-            VERSION, [], rows, self._setup.metric, [*self._course.hurdles], None if best is None else best.number
+            VERSION,
+            individuals=rows,
+            metric=self._setup.metric,
+            hurdles=[*self._course.hurdles],
+            best=None if best is None else best.number,
         )
 
 
@@ -137,12 +143,12 @@ def metric_of(recipe: Recipe, metrics: Mapping[str, str]) -> tuple[str, bool]:
     return name, metrics.get(name, "min") == "max"
 
 
-def events_of(search: SearchRecipe) -> Sequence[Event] | None:
-    """Return the changes of a recipe's trace; None if evolution decides."""
+def trace_of(search: SearchRecipe) -> Trace | None:
+    """Return a recipe's trace; None if evolution decides."""
     return None if search.trace is None else load_trace(search.trace)
 
 
-def first_of(search: SearchRecipe, events: Sequence[Event] | None, architectures: Architectures) -> Cells:
+def first_of(search: SearchRecipe, trace: Trace | None, architectures: Architectures) -> Cells:
     """Return the architecture that a recipe's search begins with.
 
     Raises:
@@ -150,6 +156,7 @@ def first_of(search: SearchRecipe, events: Sequence[Event] | None, architectures
     """
     if search.smallest > len(architectures.cells):
         raise GraphError(f"search.smallest: got {search.smallest}, and the search has {len(architectures.cells)} cells")
-    if events and events[0].minibatch == 0 and events[0].cells is not None:
-        return architectures.named(events[0].cells, f"search.trace: {search.trace}: events[0].cells")
+    given = None if trace is None or trace.events[0].minibatch != 0 else trace.events[0].cells
+    if given is not None:
+        return architectures.named(given, f"search.trace: {search.trace}: events[0].cells")
     return architectures.all if search.first is None else architectures.named(search.first, "search.first")

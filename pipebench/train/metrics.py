@@ -179,7 +179,7 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
             "replicas": stage.replicas,
             "first_layer": names[stage.start],
             "last_layer": names[stage.stop - 1],
-            "num_layers": stage.stop - stage.start,
+            "num_layers": sum(not layer.idle for layer in setup.graph.layers[stage.start : stage.stop]),
             "depth": depths[index],
             "forward_s": costs.forward_s[travels],
             "backward_s": costs.backward_s[travels],

@@ -43,7 +43,7 @@ from pipebench.schedule.notation import parse_plan, streams_problem
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.search.architectures import Architectures
-from pipebench.search.search import SearchSetup, events_of, first_of, metric_of
+from pipebench.search.search import SearchSetup, first_of, metric_of, trace_of
 from pipebench.search.trace import steps_of
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
@@ -226,17 +226,18 @@ def _searched(recipe: Recipe, known: "ProfiledModel", profile: Profile) -> Searc
     assert recipe.search is not None
     cells = recipe.search.cells
     architectures = Architectures.of(known.graph, profile, known.dataset, recipe.train.optimizer, cells)
-    first = first_of(recipe.search, events_of(recipe.search), architectures)
+    first = first_of(recipe.search, trace_of(recipe.search), architectures)
     metric, larger_is_better = metric_of(recipe, known.dataset.metrics)
     return SearchSetup(recipe.search, architectures, first, metric, larger_is_better, recipe.train.seed)
 
 
 def _with_steps(search: SearchSetup, plan: Plan) -> SearchSetup:
     """Return the same with the changes of its trace, if it has one."""
-    events = events_of(search.recipe)
-    if events is None:
+    trace = trace_of(search.recipe)
+    if trace is None:
         return search
-    return replace(search, steps=steps_of(events, search.architectures, search.first, plan, str(search.recipe.trace)))
+    steps = steps_of(trace.events, search.architectures, search.first, plan, str(search.recipe.trace))
+    return replace(search, steps=steps, end_second=trace.end_second)
 
 
 def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> dict[Size, dict[str, int]]:

@@ -2,15 +2,23 @@
 
 Every change is at a drain. Each phase between two is simulated as a segment of its own, fill and drain included, under
 the cuts there are: what the work in a stage comes to changes with its cells, the cuts don't.
+
+With vPipe every stage decides anew what its layers do so that they fit in memory; and where it repartitions, layers
+move to the cuts that its algorithms come to for the times that there are now. They move at the drain, and take the time
+that their weights and the optimizer's state take on the links; what Algorithm 1 needs to find out isn't simulated.
 """
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipebench.engine.setup import Setup
+from pipebench.model.plan import stage_of_layers
 from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
+from pipebench.schedule.modes import AUTO
+from pipebench.schedule.notation import STRAIGHT
 from pipebench.search.architectures import Cells
 from pipebench.search.search import SearchSetup
 from pipebench.search.trace import Step
@@ -19,7 +27,7 @@ from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
 from pipebench.train.periods import Periods
-from pipebench.train.prepare import Job
+from pipebench.train.prepare import Job, choose_plan
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.watch import Watch
 
@@ -34,6 +42,8 @@ class Phase(NamedTuple):
         first: minibatches of the run before it.
         num_minibatches: of it.
         totals: what it comes to.
+        moved_bytes: what moved to other stages before it.
+        moving_s: how long that took.
     """
 
     cells: Cells
@@ -42,6 +52,8 @@ class Phase(NamedTuple):
     first: int
     num_minibatches: int
     totals: Totals
+    moved_bytes: int = 0
+    moving_s: float = 0.0
 
 
 def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
@@ -85,6 +97,7 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
             "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
             "num_workers": setup.pipeline.num_workers,
             **byte_metrics(num_bytes, samples[-1]),
+            **({} if job.recipe.parallelism.vpipe is None else _moves(phases)),
             **fractions(busy_s, stall_s, setup.pipeline.num_workers, end_s, again_s=again_s),
         },
         points=points,
@@ -95,20 +108,68 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
     return watch.with_peaks(result) if watch else result, meter.timeline()
 
 
+def _moves(phases: Sequence[Phase]) -> dict[str, float]:
+    """Return metrics of what moved."""
+    moving = [phase for phase in phases if phase.moved_bytes]
+    return {
+        "repartitions": len(moving),
+        "migration_bytes": sum(phase.moved_bytes for phase in moving),
+        "migration_stall_s": sum(phase.moving_s for phase in moving),
+    }
+
+
 def _phases(job: Job, search: SearchSetup, meter: Meter) -> Iterator[Phase]:
     """Yield the phases of a run."""
     assert search.steps is not None
     total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     steps = [step for step in search.steps if step.minibatch or step.second]
-    cells, setup, clock_s, first = search.first, job.setup, 0.0, 0
-    for step in [*steps, Step(total, None, search.first)]:
+    cells, setup, clock_s, first, moved_bytes, moving_s = search.first, job.setup, 0.0, 0, 0, 0.0
+    for step in [*steps, Step(None if search.end_second else total, search.end_second, search.first)]:
         listener = meter if first == 0 else None
         count = min(total - first, _minibatches_until(step, setup, first, clock_s))
         if count > 0:
             totals = _simulated(setup, count, listener)
-            yield Phase(cells, setup, clock_s, first, count, totals)
+            yield Phase(cells, setup, clock_s, first, count, totals, moved_bytes, moving_s)
             first, clock_s = first + count, clock_s + totals.end_s
-        cells, setup = step.cells, search.architectures.setup(setup, step.cells)
+        before = search.architectures.setup(setup, step.cells)
+        cells, setup = step.cells, _replanned(job, before)
+        moved_bytes, moving_s = _moved(before, setup)
+        clock_s += moving_s
+
+
+def _replanned(job: Job, setup: Setup) -> Setup:
+    """Return the setup of a new architecture as vPipe would have it; without vPipe, as it is.
+
+    Raises:
+        PlanError: a stage doesn't fit in memory any more, whatever its layers do.
+    """
+    vpipe, asked = job.recipe.parallelism.vpipe, job.recipe.parallelism
+    if vpipe is None:
+        return setup
+    if vpipe.balances:
+        # Cut for the times that the chosen policies make; where nothing is chosen, auto needn't be a straight pipeline.
+        asked = replace(asked, plan=AUTO if vpipe.policies else STRAIGHT, cuts=None)
+    else:
+        names = [layer.name for layer in setup.graph.layers]
+        asked = replace(asked, plan=STRAIGHT, cuts=[names[stage.start] for stage in setup.plan.stages[1:]])
+    recipe = replace(job.recipe, parallelism=asked)
+    plan = choose_plan(recipe, job.cluster, setup.graph, setup.profile, setup.dataset)
+    return setup.under(replace(plan, depth=setup.plan.depth).on(setup.devices))
+
+
+def _moved(before: Setup, after: Setup) -> tuple[int, float]:
+    """Return the bytes that move to other stages with their layers, and how long all links together take for it."""
+    rows = next(iter(after.profile.layers.values()))
+    old, new = stage_of_layers(before.plan.stages), stage_of_layers(after.plan.stages)
+    sent: Counter[tuple[int, int]] = Counter()
+    for index, (source, target) in enumerate(zip(old, new, strict=True)):
+        if source != target:
+            per_byte = 1 + after.profile.state_bytes_per_byte
+            sent[source, target] += sum(rows[index].parameter_sizes.values()) * per_byte
+    firsts = after.pipeline.first_workers
+    links = {edge: after.level_between(firsts[edge[0]], firsts[edge[1]]) for edge in sent}
+    times = (links[edge].latency_s + count / links[edge].goodput_bytes_per_s for edge, count in sent.items())
+    return sum(sent.values()), max(times, default=0.0)
 
 
 def _minibatches_until(step: Step, setup: Setup, first: int, clock_s: float) -> int:
@@ -147,4 +208,4 @@ def _file(search: SearchSetup, phases: Sequence[Phase], samples: Sequence[int], 
         )
         for number, (phase, seen, count, was) in enumerate(zip(phases, samples, layers, before, strict=False))
     ]  # fmt: skip
-    return SearchFile(VERSION, [], rows)
+    return SearchFile(VERSION, individuals=rows)

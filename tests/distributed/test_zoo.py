@@ -17,6 +17,7 @@ TWO = [
     ZooCase("gnmt8", "pipedream", 2),
     ZooCase("gnmt8", "dp", 2),
     ZooCase("transformer", "pipedream", 2),
+    ZooCase("bert", "gpipe", 2),
     ZooCase("awd_lm", "pipedream-flush", 2),
 ]
 THREE = [
@@ -26,6 +27,7 @@ THREE = [
     ZooCase("gnmt8", "gpipe", 3),
     ZooCase("gnmt8", "dp", 3),
     ZooCase("transformer", "pipedream", 3),
+    ZooCase("bert", "pipedream, replicated", 3),
     ZooCase("awd_lm", "model", 3),
     ZooCase("awd_lm", "pipedream, replicated", 3),
 ]

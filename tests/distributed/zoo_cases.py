@@ -26,6 +26,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
         "model.width=16", "model.feed_forward=24", "train.minibatch_size=8", "dataset.num_train=200",
         "dataset.num_eval=24", "dataset.num_scored=4", "dataset.source_columns=24", "dataset.target_columns=24",
     ),
+    "bert": ("model.width=16", "model.feed_forward=24", "train.minibatch_size=8", "dataset.num_eval=24"),
     "awd_lm": (
         "model.embedding_size=24", "model.hidden_size=24", "train.minibatch_size=8", "train.streams=6",
         "dataset.train_tokens=20000", "dataset.eval_tokens=2000", "dataset.bptt=12",

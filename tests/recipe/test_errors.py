@@ -664,6 +664,10 @@ TRACES = [
     ),
     ('{"pipebench_search": 1, "events": [{"minibatch": 4, "add": 2}]}', r"events\[0\].stage: is for add and delete"),
     (
+        '{"pipebench_search": 1, "events": [{"second": 4.0, "cells": []}], "end_second": 4.0}',
+        "end_second: got 4, allowed is one after the last event's second, or null",
+    ),
+    (
         '{"pipebench_search": 1, "events": [{"second": 4.0, "cells": []}]}',
         "search.trace: got changes at seconds, which engine virtual can't know beforehand: allowed are minibatches",
     ),

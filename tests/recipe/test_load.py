@@ -34,6 +34,7 @@ COUNTS = {
     "amoebanet": 8,
     "lab": 4,
     "search": 5,
+    "vpipe/search": 3,
     "uniform": 4,
     **dict.fromkeys(
         (f"vpipe/{name}" for name in ("amoebanet", "bert", "gnmt16", "transformer", "vgg16", "resnet50")), 4

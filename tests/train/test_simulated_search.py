@@ -18,16 +18,20 @@ model: {{name: cellnet}}
 dataset: {{name: mnist5k, image_size: 28, num_train: 1000}}
 train: {{minibatch_size: 50, optimizer: {{lr: 0.1}}, max_epochs: {epochs}}}
 cluster: {{name: cluster-a}}
-parallelism: {{mode: pipedream, plan: straight, cuts: [groups_0_cell3_look, halve_0, groups_1_cell2_look]}}
+parallelism:
+  mode: pipedream
+  plan: straight
+  cuts: [groups_0_cell3_look, halve_0, groups_1_cell2_look]
+  vpipe: {vpipe}
 engine: {{kind: simulated}}
 search: {{cells: ["groups.*.cell*"], trace: trace.json}}
 """
 
 
-def job(folder: Path, events: Sequence[Mapping[str, object]], epochs: int = 5) -> Job:
+def job(folder: Path, events: Sequence[Mapping[str, object]], epochs: int = 5, vpipe: str = "null") -> Job:
     (folder / "trace.json").write_text(json.dumps({"pipebench_search": 1, "events": [*events]}))
     path = folder / "r.yaml"
-    path.write_text("# a trace\n" + RECIPE.format(epochs=epochs))
+    path.write_text("# a trace\n" + RECIPE.format(epochs=epochs, vpipe=vpipe))
     return prepare_job(load_file(path), silent=True)
 
 
@@ -70,3 +74,19 @@ def test_changes_at_seconds_come_at_the_end_of_the_minibatch_in_which_they_fall(
     change = found.individuals[1]
     assert change.second == pytest.approx(0.9 * moment_s, rel=0.05)
     assert change.minibatch == pytest.approx(45, abs=2)
+
+
+def test_with_vpipe_layers_follow_the_changes_and_what_moves_takes_its_time(tmp_path: Path) -> None:
+    events = [{"minibatch": 40, "delete": 12, "stage": 3}]
+    vpipe = "{{swap: false, recompute: false, repartition: {}}}"
+    stays, follows = (job(tmp_path, events, vpipe=vpipe.format(word)) for word in ("false", "true"))
+    (fixed, _), (moved, _) = simulate_search(stays), simulate_search(follows)
+    first, second = ([point.metrics["throughput_samples_per_s"] for point in each.points] for each in (fixed, moved))
+    assert first[0] == second[0]
+    assert second[1] > 1.05 * first[1], "three stages had all the work"
+    assert (fixed.metrics["repartitions"], moved.metrics["repartitions"]) == (0, 1)
+    assert fixed.metrics["migration_bytes"] == 0 < moved.metrics["migration_bytes"]
+    assert moved.search is not None
+    gap_s = moved.search.individuals[1].second - moved.points[0].clock_s
+    assert moved.metrics["migration_stall_s"] == pytest.approx(gap_s)
+    assert gap_s > follows.cluster.levels[0].latency_s
