@@ -8,6 +8,7 @@ Differs: reports travel with every `EVERY`-th unit, not with each; and stages ar
 that ran under the new cuts alone, before anything else is decided.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.model.plan import recut
-from pipebench.planner.rebalancing import better_cuts, one_step
+from pipebench.planner.rebalancing import better_cuts, fits_within, one_step
 from pipebench.planner.states import prefixes
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.moves import Move
@@ -153,6 +154,8 @@ class Balancing:
         self._may_start = {members.bit_count() for members in prefixes(self._rows).members[1:-1]}
         self._num_stages, self._num_layers = pipeline.num_stages, len(setup.graph.layers)
         self._starts = tuple(stage.start for stage in setup.plan.stages[1:])
+        size = setup.costs.most_samples
+        self._fits = fits_within(setup.cluster.memory_bytes, setup.profile, setup.plan, pipeline, size)
         self._ahead = 3 * pipeline.depth + 1  # of the last stage's backward; the first stage is a depth further
         self._multiple = math.lcm(pipeline.period, setup.sampler.streams or 1)
 
@@ -163,15 +166,20 @@ class Balancing:
         if len({report.moves for report in reports}) > 1 or not self._all_hear(self._starts):
             return None
         stage_s = [report.forward_s + report.backward_s for report in sorted(reports)]
-        wanted = better_cuts(self._rows, self._starts, stage_s, self._may_start)
+        wanted = better_cuts(self._rows, self._starts, stage_s, self._may_start, self._fits)
         if wanted is None:
             return None
         at = math.ceil((minibatch + self._ahead) / self._multiple) * self._multiple
         starts = one_step(self._starts, wanted, self._num_layers)
-        if not self._all_hear(starts):
+        if not self._all_hear(starts) or self._num_unfit(starts) > self._num_unfit(self._starts):
             return None
         self._starts = starts
         return Move(at, starts)
+
+    def _num_unfit(self, starts: Sequence[int]) -> int:
+        """Return how many stages don't fit in memory: on the way to cuts where all do, no more than now."""
+        ends = [0, *starts, self._num_layers]
+        return sum(not self._fits(stage, *layers) for stage, layers in enumerate(itertools.pairwise(ends)))
 
     def _all_hear(self, starts: Sequence[int]) -> bool:
         """Return whether all stages wait for gradients under cuts: who gets none hears of nothing, and runs ahead."""

@@ -62,6 +62,21 @@ class StageMemory:
     returned: Bytes
     relayed: Bytes
 
+    def most_bytes(self, size: Size, in_flight: int, versions: int) -> int:
+        """Return what it keeps on its device at most, messages aside: vPipe (TPDS'21) eq. 1.
+
+        Differs: of what units swap, three have it on the device at once: the one that runs forward or has just done so,
+        the one that runs backward, and the one whose copy comes back.
+
+        Args:
+            size: of every unit.
+            in_flight: how many units have run forward and not backward.
+            versions: how many versions of its weights there are then.
+        """
+        once = self.masters + self.state + self.weights * (versions + 1 + self.copies)  # one more for gradients
+        swapped = self.swapped[size]
+        return once + in_flight * (self.unit[size] - swapped) + min(in_flight, 3) * swapped + self.again[size]
+
 
 def stage_memories(
     profile: Profile, plan: Plan, pipeline: Pipeline, input_bytes: Mapping[Size, Mapping[str, int]] | None = None
@@ -76,12 +91,13 @@ def stage_memories(
             whose backward is split. None: nothing.
     """
     inputs = input_bytes or {}
-    return tuple(_of_stage(profile, plan, pipeline, index, inputs) for index in range(len(plan.stages)))
+    return tuple(stage_memory(profile, plan, pipeline, index, inputs) for index in range(len(plan.stages)))
 
 
-def _of_stage(
+def stage_memory(
     profile: Profile, plan: Plan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
 ) -> StageMemory:
+    """Sum a profile over one stage of a plan; see `stage_memories`."""
     policy, stage = WEIGHT_POLICIES[pipeline.weights], plan.stages[index]
     rows = next(iter(profile.layers.values()))
     own = [*range(stage.start, stage.stop)]

@@ -8,6 +8,8 @@ import pytest
 from pipebench.engine.setup import Setup
 from pipebench.model.plan import recut
 from pipebench.schedule.moves import Move
+from pipebench.schedule.programs import most_in_flight
+from pipebench.simulate.memory import stage_memories
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.models import SkipNet
@@ -97,3 +99,19 @@ def test_throughput_grows_while_it_goes_on() -> None:
     bad = make_engine(replace(balancing([1, 2], live=True), balances=False))
     bad.train(0, 150)
     assert balanced.clock_s < drained.clock_s < bad.clock_s
+
+
+@pytest.mark.parametrize("starts", [(1, 2), (5, 6)])
+def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[int, ...]) -> None:
+    free = balancing([*starts], live=True)
+    capped = replace(free, cluster=replace(free.cluster, memory_bytes=2600))
+    (engine, _), (other, _) = played(free, 120), played(capped, 120)
+    needed = [
+        memory.most_bytes(setup.costs.most_samples, depth, depth)
+        for setup in (engine.setup, other.setup)
+        for memory, depth in zip(
+            stage_memories(setup.profile, setup.plan, setup.pipeline), most_in_flight(setup.pipeline), strict=True
+        )
+    ]
+    assert max(needed[:3]) > 2600 >= max(needed[3:])
+    assert slowest_s(other.setup) < slowest_s(free)

@@ -97,3 +97,32 @@ def test_a_step_moves_no_layer_beyond_a_neighbour_and_leaves_no_stage_empty(seed
             assert abs(stages[0] - stages[1]) <= 1
         made, steps = after, steps + 1
     assert steps <= num_layers
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_cuts_fit_in_memory_and_are_near_the_best_that_do(seed: int) -> None:
+    draw = random.Random(seed)
+    seconds = [draw.uniform(0.5, 1.5) for _ in range(12)]
+    kept = [draw.randint(1, 9) for _ in seconds]  # of every unit
+
+    def needed(part: int, start: int, stop: int) -> int:
+        return (3 - part) * sum(kept[start:stop])  # 3, 2 and 1 units in flight
+
+    def most(starts: Sequence[int]) -> int:
+        return max(needed(part, *layers) for part, layers in enumerate(itertools.pairwise([0, *starts, len(kept)])))
+
+    def slowest_s(starts: Sequence[int]) -> float:
+        return max(stage_seconds(seconds, starts, [1.0] * 3))
+
+    places = [*itertools.combinations(range(1, len(seconds)), 2)]
+    limit = sorted(map(most, places))[6]
+    fit = [starts for starts in places if most(starts) <= limit]
+    worst = max(fit, key=slowest_s)
+
+    def fits(part: int, start: int, stop: int) -> bool:
+        return needed(part, start, stop) <= limit
+
+    found = better_cuts(chain(seconds), worst, stage_seconds(seconds, worst, [1.0] * 3), None, fits)
+    ended = worst if found is None else found
+    assert ended in fit
+    assert slowest_s(ended) <= 1.1 * min(map(slowest_s, fit))

@@ -10,6 +10,7 @@ import pytest
 
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import trace
+from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.memory import HELD, KINDS
 from pipebench.simulate.memory_meter import MemoryMeter
@@ -95,3 +96,27 @@ def test_the_predicted_peak_is_that_of_the_live_tensors(seed: int) -> None:
     setup = random_setup(seed)
     for predicted, measured in zip(predicted_peaks(setup), measured_peaks(setup), strict=True):
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_stage_keeps_more_than_the_closed_form_says(seed: int) -> None:
+    """Stages are balanced by it (vPipe eq. 1): to the byte where everything is kept, else never too little."""
+    draw = random.Random(seed)
+    model = draw.choice((Mlp, SkipNet, ConvNet))()
+    num_layers, num_stages = len(trace(model).layers), draw.randint(1, 4)
+    starts = sorted(draw.sample(range(1, num_layers), num_stages - 1))
+    some = draw.choice((("keep",), ("keep", "swap", "recompute")))
+    columns = draw.choice(({}, {"weights": "one", "microbatches": 2, "accumulate": 2}))
+    cluster = replace(flat_cluster(num_stages), pcie_bytes_per_s=1e12)
+    chosen = {"memory": [draw.choice(some) for _ in range(num_layers)], "cluster": cluster}
+    setup = setup_of(model, (starts, [1] * num_stages), {**columns, **chosen})
+    setup = replace(setup, costs=stage_costs(profile_of(setup), setup.plan))
+    size, depths = setup.costs.most_samples, most_in_flight(setup.pipeline)
+    told = [
+        memory.most_bytes(size, depth, 1 if columns else depth)
+        for memory, depth in zip(memories_of(setup), depths, strict=True)
+    ]
+    simulated = predicted_peaks(setup)
+    assert all(a >= b for a, b in zip(told, simulated, strict=True))
+    if some == ("keep",) and not columns:
+        assert told == simulated
