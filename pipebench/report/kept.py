@@ -19,6 +19,8 @@ from pipebench.typed_json import JsonError, read, write
 
 FOLDER = "kept"
 _NAME = "name"  # of the recipe: the one key that changes nothing
+# Of a cluster: how copies to hosts go. What was kept before clusters said so made none.
+_OF_COPIES = ("pcie_bytes_per_s", "host_memory_bytes", "over_pcie")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,13 @@ class KeptResult:
         """Return whether a recipe would ask for the same."""
         asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
         kept = {key: value for key, value in self.result.recipe.items() if key != _NAME}
-        return _same(kept, asked, dict(flattened(defaults()))) and _same(self.cluster, cluster_of(loaded), {})
+        return _same(kept, asked, dict(flattened(defaults()))) and _same(
+            self.cluster, self._known_of(cluster_of(loaded)), {}
+        )
+
+    def _known_of(self, cluster: Mapping[str, str]) -> dict[str, str]:
+        """Return a cluster without what is said of copies, where nothing was when the result was kept."""
+        return {k: v for k, v in cluster.items() if k in self.cluster or k.rpartition(".")[2] not in _OF_COPIES}
 
 
 def cluster_of(loaded: LoadedRecipe) -> dict[str, str]:

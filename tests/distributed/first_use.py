@@ -19,6 +19,7 @@ from pipebench.distributed import engine as distributed
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from tests.distributed.cases import Case, Outcome, in_processes, small_setup
+from tests.distributed.cases import distributed as run_case
 from tests.distributed.zoo_cases import ZooCase
 
 _PATIENCE = timedelta(seconds=60)  # only a test that fails waits for so long
@@ -68,8 +69,10 @@ def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
 
     with _replaced(distributed, "gains_by_rehearsal", lambda device: True), _replaced(distributed, "rehearse", watched):
         for case in cases:
-            setup = case.setup() if isinstance(case, ZooCase) else small_setup(case)
-            found.append(in_processes(world, setup, case.segments))
+            if isinstance(case, ZooCase):
+                found.append(in_processes(world, case.setup(), case.segments))
+            else:
+                found.append(run_case(world, case))
     assert times[0] == len(cases)
     return found
 

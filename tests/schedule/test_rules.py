@@ -110,7 +110,7 @@ def test_every_send_meets_one_receive(pipeline: Pipeline, num_minibatches: int) 
 def test_a_missing_instruction_is_a_deadlock_that_says_who_waits(removed: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipebench.simulate import drawing
 
-    def without(pipeline: Pipeline, n: int) -> list[object]:
+    def without(pipeline: Pipeline, n: int, _: object) -> list[object]:
         whole = [list(program) for program in programs(pipeline, n)]
         place = next(i for i, x in enumerate(whole[1]) if x.op is removed)
         del whole[1][place]
