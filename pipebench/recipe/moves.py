@@ -3,10 +3,10 @@
 import itertools
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.errors import Fault, RecipeError
+from pipebench.recipe.json_file import json_bytes
 from pipebench.schedule.repartitions import VERSION, Repartition, RepartitionFile
 from pipebench.typed_json import JsonError, Ordinal, read
 
@@ -66,12 +66,7 @@ def load_moves(path: str) -> list[Repartition]:
     Raises:
         RecipeError: they can't be read, or aren't moves.
     """
-    try:
-        text = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        close = nearest(Path(path).name, (each.name for each in Path(path).parent.glob("*.json")))
-        raise RecipeError([Fault(path, "", f"can't be read: {reason}{close}")]) from error
+    text = json_bytes(path)
     try:
         found = read(RepartitionFile, text)
         if found.pipebench_moves != VERSION:

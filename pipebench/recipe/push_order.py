@@ -1,8 +1,7 @@
 """The order of pushes that a run has kept, read to be repeated: `parallelism.push_order`."""
 
-from pathlib import Path
-
-from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.errors import Fault, RecipeError
+from pipebench.recipe.json_file import json_bytes
 from pipebench.schedule.pushes import VERSION, Pushes, PushOrder
 from pipebench.typed_json import JsonError, read
 
@@ -17,12 +16,7 @@ def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
     Raises:
         RecipeError: it can't be read, isn't an order of pushes, or not one that so many workers can have.
     """
-    try:
-        text = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        close = nearest(Path(path).name, (each.name for each in Path(path).parent.glob("*.json")))
-        raise RecipeError([Fault(path, "", f"can't be read: {reason}{close}")]) from error
+    text = json_bytes(path)
     try:
         found = read(PushOrder, text)
         if found.pipebench_push_order != VERSION:

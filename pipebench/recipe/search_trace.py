@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.errors import Fault, RecipeError
+from pipebench.recipe.json_file import json_bytes
 from pipebench.typed_json import Count, JsonError, Seconds, read
 
 VERSION = 1
@@ -92,12 +92,7 @@ def load_trace(path: str) -> Trace:
     Raises:
         RecipeError: it can't be read, or isn't one; says what is wrong with it.
     """
-    try:
-        text = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        close = nearest(Path(path).name, (each.name for each in Path(path).parent.glob("*.json")))
-        raise RecipeError([Fault(path, "", f"can't be read: {reason}{close}")]) from error
+    text = json_bytes(path)
     try:
         found = read(SearchFile, text)
         if found.pipebench_search != VERSION:
