@@ -24,8 +24,9 @@ from pipebench.distributed.rehearsal import gains_by_rehearsal, rehearse
 from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.watch import DeviceWatch, HostWatch
 from pipebench.distributed.world import World
-from pipebench.engine.feed import Feed
+from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.gate import admitted_program
+from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.monitor import monitors
 from pipebench.engine.pace import Pace
 from pipebench.engine.phases import Phases, phases_of
@@ -34,7 +35,7 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_feed
+from pipebench.engine.worker import Worker, host_peaks
 from pipebench.errors import DivergedError
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op

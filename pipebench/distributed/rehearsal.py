@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from pipebench.distributed.channel import Link, Receiver, Sender
 from pipebench.distributed.world import World
-from pipebench.engine.feed import Feed
+from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.scores import Scores
 from pipebench.engine.server import Pulled
 from pipebench.engine.setup import Setup, ranks_of
-from pipebench.engine.worker import Worker, training_feed
+from pipebench.engine.worker import Worker
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.programs import forward_programs, programs
 from pipebench.simulate.timeline import GRADIENT

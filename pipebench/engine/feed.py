@@ -13,7 +13,7 @@ import torch
 from torch.utils import data
 
 from pipebench.engine.replica import Place
-from pipebench.engine.setup import Setup
+from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.errors import UserCodeError
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 from pipebench.recipe.users_code import as_users
@@ -160,6 +160,11 @@ class Feed:
 
     def _sizes(self, minibatch: int) -> list[int]:
         return microbatch_sizes(self._sampler.size(minibatch), self._parts)
+
+
+def training_feed(setup: Setup, first: int, num_minibatches: int) -> tuple[Feed, list[float] | None]:
+    """Return the data of a segment of training, and what its losses are divided by."""
+    return Feed(setup, "train", first, num_minibatches), loss_divisors(setup, first, num_minibatches)
 
 
 _Task = tuple[list[int], int]

@@ -5,7 +5,7 @@ stage has a scale of its own. Gradients travel with the scale that they have, an
 its own. Where all stages update together they share every decision, so that their scales stay equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -53,3 +53,11 @@ class LossScale:
             self.value = min(value for value, _, _ in rows)
             self._num_finite = int(min(finite for _, finite, _ in rows))
             self.num_skipped = int(max(skipped for _, _, skipped in rows))
+
+
+def scale_metrics(scales: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Return metrics of all workers' `loss_scales`: the smallest scale, and the most updates that a stage skipped."""
+    found = list(scales)
+    if not found:
+        return {}
+    return {"loss_scale": min(scale for scale, _ in found), "skipped_updates": max(skipped for _, skipped in found)}

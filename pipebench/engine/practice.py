@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from pipebench.engine.feed import Feed
+from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.server import Pulled
 from pipebench.engine.setup import Setup
-from pipebench.engine.worker import Worker, training_feed
+from pipebench.engine.worker import Worker
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.modes import KEEP

@@ -17,8 +17,9 @@ import torch
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.collectives import Rings
 from pipebench.engine.drain import Drain
-from pipebench.engine.feed import Feed
+from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.mailbox import Mailbox
 from pipebench.engine.monitor import monitors
 from pipebench.engine.phase_costs import PhaseCosts
@@ -27,7 +28,7 @@ from pipebench.engine.replica import Replica
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
-from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_feed
+from pipebench.engine.worker import Worker, host_peaks
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction

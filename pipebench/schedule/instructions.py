@@ -63,8 +63,10 @@ FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 # Copies between a device and its host: begun in turn, and over when they are.
 COPIES = (Op.SWAP_OUT, Op.SWAP_IN)
-# What moves layers, told by the minibatch from which on the forward runs elsewhere, and what goes towards the peer.
+# What moves layers, told by the minibatch from which on the forward runs elsewhere; that and what moves their units.
 HANDING = (Op.RECUT, Op.GIVE, Op.TAKE)
+HANDING_OVER = (*HANDING, Op.GIVE_UNIT, Op.TAKE_UNIT, Op.FORWARD_AGAIN)
+# What goes towards the peer.
 _TOWARDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.RECUT, Op.GIVE_UNIT, Op.GIVE)
 _OPS = {letters: op for op, letters in _LETTERS.items()}
 _TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:([<>])(\d+))?(?:\+(\d+))?(?:@(\d+))?(?:~(-?\d+))?")

@@ -244,8 +244,8 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
         assert mine.versions_max <= moved.setup.pipeline.warmups[mine.index]
         assert [r.live_bytes() for r in mine.replicas.values()] == [r.live_bytes() for r in theirs.replicas.values()]
         assert not any(isinstance(each, Migrating) for each in mine._running.values())
-        left = (mine._outgoing, mine._received, mine._arriving, mine._returning, mine._given_units)
-        assert not any(left)
+        crossing, given = mine._crossing, mine._handing_over._given_units
+        assert not any((crossing._outgoing, crossing._received, crossing._arriving, crossing._returning, given))
 
 
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])

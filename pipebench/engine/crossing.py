@@ -1,0 +1,156 @@
+"""What crosses between one worker's stages and others: values on their way forward, gradients on their way back.
+
+Between two stages of one worker nothing travels: the other stage has it at once. What goes to another worker lies here
+until it is asked for.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipebench.engine.loss_scale import LossScale
+from pipebench.engine.phases import Phases
+from pipebench.engine.replica import Values
+from pipebench.engine.structure import CrossingError, flatten
+from pipebench.model.graph import LayerGraph
+from pipebench.model.stage import Stage
+from pipebench.schedule.pipeline import Pipeline
+
+Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's tensors
+_SCALE = -1  # in the place of a layer: the one number that these gradients are multiplied by, if they are
+_Key = tuple[int, int]  # stage, unit
+
+
+class Crossing:
+    """What is on its way in one segment of training, or in one evaluation.
+
+    Args:
+        graph: the layers that are run.
+        pipeline: which minibatch a unit belongs to.
+        stages: the worker's, as they are cut when the segment begins.
+        scales: of the stages whose gradients are scaled.
+        phases: the cuts that the segment goes through, where layers may move.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        pipeline: Pipeline,
+        stages: Mapping[int, Stage],
+        scales: Mapping[int, LossScale],
+        phases: Phases | None = None,
+    ) -> None:
+        self._graph = graph
+        self._pipeline = pipeline
+        self._stages = stages
+        self._scales = scales
+        self._phases = phases
+        self._received: dict[_Key, Values] = {}
+        self._outgoing: dict[_Key, Values] = {}
+        self._can_cross: set[tuple[int, int]] = set()
+        self._arriving: dict[_Key, dict[int, Gradients]] = {}  # by the stage that sends them
+        self._returning: dict[_Key, Gradients] = {}
+
+    # Forward.
+
+    def take_values(self, stage: int, unit: int, values: Values) -> None:
+        """Take values of a unit that another stage has sent to one of this worker's."""
+        self._received.setdefault((stage, unit), {}).update(values)
+
+    def received(self, stage: int, unit: int) -> Values:
+        """Return all values of a unit that other stages have sent; asked for once."""
+        return self._received.pop((stage, unit), {})
+
+    def leave(self, stage: int, unit: int, values: Values) -> None:
+        """Keep what a forward put out until it is asked for; stages of this worker have it at once."""
+        if self._sends(stage, unit):  # else nobody asks for it
+            self._outgoing[stage, unit] = values
+        for target in self._within_worker(self._stages[stage].sends, stage):
+            self.take_values(target, unit, self.values_for(stage, unit, target))
+
+    def values_for(self, stage: int, unit: int, target: int) -> Values:
+        """Return the values of a unit that stage `target` reads; it asks once, the last one to ask takes the rest.
+
+        Raises:
+            CrossingError: a value can't be handed to another stage, in processes or not; names its layer.
+        """
+        outgoing, sends = self._outgoing.get((stage, unit), {}), self._sends(stage, unit)
+        values = {layer: outgoing[layer] for layer in sends[target] if layer in outgoing}
+        if values and (stage, target) not in self._can_cross:  # the first unit shows what the others will be
+            self._check(values)
+            self._can_cross.add((stage, target))
+        if target == self._asks_last(sends):
+            self._outgoing.pop((stage, unit), None)
+        return values
+
+    # Back.
+
+    def take_gradients(self, stage: int, unit: int, source: int, gradients: Gradients) -> None:
+        """Take gradients of values of a unit that one of this worker's stages sent to stage `source`."""
+        self._arriving.setdefault((stage, unit), {})[source] = gradients
+
+    def arrived(self, stage: int, unit: int) -> Gradients:
+        """Return the gradients of a unit that came from other stages; asked for once.
+
+        Those that meet are added in one order whatever the plan, last reader first; all in this stage's scale.
+        """
+        arriving = self._arriving.pop((stage, unit), {})
+        total: Gradients = {}
+        for reader in sorted(arriving, reverse=True):
+            for layer, tensors in self._in_own_scale(stage, arriving[reader]).items():
+                known = total.get(layer)
+                total[layer] = tensors if known is None else [a + b for a, b in zip(known, tensors, strict=True)]
+        return total
+
+    def leave_back(self, stage: int, unit: int, returning: Gradients) -> None:
+        """Keep the gradients that a backward gave until they are asked for; stages of this worker have them at once."""
+        if gradients := {layer: found for layer, found in returning.items() if found}:
+            self._returning[stage, unit] = gradients
+        for source in self._within_worker(self._stages[stage].receives, stage):
+            if own := self.gradients_for(stage, unit, source):
+                self.take_gradients(source, unit, stage, own)
+
+    def gradients_for(self, stage: int, unit: int, source: int) -> Gradients:
+        """Return the gradients of the values that came from stage `source`; asked for once."""
+        returning = self._returning.get((stage, unit), {})
+        layers = self._returns(stage, unit)[source]
+        gradients = {layer: returning.pop(layer) for layer in layers if layer in returning}
+        if gradients and stage in self._scales:
+            gradients[_SCALE] = [self._scales[stage].value]
+        if not returning:
+            self._returning.pop((stage, unit), None)
+        return gradients
+
+    def _within_worker(self, others: Iterable[int], stage: int) -> list[int]:
+        """Return those stages that this worker has, too: what goes from one of its stages to another doesn't travel."""
+        return [other for other in others if other in self._stages and other != stage]
+
+    def _sends(self, stage: int, unit: int) -> Mapping[int, tuple[int, ...]]:
+        """Return the layers whose values of a unit go to other stages, by stage."""
+        if self._phases is None:
+            return self._stages[stage].sends
+        return self._phases.sends(stage, self._pipeline.minibatch(unit)[0])
+
+    def _returns(self, stage: int, unit: int) -> Mapping[int, tuple[int, ...]]:
+        """Return the layers whose gradients of a unit go back to other stages, by stage."""
+        if self._phases is None:
+            return self._stages[stage].receives
+        return self._phases.returns(stage, self._pipeline.minibatch(unit)[0])
+
+    def _asks_last(self, sends: Iterable[int]) -> int:
+        """Return the last stage to be given a unit's values: those of this worker are served before all others."""
+        away = [target for target in sends if target not in self._stages]
+        return max(away or sends)
+
+    def _check(self, values: Values) -> None:
+        for layer, value in values.items():
+            try:
+                flatten(value)
+            except CrossingError as error:
+                raise CrossingError(f"layer {self._graph.layers[layer].name}: {error}") from None
+
+    def _in_own_scale(self, stage: int, gradients: Gradients) -> Gradients:
+        (given,) = gradients.pop(_SCALE, [None])
+        scale = self._scales.get(stage)
+        if scale is None or given in (None, scale.value):
+            return gradients
+        return {layer: [tensor * (scale.value / given) for tensor in tensors] for layer, tensors in gradients.items()}

@@ -1,0 +1,101 @@
+"""How a worker hands layers over: it executes the instructions that let layers leave its stages, or join them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from pipebench.checkpoint.share import Share
+from pipebench.checkpoint.state import ModelState
+from pipebench.engine.feed import Feed
+from pipebench.engine.migration import GivenUnit, Migrating
+from pipebench.engine.phases import Phases
+from pipebench.engine.protocols import Transport
+from pipebench.engine.replica import Replica
+from pipebench.engine.replicas import make_replica
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.simulate.timeline import MIGRATION
+
+
+class HandingOver:
+    """What a worker does for the moves of one segment of training.
+
+    Args:
+        replicas: the worker's replica of every stage it has; one that has taken over a stage as it is now is put in.
+        running: what runs every stage, see `Migrating`; changed likewise.
+        shares: the shares of the stages in the model's state.
+        feed: the segment's data.
+        phases: the cuts that it goes through.
+    """
+
+    def __init__(
+        self,
+        replicas: dict[int, Replica],
+        running: dict[int, Replica | Migrating],
+        shares: Mapping[int, Share],
+        feed: Feed,
+        phases: Phases,
+    ) -> None:
+        self._replicas = replicas
+        self._running = running
+        self._shares = shares
+        self._feed = feed
+        self._phases = phases
+        stages = phases.setup.plan.stages
+        self._bounds = {stage: (stages[stage].start, stages[stage].stop) for stage in replicas}
+        self._given_units: dict[tuple[int, int, int], GivenUnit] = {}  # by stage, unit and where it comes from
+        self._handlers: dict[Op, Callable[[Instruction, Transport], None]] = {
+            Op.RECUT: self._recut,
+            Op.GIVE_UNIT: self._give_unit,
+            Op.GIVE: self._give,
+            Op.TAKE_UNIT: self._take_unit,
+            Op.FORWARD_AGAIN: self._forward_again,
+            Op.TAKE: self._take,
+        }
+
+    def execute(self, instruction: Instruction, transport: Transport) -> None:
+        """Execute an instruction that hands layers over, or units of them."""
+        self._handlers[instruction.op](instruction, transport)
+
+    def gather(self, stage: int) -> None:
+        """Let one replica run a stage again, if nothing more is handed over or in flight in others."""
+        migrating = self._running[stage]
+        if isinstance(migrating, Migrating) and (whole := migrating.whole) is not None:
+            self._replicas[stage] = self._running[stage] = whole.replica
+            self._bounds[stage] = whole.bounds
+
+    def _recut(self, it: Instruction, _: Transport) -> None:
+        self._migrating(it.stage).part(self._phases.handed(it.stage, it.peer, it.number))
+
+    def _give_unit(self, it: Instruction, transport: Transport) -> None:
+        if self._feed.size(it.number) > 0:
+            given = self._migrating(it.stage).give_unit(it.number, it.peer)
+            transport.send(MIGRATION, it.number, it.stage, it.peer, given.to_plain())
+
+    def _give(self, it: Instruction, transport: Transport) -> None:
+        state = self._migrating(it.stage).give(it.peer)
+        transport.send(MIGRATION, it.number, it.stage, it.peer, vars(state))
+
+    def _take_unit(self, it: Instruction, transport: Transport) -> None:
+        if self._feed.size(it.number) > 0:
+            given = transport.receive(MIGRATION, it.number, it.peer, it.stage)
+            self._given_units[it.stage, it.number, it.peer] = GivenUnit.from_plain(given)
+
+    def _forward_again(self, it: Instruction, _: Transport) -> None:
+        given = self._given_units.pop((it.stage, it.number, it.peer), None)
+        if given is not None:
+            block = self._phases.handed(it.peer, it.stage, it.number)
+            draw, place = self._feed.minibatch(it.number), self._feed.place(it.number)
+            self._migrating(it.stage).forward_again(block, it.number, given, draw, place)
+
+    def _take(self, it: Instruction, transport: Transport) -> None:
+        state = ModelState(**transport.receive(MIGRATION, it.number, it.peer, it.stage))
+        self._migrating(it.stage).take(self._phases.handed(it.peer, it.stage, it.number), state)
+
+    def _migrating(self, stage: int) -> Migrating:
+        """Return a stage some of whose layers move; the first to ask makes it of its replica."""
+        replica = self._running[stage]
+        if isinstance(replica, Migrating):
+            return replica
+        make = partial(make_replica, self._phases.setup, stage)
+        made = Migrating(replica, self._bounds[stage], self._shares[stage], self._phases, make)
+        self._running[stage] = made
+        return made

@@ -1,0 +1,108 @@
+"""How the gradients of a round become an update of a stage: their mean, at most so long, at the rate of its samples.
+
+A gradient is divided once, by the weight of its update: in the loss, where all stages' updates average over the same
+minibatches, else at every stage's own update.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pipebench.engine.clipping import clipped, gradient_norm
+from pipebench.engine.migration import Migrating
+from pipebench.engine.prediction import AS_IT_IS, Move
+from pipebench.engine.replica import Replica
+from pipebench.engine.setup import Setup, minibatch_weight
+from pipebench.model.stage import LossFunction
+from pipebench.schedule.instructions import Instruction
+
+_Gradients = Sequence[torch.Tensor | None]
+
+
+class Updates:
+    """The updates of one segment of training.
+
+    Args:
+        setup: what is run.
+        first: the minibatch of the run that the segment begins with.
+        num_minibatches: its length.
+        divisors: what every minibatch's loss is divided by; None where every stage divides at its own update.
+
+    Attributes:
+        num_minibatches: its length; whole rounds of minibatches that haven't begun may be taken off.
+    """
+
+    def __init__(self, setup: Setup, first: int, num_minibatches: int, divisors: Sequence[float] | None) -> None:
+        self._setup = setup
+        self._first = first
+        self.num_minibatches = num_minibatches
+        self._divisors = divisors
+
+    def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int) -> LossFunction:
+        """Return what maps the model's output to the loss whose gradient is taken."""
+        divisor = None if self._divisors is None else self._divisors[minibatch]
+
+        def loss(output: Any) -> torch.Tensor:
+            value = self._setup.dataset.loss(output, targets)
+            return value if divisor is None else value / divisor
+
+        return loss
+
+    def summed_loss(self, loss: torch.Tensor, minibatch: int) -> torch.Tensor:
+        """Return the loss that a data set gave, whatever its gradient was divided by."""
+        return loss if self._divisors is None else loss * self._divisors[minibatch]
+
+    def apply(
+        self,
+        replica: Replica | Migrating,
+        gradients: _Gradients,
+        stage: int,
+        round_index: int,
+        shared_norm: torch.Tensor | None,
+        *,
+        keep_from: int,
+    ) -> None:
+        """Make the update that a round gives, or skip it where scaled gradients have overflown.
+
+        Args:
+            replica: runs the stage.
+            gradients: of the round, of all replicas together, in the stage's order.
+            stage: the stage.
+            round_index: the round.
+            shared_norm: of all stages' gradients, where they are clipped together, or skip updates together.
+            keep_from: the oldest version of the weights that is still needed.
+        """
+        if replica.scale is not None:
+            gradients = [None if g is None else g / replica.scale.value for g in gradients]
+            norm = gradient_norm(gradients) if shared_norm is None else shared_norm
+            finite = bool(norm.isfinite())  # a GPU is waited for here, as by torch's GradScaler
+            replica.scale.update(finite=finite)
+            if not finite:
+                replica.skip_update(keep_from=keep_from)
+                return
+        if self._divisors is None:
+            weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
+            gradients = [None if g is None else g / weight for g in gradients]
+        replica.update(self.clipped(gradients, shared_norm), self._lr(stage, round_index), keep_from=keep_from)
+
+    def clipped(self, gradients: _Gradients, shared_norm: torch.Tensor | None = None) -> _Gradients:
+        """Return gradients scaled down to the run's largest norm, if it has one: by their own norm, or a shared one."""
+        if self._setup.clip_norm is None:
+            return gradients
+        norm = gradient_norm(gradients) if shared_norm is None else shared_norm
+        return clipped(gradients, norm, self._setup.clip_norm)
+
+    def move(self, it: Instruction) -> Move:
+        """Return how far a pass's weights are from their version; the rate is that of the update after the version."""
+        return Move(it.ahead, self._lr(it.stage, it.version)) if it.ahead else AS_IT_IS
+
+    def _lr(self, stage: int, round_index: int) -> float:
+        """Return the learning rate of the update that a round of a stage gives."""
+        sampler, minibatches = self._setup.sampler, self._round(stage, round_index)
+        samples = sum(sampler.size(self._first + k) for k in minibatches)
+        return self._setup.lr(stage, sampler.samples_before(self._first + minibatches.start), samples)
+
+    def _round(self, stage: int, round_index: int) -> range:
+        """Return the minibatches of a stage's round, numbered since the drain."""
+        return self._setup.pipeline.round_minibatches(stage, round_index, self.num_minibatches)
