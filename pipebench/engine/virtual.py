@@ -13,19 +13,18 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
 from pipebench.checkpoint.state import ModelState
+from pipebench.engine.collectives import Rings
+from pipebench.engine.drain import Drain
 from pipebench.engine.feed import Feed
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.mailbox import Mailbox
 from pipebench.engine.monitor import monitors
 from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.replica import Replica
-from pipebench.engine.ring import all_reduce, of_one_type, server_sum
 from pipebench.engine.scores import Scores
-from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, host_peaks, scale_metrics, training_feed
@@ -36,12 +35,11 @@ from pipebench.schedule.moves import Move
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
 from pipebench.schedule.pushes import Turns
-from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.meter import Measured, Meter, fractions, pcie_fractions
-from pipebench.simulate.network import Message, Network
+from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
-from pipebench.simulate.timeline import BUFFERS, CONTROL, EVALUATION, MIGRATION, PCIE
+from pipebench.simulate.timeline import EVALUATION
 
 _LOG = logging.getLogger("pipebench.engine")
 
@@ -95,8 +93,8 @@ class VirtualEngine:
         if setup.balances:
             for worker, monitor in zip(self.workers, monitors(setup, self._decided), strict=True):
                 worker.monitor = monitor
-        self._mailbox = _Mailbox(setup, self.num_bytes)
-        self._rings = _Rings(setup, self.workers, self.num_bytes)
+        self._mailbox = Mailbox(setup, self.num_bytes)
+        self._rings = Rings(setup, self.workers, self.num_bytes)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -159,19 +157,7 @@ class VirtualEngine:
         """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
         before = self.workers
         self._cut_stages(setup)
-        given = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
-        offers = [keys_of(state) for state in given]
-        messages = []
-        for worker, old in zip(self.workers, before, strict=True):
-            claim = worker.claim()
-            state = kept(old.held(), claim)
-            for giver, keys in asked(offers, worker.index, keys_of(state), claim).items():
-                moved = pieces(given[giver], keys)
-                messages.append(self._migrate(giver, worker.index, state_bytes(moved)))
-                state = ModelState.merge([state, moved])
-            worker.restore(state)
-            worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
-        self._arrive(messages)
+        self.clock_s = self._drain.hand_over(before)
 
     def restore(
         self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
@@ -252,7 +238,7 @@ class VirtualEngine:
             self.setup = phases.last
         self._phases = None
         if admission.limit > 0:
-            self._average_buffers()
+            self.clock_s = self._drain.average()
         return admission.limit
 
     def announce(self, move: Move) -> None:
@@ -351,197 +337,9 @@ class VirtualEngine:
             mean = math.nan if loss.total.is_cuda else float(loss.total) / loss.weight
             self._on_unit(loss.samples, mean, self.now_s)
 
-    def _average_buffers(self) -> None:
-        """Average running statistics over the replicas of every stage, as part of the drain (DESIGN: BatchNorm)."""
-        pipeline, network = self.setup.pipeline, self.network
-        ends = [self.clock_s]
-        for stage, r in enumerate(pipeline.replicas):
-            num_bytes = self.setup.costs.stages[stage].buffer_bytes
-            if r == 1 or num_bytes == 0:
-                continue
-            ring = self._rings.of_stage(stage)
-            for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
-                flats = [buffer.reshape(-1) for buffer in column]
-                mean = self._rings.all_reduce(BUFFERS, ring, flats) / r
-                for buffer in column:
-                    buffer.copy_(mean.view(buffer.shape))
-            workers = pipeline.workers_of(stage)
-            network.sum_up(ALL_REDUCE, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
-        messages = [*self._hand_out_averages()]
-        self._arrive(messages)
-        self.clock_s = max([*ends, self.clock_s])
-
-    def _arrive(self, messages: Sequence[Message]) -> None:
-        """Let what was sent at a drain arrive, before anything else goes on."""
-        self.network.agenda.play()
-        for message in messages:
-            self.network.arrived(message)
-        self.clock_s = max([self.clock_s, *(message.arrival_s for message in messages)])
-
-    def _migrate(self, sender: int, receiver: int, num_bytes: int) -> Message:
-        """Let bytes of the model's state set out from a worker to another, at a drain."""
-        self.num_bytes[MIGRATION, self.setup.level_between(sender, receiver).name] += num_bytes
-        return self.network.send(
-            self.network.connection(MIGRATION, sender, receiver), num_bytes, self.clock_s, "layers"
-        )
-
-    def _hand_out_averages(self) -> Iterator[Message]:
-        """Let replicas evaluate with the averages that a server's optimizer keeps; yield what sets out."""
-        pipeline = self.setup.pipeline
-        for stage, server in enumerate(self._rings.servers):
-            host, *others = pipeline.workers_of(stage)
-            averages = server.averages
-            for worker in others if averages is not None else ():
-                assert averages is not None
-                self.workers[worker].replicas[stage].weights.take_averages(averages)
-                num_bytes = sum(average.nbytes for average in averages)
-                self.num_bytes[BUFFERS, self.setup.level_between(host, worker).name] += num_bytes
-                connection = self.network.connection(BUFFERS, host, worker)
-                yield self.network.send(connection, num_bytes, self.clock_s, "averages")
-
-
-class _Mailbox:
-    """Hands values from stage to stage, and counts their bytes."""
-
-    def __init__(self, setup: Setup, num_bytes: Counter[tuple[str, str]]) -> None:
-        self._setup = setup
-        self._num_bytes = num_bytes
-        self._mail: dict[tuple[str, int, int, int], Any] = {}
-
-    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Keep a unit's values until they are asked for."""
-        pipeline = self._setup.pipeline
-        level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
-        self._num_bytes[kind, level] += sum(map(_bytes_of, values.values()))
-        self._mail[kind, unit, source, target] = values
-
-    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return what was sent; the clock has seen to it that it has arrived."""
-        return self._mail.pop((kind, unit, source, target))
-
-    def copied(self, kind: str, num_bytes: int) -> None:
-        """Count bytes between a device and its host."""
-        self._num_bytes[kind, PCIE] += num_bytes
-
-
-class _Rings:
-    """Sums among the workers of one process, added in the order in which processes do."""
-
-    def __init__(self, setup: Setup, workers: Sequence[Worker], num_bytes: Counter[tuple[str, str]]) -> None:
-        self._setup = setup
-        self._workers = workers
-        self._num_bytes = num_bytes
-        self._given: dict[tuple[int, int], dict[int, Sequence[torch.Tensor | None]]] = {}  # by replica
-        self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and how many still ask for it
-        self._norms: dict[int, torch.Tensor] = {}
-        self._hosts = [] if SYNCS[setup.pipeline.sync].waits else [workers[w] for w in setup.pipeline.first_workers]
-        self.servers = [
-            ParameterServer(setup, stage, host.replicas[stage]) for stage, host in enumerate(self._hosts)
-        ]  # of every stage
-        self._pulled: dict[tuple[int, int], Pulled] = {}  # by stage and replica
-
-    def begin(self, first: int) -> None:
-        """Start a segment of training that begins with this minibatch of the run."""
-        for server in self.servers:
-            server.begin(first)
-
-    def on_gradient(self, stage: int) -> None:
-        """Gradients are given all at once: in this process nothing travels while a backward runs."""
-
-    def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep a replica's gradients of a round; one that had no unit in it may come when the sum is made."""
-        if (stage, round_index) not in self._sums:
-            self._given.setdefault((stage, round_index), {})[replica] = gradients
-
-    def wait(self, stage: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of the gradients that all replicas gave; the clock has seen to it that they have."""
-        key = (stage, round_index)
-        if key not in self._sums:
-            self._sums[key] = self._reduced(stage, self._given.pop(key)), self._setup.pipeline.replicas[stage]
-        total, asking = self._sums.pop(key)
-        if asking > 1:
-            self._sums[key] = total, asking - 1
-        return list(total)
-
-    def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of all stages' gradients; every stage's replicas hold the same gradients by now."""
-        if round_index not in self._norms:
-            ring = self._setup.ring(range(self._setup.pipeline.num_workers))
-            squares = [self._workers[worker].squared_norm() for worker in ring]
-            self._norms = {round_index: self.all_reduce(CONTROL, ring, squares).sqrt()}
-        return self._norms[round_index]
-
-    def push(
-        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Let a stage's server apply a gradient: the clock has seen to it that it is there, and its turn."""
-        self._pulled[stage, replica] = self.servers[stage].apply(replica, minibatch, version, gradients)
-        self._count_weights(stage, replica, to_server=True)
-
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Return what the replica's last push has made, or what all have."""
-        self._count_weights(stage, replica, to_server=False)
-        own = self._pulled.pop((stage, replica), None)
-        return own if at_least < 0 and own is not None else self.servers[stage].newest(replica)
-
-    def _count_weights(self, stage: int, replica: int, *, to_server: bool) -> None:
-        """Count a gradient, or weights, of a whole stage on their way between a replica and the server."""
-        if replica > 0:
-            ends = [self._setup.pipeline.workers_of(stage)[each] for each in (replica, 0)]
-            sender, receiver = ends if to_server else reversed(ends)
-            num_bytes = sum(p.nbytes for p in self._workers[sender].replicas[stage].weights.newest.parameters)
-            kind = SYNCS[self._setup.pipeline.sync].kind
-            self._num_bytes[kind, self._setup.level_between(sender, receiver).name] += num_bytes
-
-    def of_stage(self, stage: int) -> list[int]:
-        """Return a stage's workers in the order of their ring."""
-        return self._setup.ring(self._setup.pipeline.workers_of(stage))
-
-    def all_reduce(self, kind: str, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of what the workers of a ring have, and count its bytes."""
-        return all_reduce(buffers, self._setup.servers(ring), self._counter(kind, ring))
-
-    def _counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
-        """Return what counts the bytes that one member of a ring sends to another."""
-
-        def count(sender: int, receiver: int, num_bytes: int) -> None:
-            level = self._setup.level_between(ring[sender], ring[receiver]).name
-            self._num_bytes[kind, level] += num_bytes
-
-        return count
-
-    def _reduced(self, stage: int, given: Mapping[int, Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """Sum a round's gradients bucket by bucket; a member without a gradient brings zeros."""
-        ring, sync = self.of_stage(stage), SYNCS[self._setup.pipeline.sync]
-        weights = self._workers[ring[0]].replicas[stage].weights
-        names, like = weights.names, weights.newest.parameters
-        nothing: list[torch.Tensor | None] = [None] * len(names)
-        members = [given.get(self._workers[worker].replica_index, nothing) for worker in ring]
-        result: list[torch.Tensor | None] = [None] * len(names)
-        buckets = self._setup.costs.stages[stage].buckets
-        named = ([names.index(name) for name in bucket.parameters] for bucket in buckets)
-        for indices in (part for bucket in named for part in of_one_type(bucket, like)):
-            flats = [
-                torch.cat([(like[i].detach() * 0 if m[i] is None else m[i]).reshape(-1) for i in indices])  # type: ignore[union-attr]
-                for m in members
-            ]
-            if sync.way == ALL_REDUCE:
-                total = self.all_reduce(sync.kind, ring, flats)
-            else:
-                total = server_sum(flats, self._counter(sync.kind, ring))
-            pieces = torch.split(total, [like[i].numel() for i in indices])
-            for i, piece in zip(indices, pieces, strict=True):
-                result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)
-        return result
-
-
-def _bytes_of(value: Any) -> int:
-    """Return the bytes of a value's tensors; most values are one, or a list of them, and pytrees take their time."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, list):
-        return sum(map(_bytes_of, value))
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    @property
+    def _drain(self) -> Drain:
+        return Drain(self.setup, self.workers, self._rings, self.network, self.num_bytes, self.clock_s)
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
