@@ -176,7 +176,7 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
     """Return the plan that the recipe names, or None if it names none, or one of another number of workers."""
     planner = Planner(request, mode)
     if is_plan_file(parallelism.plan):
-        from pipebench.train.prepare import plan_of_file  # late: imports torch
+        from pipebench.train.plan import plan_of_file  # late: imports torch
 
         assert known.graph is not None
         plan = plan_of_file(parallelism, request.cluster.num_workers, known.graph, request.streams)

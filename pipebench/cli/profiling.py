@@ -66,7 +66,9 @@ def plain_name(path: Path) -> str:
 
 
 def _profiled(loaded: LoadedRecipe) -> Profile:
-    from pipebench.train.prepare import profile_model  # late: imports torch, which reading a profile doesn't need
+    from pipebench.train.profiled_model import (
+        profile_model,  # late: imports torch, which reading a profile doesn't need
+    )
 
     recipe = loaded.recipe
     with faults_of(loaded), preparing(recipe.name) as on_progress:

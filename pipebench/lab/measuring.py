@@ -17,7 +17,7 @@ from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.deciding import decision_of, parse_decided_plan, prepare_job
 from pipebench.run.processes import prepared_together
-from pipebench.train.prepare import Decision, Job
+from pipebench.train.job import Decision, Job
 
 RECIPES, MEASURED = "recipes.json", "measured.json"
 

@@ -12,7 +12,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import decision_of, prepare_job
 from pipebench.schedule.modes import AUTO
 from pipebench.simulate.costs import HostCosts
-from pipebench.train.prepare import Job
+from pipebench.train.job import Job
 from pipebench.train.simulated import predicted_metrics
 
 

@@ -34,8 +34,10 @@ from pipebench.recipe.plan_file import PlanForm, parse_plan_file
 from pipebench.recipe.schema import Recipe
 from pipebench.run.folder import RunFolder
 from pipebench.show.progress import preparing
+from pipebench.train.job import Decision, Job
 from pipebench.train.kept_plan import ANEW
-from pipebench.train.prepare import Decision, Job, choose_device, prepare
+from pipebench.train.prepare import prepare
+from pipebench.train.profiled_model import choose_device
 from pipebench.typed_json import JsonError, read
 
 _PLAN, _PROFILE, _OVERRIDES = "plan.json", "profile.json", "overrides.json"

@@ -17,7 +17,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import import_target
 from pipebench.run.folder import RunFolder, find
 from pipebench.train.fit import check_weights
-from pipebench.train.prepare import initial_model
+from pipebench.train.profiled_model import initial_model
 
 _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
 

@@ -20,7 +20,7 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, Progress
-from pipebench.train.prepare import Decision, Job
+from pipebench.train.job import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import loop_for
 from pipebench.train.simulated import simulate_epoch

@@ -45,7 +45,8 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, Progress
-from pipebench.train.prepare import Decision, Job, ProfiledModel
+from pipebench.train.job import Decision, Job
+from pipebench.train.profiled_model import ProfiledModel
 from pipebench.train.request import travelling_sizes
 from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult

@@ -44,10 +44,10 @@ from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params
 from pipebench.train.interfaces import OnPoint, Progress
+from pipebench.train.job import Job
 from pipebench.train.moves import under
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
-from pipebench.train.prepare import Job
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import predicted_metrics
 from pipebench.train.watch import Watch

@@ -10,7 +10,7 @@ from pipebench.run import folder as run_folder
 from pipebench.run.folder import RunFacts, RunFolder
 from pipebench.run.suite import Suite
 from pipebench.tracking import RunLog
-from pipebench.train.prepare import Decision
+from pipebench.train.job import Decision
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.users_code import users_code
 from pipebench.run.optimizer_trial import try_optimizer
 from pipebench.train.learning_rate import rate_of_samples
-from pipebench.train.prepare import initial_model
+from pipebench.train.profiled_model import initial_model
 from zoo.plain import seeded
 from zoo.registry import Dataset
 

@@ -14,8 +14,8 @@ from pipebench.errors import UserError
 from pipebench.recipe.engines import engine_kind
 from pipebench.train.fit import check_fits
 from pipebench.train.interfaces import Engine, Progress
+from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
-from pipebench.train.prepare import Job
 
 _LOG = logging.getLogger(__name__)
 ProgressOf = Callable[[list[Facts]], dict[str, Any]]

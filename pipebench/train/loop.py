@@ -30,6 +30,7 @@ from pipebench.train.checkpointing import (
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves, TrainingLoss
 from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
+from pipebench.train.job import Job
 from pipebench.train.metrics import (
     EarlierWorkers,
     describe,
@@ -41,7 +42,6 @@ from pipebench.train.metrics import (
 )
 from pipebench.train.moves import BALANCED, BEFOREHAND, cuts_of, policies_of, starts_of, under
 from pipebench.train.periods import Periods
-from pipebench.train.prepare import Job
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 
 _LOG = logging.getLogger(__name__)

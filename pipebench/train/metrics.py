@@ -17,8 +17,8 @@ from pipebench.simulate.meter import MEMORY, Measured, sum_by
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, MIGRATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
+from pipebench.train.job import Job
 from pipebench.train.learning_rate import lr_scales
-from pipebench.train.prepare import Job
 
 
 def describe(job: Job) -> dict[str, Any]:

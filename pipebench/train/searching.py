@@ -10,8 +10,8 @@ from pipebench.search.search import Moment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, ResumePoint
 from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
+from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.prepare import Job
 from pipebench.train.result import RunResult
 
 

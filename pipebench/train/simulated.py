@@ -6,8 +6,9 @@ from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
 from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
+from pipebench.train.job import Job
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
-from pipebench.train.prepare import Job, left_over_note
+from pipebench.train.profiled_model import left_over_note
 from pipebench.train.request import plan_request
 from pipebench.train.result import COMPLETED, RunResult
 from pipebench.train.watch import Watch

@@ -25,9 +25,10 @@ from pipebench.search.trace import Step
 from pipebench.simulate.meter import Meter, fractions
 from pipebench.simulate.steady import Totals, simulate_segment
 from pipebench.simulate.timeline import Timeline
+from pipebench.train.job import Job
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
 from pipebench.train.periods import Periods
-from pipebench.train.prepare import Job, choose_plan
+from pipebench.train.plan import choose_plan
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.watch import Watch
 

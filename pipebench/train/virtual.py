@@ -5,7 +5,7 @@ from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.train.interfaces import MakeEngine
-from pipebench.train.prepare import Job
+from pipebench.train.job import Job
 
 
 def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:

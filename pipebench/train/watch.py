@@ -21,8 +21,9 @@ from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline, Moment
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
+from pipebench.train.job import Job
 from pipebench.train.periods import Periods
-from pipebench.train.prepare import Job, input_bytes
+from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
 _LARGEST = 4  # kinds that are named of what doesn't fit

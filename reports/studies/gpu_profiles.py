@@ -28,7 +28,7 @@ from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.make import make_dataset
 from pipebench.show.profile_report import print_profile
-from pipebench.train.prepare import initial_model
+from pipebench.train.profiled_model import initial_model
 from zoo.registry import Dataset
 
 # The models, and what makes each of them narrow enough for a test; every layer stays.

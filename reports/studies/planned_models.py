@@ -18,7 +18,7 @@ from pipebench.profile.model import Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.schema import Recipe
-from pipebench.train.prepare import profile_model
+from pipebench.train.profiled_model import profile_model
 from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "pipedream_sosp19.yaml"

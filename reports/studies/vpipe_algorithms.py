@@ -38,7 +38,7 @@ from pipebench.planner.swap_recompute import algorithm_2, best_policies
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.train.prepare import profile_model
+from pipebench.train.profiled_model import profile_model
 from reports.studies.planned_models import table
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "vpipe_tpds21.yaml"

@@ -15,7 +15,7 @@ from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.run.folder import RunFacts, RunFolder, create, new_run_id
-from pipebench.train.prepare import initial_model
+from pipebench.train.profiled_model import initial_model
 from tests.models import ConvNet, Tied
 from tests.support import Blobs, make_engine, make_setup
 

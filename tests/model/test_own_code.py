@@ -16,7 +16,7 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.targets import import_target
-from pipebench.train.prepare import initial_model
+from pipebench.train.profiled_model import initial_model
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
 CODE = """\

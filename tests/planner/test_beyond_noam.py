@@ -9,7 +9,7 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import MODES
-from pipebench.train.prepare import profile_model
+from pipebench.train.profiled_model import profile_model
 from pipebench.train.request import plan_request
 from tests.oracles import staleness
 from tests.planner.test_shapes import MB, planner, request

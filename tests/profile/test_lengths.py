@@ -11,7 +11,8 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of, load
 from pipebench.simulate.memory import stage_memories
-from pipebench.train.prepare import input_bytes, prepare
+from pipebench.train.prepare import prepare
+from pipebench.train.profiled_model import input_bytes
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.watch import Watch
 

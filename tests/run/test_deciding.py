@@ -17,7 +17,8 @@ from pipebench.recipe.load import load
 from pipebench.run import deciding, processes
 from pipebench.run.deciding import decided_apart, decision_of
 from pipebench.run.request import RunRequest
-from pipebench.train.prepare import Decision, Job, prepare
+from pipebench.train.job import Decision, Job
+from pipebench.train.prepare import prepare
 
 SMALL = (
     "model.width=0.05", "parallelism.plan=1-1", "train.target=null", "train.max_epochs=1", "train.minibatch_size=250",

@@ -18,7 +18,8 @@ from pipebench.schedule.modes import MODES
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all
-from pipebench.train.prepare import Job, prepare
+from pipebench.train.job import Job
+from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 

@@ -19,7 +19,7 @@ from pipebench.search.search import SearchSetup
 from pipebench.search.trace import Step
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.interfaces import Engine, MakeEngine
-from pipebench.train.prepare import Job
+from pipebench.train.job import Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import SearchLoop, loop_for
 from pipebench.train.virtual import on_virtual_clock

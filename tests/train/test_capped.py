@@ -11,8 +11,9 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.recipe.load import load
 from pipebench.simulate.meter import MEMORY
+from pipebench.train.job import Job
 from pipebench.train.metrics import run_notes
-from pipebench.train.prepare import Job, prepare
+from pipebench.train.prepare import prepare
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.train.watch import Watch
 from tests.support import parameters_of

@@ -6,7 +6,8 @@ import pytest
 
 from pipebench.errors import PlanError
 from pipebench.recipe.load import load
-from pipebench.train.prepare import Job, prepare
+from pipebench.train.job import Job
+from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.watch import Watch
 

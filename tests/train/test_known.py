@@ -14,7 +14,7 @@ from pipebench.cli.main import cli
 from pipebench.errors import RecipeError
 from pipebench.recipe.catalog import find
 from pipebench.recipe.load import LoadedRecipe, load_each
-from pipebench.train import known, prepare
+from pipebench.train import known, profiled_model
 from pipebench.train.known import to_plan
 
 
@@ -29,13 +29,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the recipes whose models are built, in order."""
     names: list[str] = []
-    real = prepare.profile_model
+    real = profiled_model.profile_model
 
     def profile_model(recipe: Any, *arguments: Any, **options: Any) -> Any:
         names.append(recipe.name)
         return real(recipe, *arguments, **options)
 
-    monkeypatch.setattr(prepare, "profile_model", profile_model)
+    monkeypatch.setattr(profiled_model, "profile_model", profile_model)
     return names
 
 
@@ -47,7 +47,7 @@ def test_what_is_known_is_what_is_made(built: list[str]) -> None:
     made, again = to_plan(recipe()), to_plan(recipe())
     assert len(built) == 1
     assert (made.profile, made.dataset.num_train) == (again.profile, again.dataset.num_train)
-    whole = prepare.profile_model(recipe().recipe, recipe().cluster, whole_minibatches=True)
+    whole = profiled_model.profile_model(recipe().recipe, recipe().cluster, whole_minibatches=True)
     assert again.profile == whole.profile
     assert again.graph is None
     graph = to_plan(recipe(), needs_graph=True).graph

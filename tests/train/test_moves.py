@@ -19,10 +19,10 @@ from pipebench.schedule.moves import Move
 from pipebench.schedule.repartitions import FILE_NAME, to_text
 from pipebench.simulate.timeline import MIGRATION
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
+from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.moves import BALANCED, planned_moves, under
 from pipebench.train.periods import Periods
-from pipebench.train.prepare import Job
 from pipebench.train.result import RunResult
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.typed_json import JsonError

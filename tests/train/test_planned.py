@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipebench.recipe.load import load
-from pipebench.train.prepare import Job, prepare
+from pipebench.train.job import Job
+from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
 
 METRIC = "planned_throughput_samples_per_s"

@@ -17,8 +17,9 @@ from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.schema import Recipe
 from pipebench.run import runner
-from pipebench.train import prepare as prepare_module
-from pipebench.train.prepare import prepare, profile_model
+from pipebench.train import profiled_model
+from pipebench.train.prepare import prepare
+from pipebench.train.profiled_model import profile_model
 
 TEXT = """\
 name: text
@@ -162,12 +163,12 @@ def test_data_are_asked_for_where_times_are_measured_whatever_the_cluster_is_cal
 
 def test_drawing_takes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[str] = []
-    make = prepare_module.initial_model
+    make = profiled_model.initial_model
 
     def watched(recipe: Recipe, device: str) -> nn.Module:
         devices.append(device)
         return make(recipe, device)
 
-    monkeypatch.setattr(prepare_module, "initial_model", watched)
+    monkeypatch.setattr(profiled_model, "initial_model", watched)
     assert "stage 3" in runner.draw(load("small/gnmt8/pipedream"))
     assert devices == ["meta"]

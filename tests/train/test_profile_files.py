@@ -12,8 +12,9 @@ from pipebench.profile.load import load_profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
+from pipebench.train.job import Job
 from pipebench.train.known import to_plan
-from pipebench.train.prepare import Job, prepare
+from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.watch import Watch
 

@@ -9,7 +9,7 @@ import pytest
 from pipebench.recipe.load import load_file
 from pipebench.run.deciding import prepare_job
 from pipebench.simulate.steady import simulate_segment
-from pipebench.train.prepare import Job
+from pipebench.train.job import Job
 from pipebench.train.simulated_search import simulate_search
 
 RECIPE = """

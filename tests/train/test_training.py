@@ -25,9 +25,10 @@ from pipebench.recipe.schema import (
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
+from pipebench.train.job import Job
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.prepare import Job, initial_model
+from pipebench.train.profiled_model import initial_model
 from pipebench.train.request import travelling_sizes
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.train.simulated import simulate_epoch
