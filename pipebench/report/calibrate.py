@@ -19,7 +19,7 @@ from pipebench.report.recipes import Asked
 from pipebench.tracking.identity import recipe_hash
 from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
-from pipebench.train.simulated import simulate_epoch
+from pipebench.train.simulation import simulate
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Simulations:
         found = self._results.get(key)
         if found is None:
             self.on_run(asked)
-            found, _ = simulate_epoch(prepare(asked.loaded.recipe, cluster, trains=False))
+            found, _ = simulate(prepare(asked.loaded.recipe, cluster, trains=False))
             self._results[key] = found
         return found
 

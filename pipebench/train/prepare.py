@@ -134,8 +134,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
         pipeline = with_largest_update(Course(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(train, graph, plan, flushes=pipeline.flushes)
-    # In a simulation stages take what the profile says, which they were planned by: there is nothing to measure.
-    balances = vpipe is not None and vpipe.balances and engine_kind(recipe).trains
+    balances = vpipe is not None and vpipe.balances
     return Setup(
         graph=graph,
         plan=plan,
