@@ -100,10 +100,12 @@ def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, m
         return engine, counter.num_events
 
     (short, few) = run()
+
+    def steady(engine: SimulatedEngine, first: int, count: int) -> Totals:
+        return simulate_moves(engine.setup, [], first, count, engine._meter)
+
     monkeypatch.setattr(SimulatedEngine, "_enough", lambda self: 0)
-    monkeypatch.setattr(
-        SimulatedEngine, "_steady", lambda self, *told: simulate_moves(self.setup, [], *told, self._meter)
-    )
+    monkeypatch.setattr(SimulatedEngine, "_steady", steady)
     (whole, many) = run()
     assert few < many / 2
     # Which part of an update a short minibatch is may shift what a link waits for.
