@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.message import (
     HEADER_BYTES,
@@ -27,8 +28,9 @@ from pipebench.distributed.message import (
     Layouts,
     aligned,
     form_of,
+    layout_in,
+    pack,
     read_header,
-    write_header,
 )
 
 AHEAD = 2  # receives posted before they are waited for; more would only hold memory
@@ -104,7 +106,7 @@ class _Buffer:
         return found
 
 
-class Sender:
+class Sender(SendingEnd):
     """The sending end.
 
     Args:
@@ -123,18 +125,7 @@ class Sender:
         self._num_sent = 0
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
-        """Hand over a message; return its payload in bytes.
-
-        Args:
-            unit: the unit whose values these are.
-            values: a pytree of tensors.
-            note: a number that travels along.
-            most_leaving: wait for earlier messages to leave where that many haven't; None never waits.
-            taken: how many messages were taken here of those that come the other way.
-
-        Raises:
-            PeerLostError: the receiver is gone.
-        """
+        """Hand over a message; see `SendingEnd`."""
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
         form, tensors = form_of(values)
@@ -145,13 +136,10 @@ class Sender:
         header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
         self._capacity.count(num_bytes)
         buffer = self._take(num_bytes)
-        write_header(buffer.data, header)
-        start = HEADER_BYTES + len(text)
-        if text:
-            buffer.data[HEADER_BYTES:start] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if body_bytes:
-            for place, tensor in zip(buffer.places(layout, number, start), tensors, strict=True):
-                place.copy_(tensor.detach())
+            pack(buffer.data, header, text, buffer.places(layout, number, HEADER_BYTES + len(text)), tensors)
+        else:
+            pack(buffer.data, header, text, (), ())
         cuts = [(0, HEADER_BYTES, self._link.tag), (HEADER_BYTES, num_bytes, self._link.spill_tag)]
         pieces = cuts if spills else [(0, num_bytes, self._link.tag)]
         lane = self._link.lanes[self._num_sent % len(self._link.lanes)]
@@ -163,11 +151,7 @@ class Sender:
         return layout.payload_bytes
 
     def taken(self, num_messages: int) -> None:
-        """Use the buffers of the first messages again: the receiver has taken so many.
-
-        Raises:
-            PeerLostError: the receiver is gone.
-        """
+        """Use the buffers of the first messages again: the receiver has taken so many."""
         while self._num_left < num_messages:
             self._wait_for_first()
 
@@ -178,9 +162,6 @@ class Sender:
         with peers():
             while self._direct:
                 self._direct.popleft()[0].wait()
-
-    def close(self) -> None:
-        """Nothing is to be done: the groups are their maker's."""
 
     def _send_directly(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors by NCCL, if that is how they travel; they are kept until the device has sent them."""
@@ -208,35 +189,8 @@ class Sender:
         return _Buffer(self._link.buffer(max(num_bytes, self._capacity.now)))
 
 
-@dataclass(frozen=True)
-class Message:
-    """What was received.
-
-    Attributes:
-        unit: whose values they are.
-        values: as they were sent, on the receiver's device.
-        payload_bytes: of all tensors together.
-        sent_s: when they were handed over, on the run's clock.
-        arrived_s: when they were here: when the wait for them ended, or the moment they were asked for.
-        note: the number that travelled along.
-        taken: how many messages the sender has taken of those that go the other way.
-    """
-
-    unit: int
-    values: Any
-    payload_bytes: int
-    sent_s: float
-    arrived_s: float
-    note: float
-    taken: int
-
-
-class Receiver:
-    """The receiving end; arguments as for `Sender`.
-
-    Attributes:
-        num_taken: messages received so far.
-    """
+class Receiver(ReceivingEnd):
+    """The receiving end; arguments as for `Sender`."""
 
     def __init__(self, link: Link, first_bytes: int) -> None:
         self._link = link
@@ -271,10 +225,7 @@ class Receiver:
         if header.spilled:
             buffer = self._spilled(header, lane)
         arrived_s = self._link.clock()
-        start = HEADER_BYTES + header.text_bytes
-        if header.text_bytes:
-            self._layouts.append(Layout.from_text(buffer[HEADER_BYTES:start].numpy().tobytes()))
-        layout = self._layouts[header.layout]
+        layout, start = layout_in(buffer, header, self._layouts)
         self._capacity.count(header.num_bytes)
         self.expect(0)
         if self._link.direct is None:
@@ -284,9 +235,6 @@ class Receiver:
         self.num_taken += 1
         values = layout.values(tensors)
         return Message(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
-
-    def close(self) -> None:
-        """Nothing is to be done: the groups are their maker's."""
 
     def _wait(self, work: Any) -> None:
         with peers():

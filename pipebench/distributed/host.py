@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
 from pipebench.distributed.cores import core_share, shared_cores, turn_of
+from pipebench.distributed.ends import ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import leave, peers
-from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
+from pipebench.distributed.shared_memory import connect
 from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
@@ -136,9 +137,7 @@ def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
     return begin, end
 
 
-def _ends(
-    world: World, lanes: Sequence[Any], num_bytes: int
-) -> tuple[Sender | SharedSender, Receiver | SharedReceiver]:
+def _ends(world: World, lanes: Sequence[Any], num_bytes: int) -> tuple[SendingEnd, ReceivingEnd]:
     """Return the ends of a channel to the next rank and of one from the rank before, such as a run has."""
     to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     shared = connect(world, [(rank, (rank + 1) % world.size) for rank in range(world.size)], time.perf_counter)

@@ -6,7 +6,7 @@ and the bytes of every tensor. Shapes that come again travel as a number; new on
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -59,6 +59,25 @@ def read_header(buffer: torch.Tensor) -> Header:
     """Read the header at the start of a buffer of bytes on the CPU."""
     data: Any = buffer.numpy()
     return Header(*_HEADER.unpack_from(data, 0))
+
+
+def pack(
+    data: torch.Tensor, header: Header, text: bytes, places: Iterable[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Write a whole message: header, layout in words, and tensors into their places in the same bytes."""
+    write_header(data, header)
+    if text:
+        data[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor.detach())
+
+
+def layout_in(data: torch.Tensor, header: Header, known: list["Layout"]) -> tuple["Layout", int]:
+    """Return the layout of a message and where its tensors begin; `known` are its channel's so far, and learns it."""
+    start = HEADER_BYTES + header.text_bytes
+    if header.text_bytes:
+        known.append(Layout.from_text(data[HEADER_BYTES:start].numpy().tobytes()))
+    return known[header.layout], start
 
 
 @dataclass(frozen=True)

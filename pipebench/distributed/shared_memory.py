@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipebench.distributed.channel import Message
+from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import Layout, Layouts, form_of
 from pipebench.distributed.pipes import Line, join_pairs
@@ -72,8 +72,8 @@ class _Slot(NamedTuple):
     num_bytes: int
 
 
-class SharedSender:
-    """The sending end; used like `channel.Sender`.
+class SharedSender(SendingEnd):
+    """The sending end. Nothing is to be flushed: what was sent is where the receiver finds it, who says what is free.
 
     Args:
         line: to the receiver: records go by it, and tokens come back.
@@ -91,18 +91,7 @@ class SharedSender:
         self._largest = 0
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
-        """Hand over a message; return its payload in bytes.
-
-        Args:
-            unit: the unit whose values these are.
-            values: a pytree of tensors.
-            note: a number that travels along.
-            most_leaving: wait until earlier messages are taken where that many aren't; None never waits.
-            taken: not needed: the receiver says itself what is free.
-
-        Raises:
-            PeerLostError: the receiver is gone.
-        """
+        """Hand over a message; see `SendingEnd`."""
         self._hear(self._line.there_is())
         while most_leaving is not None and self._num_sent - self._num_taken >= most_leaving:
             self._hear(self._line.some())
@@ -118,12 +107,6 @@ class SharedSender:
         self._line.write(record + text)
         self._num_sent += 1
         return layout.payload_bytes
-
-    def taken(self, num_messages: int) -> None:
-        """Nothing is to be done: the receiver says itself what is free."""
-
-    def flush(self) -> None:
-        """Nothing is to be done: what was sent is where the receiver finds it."""
 
     def close(self) -> None:
         """Give up the line and the file; who has values in a slot keeps it."""
@@ -149,15 +132,12 @@ class SharedSender:
         return len(self._slots) - 1
 
 
-class SharedReceiver:
-    """The receiving end; used like `channel.Receiver`.
+class SharedReceiver(ReceivingEnd):
+    """The receiving end. Nothing is to be expected: a slot is there as soon as a message is.
 
     Args:
         line: to the sender: records come by it, and tokens go back.
         clock: the run's clock, seconds.
-
-    Attributes:
-        num_taken: messages received so far.
     """
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
@@ -167,9 +147,6 @@ class SharedReceiver:
         self._layouts: list[Layout] = []
         self._slots: dict[int, torch.Tensor] = {}
         self._process = os.getpid()
-
-    def expect(self, num_messages: int) -> None:
-        """Nothing is to be done: a slot is there as soon as a message is."""
 
     def receive(self, unit: int | None) -> Message:
         """Wait for the next message, which must be about this unit; None: about any.

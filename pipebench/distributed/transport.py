@@ -10,7 +10,8 @@ Three things remain to be shown.
 
 - What a blocked instruction waits for does arrive: every channel carries its messages in the order in which both ends
   list them. On one host they stand in shared memory before the send returns; between hosts receives are posted before
-  they are waited for, and the bytes are moved by threads that wait for nobody.
+  they are waited for, and the bytes are moved by threads that wait for nobody; those of layers that move wait for the
+  kernel to send what it has of the pipeline's messages, which it does by itself (`yielding`).
 - An all-reduce and a message can't block each other: they belong to different process groups, with connections (NCCL:
   communicators and streams) of their own. All replicas of a stage start the buckets of their rounds in one order.
 - In an evaluation, a sender that is far ahead waits for its oldest message to leave. A unit reads nothing but units of
@@ -27,16 +28,20 @@ earlier instruction of the same lists has started: NCCL's kernels are few and sm
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.ends import ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
-from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
+from pipebench.distributed.shared_memory import connect
+from pipebench.distributed.sockets import open_sockets, opened_since
 from pipebench.distributed.world import World
+from pipebench.distributed.yielding import FOR_EVER_S, YieldingReceiver, YieldingSender, until_gone
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.simulate.timeline import ACTIVATION, CONTROL, EVALUATION, GRADIENT, MIGRATION, PCIE, Transfer
@@ -92,8 +97,8 @@ class _Route(NamedTuple):
     """
 
     channel: Channel
-    sender: Sender | SharedSender | None
-    receiver: Receiver | SharedReceiver | None
+    sender: SendingEnd | None
+    receiver: ReceivingEnd | None
     level: str
 
 
@@ -128,8 +133,8 @@ class ChannelTransport:
         self._clock = clock
         self._meter = meter
         self._num_bytes = num_bytes
-        self._senders: dict[Channel, Sender | SharedSender] = {}
-        self._receivers: dict[Channel, Receiver | SharedReceiver] = {}
+        self._senders: dict[Channel, SendingEnd] = {}
+        self._receivers: dict[Channel, ReceivingEnd] = {}
         self._routes: dict[tuple[str, int, int, int], _Route] = {}
         self.go_under(setup)
         self._early: dict[tuple[Channel, int], Any] = {}  # layers that have come before others that were asked for
@@ -151,7 +156,11 @@ class ChannelTransport:
         """Open channels by process groups: those of Gloo carry messages, NCCL's the tensors where GPUs hold them."""
         setup = self._setup
         kinds = dict.fromkeys(channel.kind for channel in channels)
-        lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in kinds}
+        yields = {kind: kind == MIGRATION and not world.direct for kind in kinds}
+        before = open_sockets()
+        lanes = {kind: [world.new_group("gloo") for _ in range(LANES)] for kind in kinds if not yields[kind]}
+        pipeline_sockets = opened_since(before)
+        lanes |= {kind: [world.new_group("gloo", limit_s=FOR_EVER_S)] for kind in kinds if yields[kind]}
         on_gpu = setup.device.type == "cuda" and world.direct
         idle = torch.cuda.Stream(setup.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._groups = [group for groups in lanes.values() for group in groups]
@@ -162,15 +171,23 @@ class ChannelTransport:
             self._groups += [] if direct is None else [direct]
             if self._worker not in (channel.sender, channel.receiver):
                 continue
-            peer = ranks[1] if self._worker == channel.sender else ranks[0]
+            is_sender = self._worker == channel.sender
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
-            link = Link(peer, lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
+            link = Link(ranks[is_sender], lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
             # Beside tensors that travel by themselves there is a header, and nothing else.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
-            if self._worker == channel.sender:
-                self._senders[channel] = Sender(link, first_bytes)
+            if is_sender:
+                self._senders[channel] = (
+                    YieldingSender(link, partial(until_gone, pipeline_sockets.queued_bytes))
+                    if yields[channel.kind]
+                    else Sender(link, first_bytes)
+                )
             else:
-                self._receivers[channel] = Receiver(link, first_bytes)
+                self._receivers[channel] = (
+                    YieldingReceiver(link, world.operation_limit_s)
+                    if yields[channel.kind]
+                    else Receiver(link, first_bytes)
+                )
 
     def go_under(self, setup: Setup) -> None:
         """Go on under a plan with other cuts, with nothing under way."""
@@ -188,7 +205,7 @@ class ChannelTransport:
             self._receivers[channel].expect(count)
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Send a unit's values from one of this worker's stages to a stage of another. See `Sender.send`."""
+        """Send a unit's values from one of this worker's stages to a stage of another. See `SendingEnd.send`."""
         _, sender, answers, level = self._route(kind, unit, source, target)
         assert sender is not None
         most_leaving = _MOST_LEAVING if kind == EVALUATION else None
@@ -246,7 +263,8 @@ class ChannelTransport:
 
     def close(self) -> None:
         """Give up the connections; nothing is under way any more that anybody waits for."""
-        for end in (*self._senders.values(), *self._receivers.values()):
+        ends: list[SendingEnd | ReceivingEnd] = [*self._senders.values(), *self._receivers.values()]
+        for end in ends:
             end.close()
         leave(self._groups)
 

@@ -134,7 +134,9 @@ class World:
         """
         self.exchange(None)
 
-    def new_group(self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0) -> Any:
+    def new_group(
+        self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0, limit_s: float | None = None
+    ) -> Any:
         """Make a group; ranks that aren't in it call too and get torch's placeholder.
 
         The default group stays with `exchange`, so that its collectives never mix with the run's own.
@@ -144,11 +146,12 @@ class World:
             ranks: None for all.
             num_pairs: for a group by which one worker sends values to another: how many such groups the worker that
                 has most of them is in; 0 for any other group.
+            limit_s: how long an operation may take, seconds; None: as long as any other.
 
         Raises:
             PeerLostError: a worker is gone, or doesn't call within `operation_limit_s`.
         """
-        limit = timedelta(seconds=self.operation_limit_s)
+        limit = timedelta(seconds=limit_s or self.operation_limit_s)
         options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
         members = None if ranks is None else list(ranks)
         with peers():

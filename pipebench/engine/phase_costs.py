@@ -85,6 +85,11 @@ class PhaseCosts:
         last = (round_index + 1) * pipeline.round_size(stage) - 1
         return self._phases.at(moves.backward_starts(last)).costs.stages[stage].update_s
 
+    def recomputing_s(self, stage: int, unit: int) -> float:
+        """Return the part of a unit's backward that computes forwards again, of layers that are recomputed."""
+        size = self.size_of(unit)
+        return float(self._phases.at(size.backward).costs.stages[stage].again_s.get(size.size, 0.0))
+
     def again_s(self, it: Instruction) -> float:
         """Return the seconds in which a unit runs forward once more through a block."""
         block, size = self._phases.handed(it.peer, it.stage, it.number), self._plain_size(it.number)

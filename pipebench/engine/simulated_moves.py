@@ -1,23 +1,44 @@
-"""A segment in which layers move, from durations alone: what the virtual engine's clock says, without training."""
+"""A run whose layers move, from durations alone: what the virtual engine's clock says, without training.
 
-from collections.abc import Sequence
+Segment by segment it plays what the virtual engine plays: the same lists, costs and links, and the same Algorithm 1,
+whose reports are made from the events. Only as much is played as anything may change in: once nothing has moved for
+long enough, what is left of a segment costs what such a segment costs under the last cuts (`simulate.steady`).
+"""
 
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from pipebench.checkpoint.handover import Claim, Key, asked
+from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.mailbox import Mailbox
+from pipebench.engine.monitor import ENOUGH, EVERY, Monitor, monitors
 from pipebench.engine.phase_costs import PhaseCosts
-from pipebench.engine.phases import Phases
-from pipebench.engine.setup import Setup
+from pipebench.engine.phases import Phases, phases_of
+from pipebench.engine.setup import Setup, share_of
+from pipebench.model.graph import attribute
+from pipebench.model.plan import Plan
 from pipebench.model.sampling import Size
+from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
-from pipebench.schedule.programs import programs
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Simulation
-from pipebench.simulate.steady import Totals
+from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.steady import Totals, simulate_all, simulate_segment
+from pipebench.simulate.timeline import MIGRATION
+
+_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+_RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+_SIZES_KEPT = 1024  # more than there are units in flight
+NOTHING = Totals(0.0, 0.0, 0.0, Counter())
 
 
 def simulate_moves(
     setup: Setup, moves: Sequence[Move], first: int, num_minibatches: int, meter: Meter | None = None
 ) -> Totals:
-    """Return the totals of a segment in which layers move. All of it is simulated: nothing repeats while they do.
+    """Return the totals of a segment in which layers move. All of it is simulated.
 
     Args:
         setup: what is run, with the cuts at the drain.
@@ -29,23 +50,301 @@ def simulate_moves(
     Raises:
         PlanError: a move can't be made.
     """
-    pipeline, sampler, phases = setup.pipeline, setup.sampler, Phases(setup)
-    meter = meter or Meter(pipeline, costs=setup.costs)
+    phases = Phases(setup)
     for move in moves:
         phases.announce(move)
+    return _Segment(setup, phases, first, num_minibatches, 0.0, meter).played()
 
-    def size_of(unit: int) -> Size:
-        minibatch, microbatch = pipeline.minibatch(unit)
-        return sampler.sizes(first + minibatch, pipeline.microbatches)[microbatch]
 
-    moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
-    network = Network(setup.cluster, setup.devices, meter.transfer, copies=bool(pipeline.swaps))
-    lists = programs(pipeline, num_minibatches, phases.routes)
-    simulation = Simulation(pipeline, lists, moving.costs, network, moving.size_of, moving=moving)
-    meter.begin(size_of)
-    for event in simulation:
-        meter.event(event)
-    return Totals(
-        simulation.end_s, meter.busy_s, meter.stall_s, network.num_bytes,
-        again_s=meter.again_s, swap_stall_s=meter.swap_stall_s,
-    )  # fmt: skip
+class SimulatedEngine:
+    """Plays a run, segment by segment; what it offers to a training loop is what it is called there.
+
+    Args:
+        setup: what is run.
+        meter: takes note of every event and transfer that is played.
+
+    Attributes:
+        setup: what is run, under the cuts there are now.
+        clock_s: the run's clock at the last drain.
+        totals: of all segments.
+    """
+
+    def __init__(self, setup: Setup, meter: Meter | None = None) -> None:
+        self._meter = meter or Meter(setup.pipeline)
+        self.clock_s = 0.0
+        self.totals = NOTHING
+        self._shown = False  # whether the meter has seen anything
+        self._decisions: list[Move] = []
+        self._begin_under(setup)
+
+    def _begin_under(self, setup: Setup) -> None:
+        """Go on with a setup, whose stages are measured anew."""
+        self.setup = setup
+        self._phases: Phases | None = None
+        self._monitors = monitors(setup, self._decided) if setup.balances else []
+        self._quiet = 0  # minibatches since which nothing has been decided
+        self._known: dict[tuple[int, int], Totals] = {}
+
+    def announce(self, move: Move) -> None:
+        """Let layers move in the next segment, or in the one that is played now, while it goes on.
+
+        Raises:
+            PlanError: layers can't move so, or not from that minibatch on.
+        """
+        self._phases = self._phases or Phases(self.setup)
+        self._phases.announce(move)
+
+    def take_decisions(self) -> list[Move]:
+        """Return what was decided since this was last asked, numbered since the drain before."""
+        taken, self._decisions = self._decisions, []
+        return taken
+
+    def train(self, first: int, num_minibatches: int) -> int:
+        """Play a segment; return how many minibatches it had: fewer than asked for where it was drained to move."""
+        if self._phases is None and not self._monitors:
+            return self._took(self._steady(first, num_minibatches), num_minibatches)
+        phases = self._phases = self._phases or phases_of(self.setup)
+        segment = self._segment = _Segment(
+            self.setup, phases, first, num_minibatches, self.clock_s, self._meter, self._monitors, self._enough()
+        )
+        played, done, self._shown = segment.played(), segment.limit, True
+        before, self._phases = self.setup, None
+        self.setup = before if phases is None else phases.last
+        self._quiet += max(0, done - segment.changed_at)
+        if self.setup is not before:
+            self._known.clear()
+        if segment.is_quiet:
+            self._monitors = []
+        if not segment.changed_at:
+            played, done = self._steady(first, num_minibatches), num_minibatches
+        elif segment.is_quiet and done < num_minibatches:
+            whole, part = self._steady(first, num_minibatches), self._steady(first, done)
+            played, done = played.extended(whole, 1).extended(part, -1), num_minibatches
+        return self._took(played, done)
+
+    def replan(self, plan: Plan) -> None:
+        """Go on under a plan with other cuts or memory policies, at a drain; what moves takes the links' time."""
+        self.take_up(self.setup.under(plan))
+
+    def take_up(self, setup: Setup) -> None:
+        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
+        before = self.setup
+        self._begin_under(setup)
+        network = Network(before.cluster, before.devices, self._meter.transfer)
+        sent = [
+            network.send(network.connection(MIGRATION, giver, taker), num_bytes, self.clock_s, "layers")
+            for (giver, taker), num_bytes in _moved_bytes(before, self.setup, trained=self.clock_s > 0).items()
+        ]
+        network.agenda.play()
+        for message in sent:
+            network.arrived(message)
+        took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
+        self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0)
+
+    def _took(self, totals: Totals, num_minibatches: int) -> int:
+        self.totals = self.totals.extended(totals, 1)
+        self.clock_s += totals.end_s
+        return num_minibatches
+
+    def _enough(self) -> int:
+        """Return after how many minibatches more nothing will be decided any more, if nothing is.
+
+        Decisions are made of means, and where units take equally long, these don't change. By then every stage has run
+        as many units as it takes, and what it says of them has come to the last one.
+        """
+        pipeline = self.setup.pipeline
+        units = ENOUGH + 2 * EVERY
+        enough = 4 * pipeline.period + 4 * pipeline.depth + units
+        if self.setup.sampler.varies:
+            enough *= 8  # then they do, if little
+        return max(1, enough - self._quiet) if self._monitors else 8 * pipeline.depth
+
+    def _decided(self, move: Move) -> None:
+        """One stage after the other hears of a decision: the first of them tells all."""
+        if move in self._decisions:
+            return
+        self._decisions.append(move)
+        self._quiet = 0
+        if self.setup.live:
+            self.announce(move)
+        else:
+            self._segment.end_at(move.at)
+
+    def _steady(self, first: int, num_minibatches: int) -> Totals:
+        """Return what a segment comes to under the cuts there are, if nothing moves in it."""
+        sampler = self.setup.sampler
+        per_epoch = sampler.minibatches_per_epoch
+        key = first % per_epoch, num_minibatches
+        if key not in self._known:
+            end = key[0] + num_minibatches
+            inside = (end - 1) // per_epoch if sampler.size(per_epoch - 1) < sampler.size(0) else 0
+            meter, self._shown = None if self._shown else self._meter, True
+            if inside and per_epoch <= 2 * self._window:
+                self._known[key] = simulate_all(self.setup, num_minibatches, meter, first=key[0])
+            else:
+                whole = simulate_segment(self.setup, num_minibatches, meter, ends_epoch=end % per_epoch == 0)
+                self._known[key] = whole.extended(self._short(), inside) if inside else whole
+        return self._known[key]
+
+    def _short(self) -> Totals:
+        """Return what an epoch's last minibatch adds in the middle of a segment, where it isn't whole: less than 0."""
+        middle = self.setup.sampler.minibatches_per_epoch - self._window
+        with_it, without = (simulate_all(self.setup, 2 * self._window, first=first) for first in (middle, 0))
+        return with_it.extended(without, -1)
+
+    @property
+    def _window(self) -> int:
+        """Minibatches in which a pipeline is filled, and emptied, with some to spare."""
+        pipeline = self.setup.pipeline
+        return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period
+
+
+class _Segment:
+    """A segment that is played.
+
+    Args:
+        setup: what is run.
+        phases: the cuts, where layers may move meanwhile.
+        first: the minibatch of the run that it begins with.
+        num_minibatches: its length.
+        start_s: the run's clock when it begins.
+        meter: takes note of every event and transfer.
+        measured: every stage's part of Algorithm 1; empty: nobody is measured.
+        enough: minibatches without a move after which the rest needn't be played; 0: all is.
+
+    Attributes:
+        is_quiet: whether that many have run.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        phases: Phases | None,
+        first: int,
+        num_minibatches: int,
+        start_s: float,
+        meter: Meter | None = None,
+        measured: Sequence[Monitor] = (),
+        enough: int = 0,
+    ) -> None:
+        self._setup, self._phases, self._start_s = setup, phases, start_s
+        self._meter = meter or Meter(setup.pipeline)
+        self._measured, self._enough = measured, enough
+        self._mailbox = Mailbox(setup, Counter())
+        self._num_minibatches, self._first = num_minibatches, first
+        self._grain = math.lcm(setup.pipeline.period, setup.sampler.streams or 1)
+        self._drains_at = 0
+        self.is_quiet = False
+        self._admission = StoppableAdmission(
+            StopRequest(), setup.pipeline, num_minibatches, self._grain, lambda cut: None
+        )
+
+    @property
+    def limit(self) -> int:
+        """Minibatches that are played."""
+        return self._admission.limit
+
+    @property
+    def changed_at(self) -> int:
+        """The first minibatch under the last cuts, those after the segment included; 0: there are no others."""
+        announced = () if self._phases is None else self._phases.routes.moves.announced
+        return announced[-1].at if announced else self._drains_at
+
+    def end_at(self, minibatch: int) -> None:
+        """End before a minibatch, to move there."""
+        self._drains_at = minibatch
+        self._admission.end_at(minibatch)
+
+    def played(self) -> Totals:
+        """Play it, and return what that comes to."""
+        setup, phases, pipeline, meter = self._setup, self._phases, self._setup.pipeline, self._meter
+        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
+        costs, sizes, moving = setup.costs, size_of, None
+        if phases is not None:
+            moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
+            costs, sizes = moving.costs, moving.size_of
+        routes, count = None if phases is None else phases.routes, self._num_minibatches
+        lists = [admitted_program(pipeline, w, count, self._admission, routes) for w in range(pipeline.num_workers)]
+        network = Network(setup.cluster, setup.devices, meter.transfer, copies=bool(pipeline.swaps))
+        simulation = Simulation(pipeline, lists, costs, network, sizes, self._start_s, moving=moving)
+        for monitor in self._measured:
+            monitor.begin()
+        meter.begin(size_of, None if moving is None else moving.recomputing_s)
+        before = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s
+        for event in simulation:
+            if self._measured:
+                self._measure(event, size_of)
+            meter.event(event)
+            if self._enough and event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
+                self._end_if_quiet(pipeline.minibatch(event.instruction.number)[0])
+        after = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s
+        busy_s, stall_s, again_s, swap_stall_s = (b - a for a, b in zip(before, after, strict=True))
+        return Totals(
+            simulation.end_s - self._start_s, busy_s, stall_s, network.num_bytes,
+            again_s=again_s, swap_stall_s=swap_stall_s,
+        )  # fmt: skip
+
+    def _size_of(self, unit: int) -> Size:
+        minibatch, microbatch = self._setup.pipeline.minibatch(unit)
+        return self._setup.sampler.sizes(self._first + minibatch, self._setup.pipeline.microbatches)[microbatch]
+
+    def _measure(self, event: Event, size_of: Callable[[int], Size]) -> None:
+        """Let a stage take note of what it did, and of what others say: as a worker does that trains."""
+        it, monitor = event.instruction, self._measured[event.worker]
+        monitor.note(it, event.end_s - event.start_s)
+        if it.op in _SENDS and size_of(it.number):
+            monitor.sent(it, self._mailbox)
+        elif it.op in _RECEIVES and size_of(it.number):
+            monitor.received(it, self._mailbox)
+
+    def _end_if_quiet(self, minibatch: int) -> None:
+        """End as soon as enough has run since the last change, and let the pipeline become steady before that."""
+        since = minibatch - self.changed_at
+        if self.is_quiet or self._drains_at or since < self._enough:
+            return
+        self.is_quiet = True
+        end = math.ceil((minibatch + 1 + 8 * self._setup.pipeline.depth) / self._grain) * self._grain
+        if end < self._num_minibatches:
+            self._admission.end_at(end)
+
+
+def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
+    """Return the bytes that workers give each other at a drain, by giver and taker; see `checkpoint.handover`.
+
+    What modules carry from minibatch to minibatch isn't counted.
+
+    Args:
+        before: the stages there were.
+        after: the stages there are to be.
+        trained: whether there has been an update, which makes the optimizer's state.
+    """
+    pipeline = before.pipeline
+    given = [_pieces(before, worker, trained=trained, answers=True) for worker in range(pipeline.num_workers)]
+    found: dict[tuple[int, int], int] = {}
+    for worker in range(pipeline.num_workers):
+        (stage,) = pipeline.stages_of(worker)
+        layers = after.graph.layers[after.plan.stages[stage].start : after.plan.stages[stage].stop]
+        names = frozenset(name for layer in layers for name in (*layer.parameters, *layer.buffers))
+        claim = Claim(names, frozenset(), share_of(after, stage, pipeline.replica_of(worker)))
+        has = [key for key in _pieces(before, worker, trained=trained, answers=False) if claim.wants(key)]
+        for giver, keys in asked(given, worker, has, claim).items():
+            found[giver, worker] = sum(given[giver][key] for key in keys)
+    return found
+
+
+def _pieces(setup: Setup, worker: int, *, trained: bool, answers: bool) -> dict[Key, int]:
+    """Return the pieces of the model's state that a worker holds, or answers for, with their bytes."""
+    (stage,), replica = setup.pipeline.stages_of(worker), setup.pipeline.replica_of(worker)
+    layers = setup.graph.layers[setup.plan.stages[stage].start : setup.plan.stages[stage].stop]
+    buffers = {name for layer in layers for name in layer.buffers}
+    names = buffers | {name for layer in layers for name in layer.parameters}
+    tensors = {name: attribute(setup.graph.root, name) for name in names}
+    if answers and replica > 0:
+        counters = {name for name in buffers if not tensors[name].is_floating_point()}
+        return {("counters", f"{replica}/{name}"): tensors[name].nbytes for name in counters}
+    pieces: dict[Key, int] = {}
+    for name, tensor in tensors.items():
+        pieces["buffers" if name in buffers else "parameters", name] = tensor.nbytes
+        if trained and name not in buffers and tensor.requires_grad and setup.profile.state_bytes_per_byte:
+            pieces["optimizer", name] = tensor.nbytes * setup.profile.state_bytes_per_byte
+    return pieces

@@ -5,7 +5,6 @@ from typing import Any
 
 from pipebench.errors import RecipeError
 from pipebench.recipe.draft import Problems, rule
-from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.moves import asked_moves
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe, VpipeRecipe
@@ -71,13 +70,8 @@ def _chosen_by_vpipe(
             yield f"parallelism.{name}", f"{why}: allowed is null, or vpipe with swap: false and recompute: false"
 
 
-@rule(
-    "parallelism.vpipe", "parallelism.mode", "parallelism.chunks", "parallelism.order", "parallelism.relay",
-    "engine.kind",
-)  # fmt: skip
-def _moving(
-    vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, order: str | None, relay: bool, kind: str
-) -> Problems:
+@rule("parallelism.vpipe", "parallelism.mode", "parallelism.chunks", "parallelism.order", "parallelism.relay")
+def _moving(vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, order: str | None, relay: bool) -> Problems:
     """Layers move between stages of workers that have one each."""
     if vpipe is None or not (vpipe["moves"] or vpipe["repartition"]):
         return
@@ -95,5 +89,3 @@ def _moving(
         yield asking, f"{given}, and layers move between {workers}: {allowed}"
     if relay:
         yield "parallelism.relay", f"got true with vpipe.{key}, which changes who hands on what: allowed is false"
-    if vpipe["moves"] and not ENGINES[kind].trains:
-        yield asking, f"{given} with engine.kind {kind}, which trains nothing: {allowed}"

@@ -159,7 +159,7 @@ class VpipeRecipe:
             file says itself what they do.
         recompute: whether they may be computed again for the backward.
         repartition: whether stages are measured, and layers move to balance them (Algorithm 1); not where `moves` are
-            given, nor in simulations, where stages take what they were planned by.
+            given.
         live: whether layers move while minibatches are in flight; false empties the pipeline first, and fills it again.
         moves: cuts that are decided beforehand: a list of `{at: {minibatches: 24}, cuts: [layer, ...]}`, the first
             layer of every stage but the first; or the artifact `moves.json` of another run.

@@ -41,13 +41,12 @@ _TRAINED = (
     "host_peak_bytes_max",
     "staleness_mean",
     "staleness_max",
-    "repartitions",
-    "migration_bytes",
-    "migration_stall_s",
 )
-_SIMULATED = ("planned_throughput_samples_per_s",)
+_SIMULATED = ("planned_throughput_samples_per_s", "steady_throughput_samples_per_s")
 # Of runs whose layers are swapped; of others nothing is copied, and nothing waits for a copy.
 _SWAPPED = ("swap_bytes_out", "swap_bytes_in", "swap_stall_fraction")
+# Of runs whose layers may move; of others nothing does.
+_MOVED = ("repartitions", "migration_bytes", "migration_stall_s")
 _ALWAYS_LIKE = re.compile(r"comm_bytes_level_\w+")
 _TRAINED_LIKE = re.compile(r"(best|final)_\w+")  # metrics of the data set, by their own names
 _STAGE = re.compile(r"stage_(\d+)_(\w+)")
@@ -74,7 +73,11 @@ def metric_problem(metric: str, engine: str) -> str | None:
     """
     kind = ENGINES[engine]
     stage = _STAGE.fullmatch(metric)
-    if metric in (*_ALWAYS, *_SWAPPED) or _ALWAYS_LIKE.fullmatch(metric) or (stage and stage[2] in STAGE_METRICS):
+    if (
+        metric in (*_ALWAYS, *_SWAPPED, *_MOVED)
+        or _ALWAYS_LIKE.fullmatch(metric)
+        or (stage and stage[2] in STAGE_METRICS)
+    ):
         return None
     if metric in _SIMULATED:
         return None if not kind.trains else f"has no {metric}: its engine is {engine}, and only simulated runs have it"
@@ -82,7 +85,7 @@ def metric_problem(metric: str, engine: str) -> str | None:
         return None if kind.trains else f"has no {metric}: its engine is {engine}, which trains nothing"
     if _MEASURED_LIKE.fullmatch(metric):
         return None if kind.measures else f"has no {metric}: its engine is {engine}, which measures nothing"
-    names = [*_ALWAYS, *_SWAPPED, *(_TRAINED if kind.trains else _SIMULATED)]
+    names = [*_ALWAYS, *_SWAPPED, *_MOVED, *(_TRAINED if kind.trains else _SIMULATED)]
     more = f", comm_bytes_level_*, stage_N_ with one of {', '.join(STAGE_METRICS)}" + (
         ", best_* and final_* of the data set's metrics" if kind.trains else ""
     )
@@ -111,11 +114,12 @@ def stage_values(result: RunResult, metric: str) -> list[float]:
 def value_of(result: RunResult, metric: str) -> float | str:
     """Return a metric of a run, or why it has none, in a few words.
 
-    Bytes of a kind or level that nothing was sent over are 0, and so is what a run that swaps nothing has of swapping.
+    Bytes of a kind or level that nothing was sent over are 0, and so is what a run that neither swaps nor moves has of
+    that.
     """
     found = metrics_of(result).get(metric)
     if found is not None and (metric not in TARGET_METRICS or result.outcome not in (MISSED, DIVERGED)):
         return found
     if metric in TARGET_METRICS and result.outcome in (MISSED, DIVERGED):
         return result.outcome
-    return 0.0 if metric.startswith(_BYTES) or metric in _SWAPPED else f"the run has no {metric}"
+    return 0.0 if metric.startswith(_BYTES) or metric in (*_SWAPPED, *_MOVED) else f"the run has no {metric}"

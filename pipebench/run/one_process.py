@@ -23,8 +23,7 @@ from pipebench.train.interfaces import OnPoint, Progress
 from pipebench.train.job import Decision, Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import loop_for
-from pipebench.train.simulated import simulate_epoch
-from pipebench.train.simulated_search import simulate_search
+from pipebench.train.simulation import simulate
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.train.watch import Watch
 
@@ -78,7 +77,6 @@ class SimulatedRuns(EngineRuns):
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True, silent=request.suite.brief)
             watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
-            simulate = simulate_epoch if job.search is None else simulate_search
             recorder = RunRecorder(request, job, tracking, log_text)
             return Ran(recorder.record(lambda *_: simulate(job, watch), watch), recorder.log.run_id)
 

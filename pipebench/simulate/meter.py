@@ -126,10 +126,18 @@ class Meter:
         self._listeners = listeners
         self._again_s = recomputed_s(costs)
         self._size_of: Callable[[int], Size] = lambda unit: 0
+        self._recomputing_s: Callable[[int, int], float] | None = None
 
-    def begin(self, size_of: Callable[[int], Size]) -> None:
-        """Start a segment of training, with nothing in flight; `size_of` tells what a unit's costs depend on."""
+    def begin(self, size_of: Callable[[int], Size], again_s: Callable[[int, int], float] | None = None) -> None:
+        """Start a segment of training, with nothing in flight.
+
+        Args:
+            size_of: tells what a unit's costs depend on.
+            again_s: of a stage and a unit, the part of its backward that computes forwards again; None: that of the
+                costs.
+        """
         self._size_of = size_of
+        self._recomputing_s = again_s or (self._of_costs if self._again_s else None)
         for listener in self._listeners:
             listener.begin(size_of)
 
@@ -141,8 +149,8 @@ class Meter:
                 self.busy_s += event.end_s - event.start_s
                 if op is Op.FORWARD_AGAIN:
                     self.again_s += event.end_s - event.start_s
-                elif self._again_s and op in FIRST_PARTS:
-                    self.again_s += self._again_s[stage][self._size_of(number)]
+                elif self._recomputing_s is not None and op in FIRST_PARTS:
+                    self.again_s += self._recomputing_s(stage, number)
             if op is Op.SWAP_IN:
                 self.swap_stall_s += event.stall_s
             else:
@@ -160,6 +168,9 @@ class Meter:
                 listener.transfer(transfer)
         if not self._truncated:
             self._transfers.append(transfer)
+
+    def _of_costs(self, stage: int, unit: int) -> float:
+        return self._again_s[stage][self._size_of(unit)]
 
     def timeline(self) -> Timeline:
         """Return the recorded part."""

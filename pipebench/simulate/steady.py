@@ -97,8 +97,10 @@ class Totals:
         )
 
 
-def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
-    """Return the totals of a segment that ends with an epoch's last, possibly short, minibatch.
+def simulate_segment(
+    course: Course, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
+) -> Totals:
+    """Return the totals of a segment, all of whose minibatches are whole but for an epoch's last one at its end.
 
     It is simulated once. Where its state is found to be steady, the workers' lists go over to those of a segment that
     is shorter by whole periods, which begin alike, and what these periods cost is added.
@@ -107,8 +109,9 @@ def simulate_segment(course: Course, num_minibatches: int, meter: Meter | None =
         course: what to simulate; nothing is trained.
         num_minibatches: length of the segment, up to one epoch.
         meter: records the timeline of the part that is really simulated.
+        ends_epoch: whether its last minibatch is the epoch's last, possibly short one.
     """
-    run = _Run(course, num_minibatches, meter)
+    run = _Run(course, num_minibatches, meter, ends_epoch=ends_epoch)
     if course.sampler.varies:
         return _estimated(course, run, num_minibatches)
     watch, found = _Watch(course.pipeline), None
@@ -185,9 +188,9 @@ def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tupl
     return watch.later_half_s(), taken
 
 
-def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None) -> Totals:
-    """Simulate every instruction of a segment."""
-    return _simulated(_Run(course, num_minibatches, meter))
+def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None, *, first: int = -1) -> Totals:
+    """Simulate every instruction of a segment that ends an epoch, or of one that begins with minibatch `first`."""
+    return _simulated(_Run(course, num_minibatches, meter, ends_epoch=first < 0, first=first))
 
 
 def _simulated(run: "_Run") -> Totals:
@@ -205,6 +208,7 @@ class _Run:
         meter: records the timeline.
         ends_epoch: whether its last minibatch is the epoch's last, possibly short one.
         sampler: instead of the course's.
+        first: the minibatch of the run that it begins with; where that is none, all are whole but for an epoch's last.
 
     Attributes:
         busy_s: forward, backward and update seconds so far, by worker.
@@ -221,16 +225,17 @@ class _Run:
         *,
         ends_epoch: bool = True,
         sampler: Sampler | None = None,
+        first: int = -1,
     ) -> None:
         pipeline, sampler = course.pipeline, sampler or course.sampler
         self.busy_s, self.again_s, self.stall_s, self.swap_stall_s = ([0.0] * pipeline.num_workers for _ in range(4))
         self._pipeline, self._meter = pipeline, meter
         observe = meter.transfer if meter else None
         self._network = Network(course.cluster, course.devices, observe, copies=bool(pipeline.swaps))
-        self._sampler, self._drawn = sampler, dict[int, Size]()
+        self._sampler, self._drawn, self._first = sampler, dict[int, Size](), max(0, first)
         self._whole = sampler.sizes(0, pipeline.microbatches)
         last = sampler.sizes(sampler.minibatches_per_epoch - 1, pipeline.microbatches)
-        size_of = self._drawn_size if sampler.varies else self._size
+        size_of = self._drawn_size if sampler.varies or first >= 0 else self._size
         self._recomputed_s, self._size_of = recomputed_s(course.costs), size_of
         self._last = dict(zip(pipeline.units(num_minibatches - 1), last, strict=True)) if ends_epoch else {}
         self._taken = [itertools.count() for _ in range(pipeline.num_workers)]
@@ -264,7 +269,8 @@ class _Run:
 
     def shorten(self, num_minibatches: int) -> None:
         """Go over to the lists of a shorter segment, which begin as the others did so far."""
-        self._last = dict(zip(self._pipeline.units(num_minibatches - 1), self._last.values(), strict=True))
+        if self._last:
+            self._last = dict(zip(self._pipeline.units(num_minibatches - 1), self._last.values(), strict=True))
         for worker, instructions in enumerate(programs(self._pipeline, num_minibatches)):
             self._lists[worker] = itertools.islice(instructions, next(self._taken[worker]), None)
 
@@ -286,7 +292,7 @@ class _Run:
         size = self._last.get(unit, self._drawn.get(unit))
         if size is None:
             minibatch, _ = self._pipeline.minibatch(unit)
-            sizes = self._sampler.sizes(minibatch, self._pipeline.microbatches)
+            sizes = self._sampler.sizes(self._first + minibatch, self._pipeline.microbatches)
             self._drawn |= zip(self._pipeline.units(minibatch), sizes, strict=True)
             size = self._drawn[unit]
         return size

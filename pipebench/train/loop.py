@@ -15,9 +15,6 @@ from pipebench.checkpoint.progress import CurvePoint, Facts
 from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError
-from pipebench.model.plan import Plan, recut
-from pipebench.schedule.moves import Move
-from pipebench.schedule.repartitions import Repartition
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import (
     NO_CHECKPOINTS,
@@ -40,8 +37,9 @@ from pipebench.train.metrics import (
     stage_rows,
     sum_facts,
 )
-from pipebench.train.moves import BALANCED, BEFOREHAND, cuts_of, policies_of, starts_of, under
+from pipebench.train.moves import under
 from pipebench.train.periods import Periods
+from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 
 _LOG = logging.getLogger(__name__)
@@ -81,8 +79,8 @@ class TrainingLoop:
         self._loss = TrainingLoss()
         self._curves = Curves(job.recipe.train.target, job.setup.dataset.metrics)
         self._earlier = EarlierWorkers()
-        self._moves: list[Repartition] = []
         self._engine = make_engine(self._take_loss, self._take_unit)
+        self._moves = Repartitioning(job, self._engine, progress.note)
         self._clock = RunClock(self._engine)
 
     def run(self) -> tuple[RunResult, Timeline]:
@@ -118,7 +116,7 @@ class TrainingLoop:
         """Take up a checkpoint."""
         saved = found.progress
         same_workers = saved.taken_by == taken_by(self._job)
-        self._moves = [*saved.moves]
+        self._moves.made = [*saved.moves]
         self._earlier = earlier_workers(saved, same_workers=same_workers)
         facts = saved.facts[self._engine.position] if same_workers else None
         plan = under(self._job.setup, saved.moves) if same_workers and saved.moves else None
@@ -139,54 +137,24 @@ class TrainingLoop:
             self._evaluate()
             self._save(self._policy.checkpoints)
         while self._done < periods.total and self._curves.reached is None:
-            decided = self._train_segment(self._next_drain())
+            self._train_segment(self._moves.next_drain(self._done, periods.next_drain(self._done)))
             if periods.evaluates_at(self._done):
                 self._evaluate()
             if self._done < periods.total and self._curves.reached is None:
-                for plan in decided:
-                    self._replan(plan, BALANCED)
-                for move in self._job.moves:
-                    if move.minibatch == self._done and move.plan != self._engine.setup.plan:
-                        self._replan(move.plan, BEFOREHAND)
+                with self._clock.spending("training_s"):
+                    self._moves.replan(self._done)
             if periods.drains_at(self._done):
                 self._save(self._policy.checkpoints)
 
-    def _next_drain(self) -> int:
-        """Return after how many minibatches the pipeline is empty next."""
-        drain = self._periods.next_drain(self._done)
-        if self._engine.setup.live:
-            return drain
-        return min([drain, *(move.minibatch for move in self._job.moves if move.minibatch > self._done)])
-
-    def _train_segment(self, drain: int) -> list[Plan]:
-        """Train up to a drain and put together what the processes know; end where a stop was agreed on.
-
-        Returns:
-            The plans that were decided on meanwhile, to go on under; none where layers have moved already.
-        """
-        first, before = self._done, self._engine.setup
-        moves = [(move, BEFOREHAND) for move in self._announced(drain)]
+    def _train_segment(self, drain: int) -> None:
+        """Train up to a drain and put together what the processes know; end where a stop was agreed on."""
+        first = self._done
+        self._moves.announce(first, drain)
         with self._clock.spending("training_s"):
             self._done += self._engine.train(first, drain - first)
             self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
-        decided = self._engine.take_decisions()
-        plan = before.plan
-        moves += [(move, BALANCED) for move in decided if before.live]
-        for move, why in sorted(moves, key=lambda each: each[0].at):
-            was, plan = plan, recut(before.graph, plan, move.starts)
-            self._record_move(min(first + move.at, self._done), was, plan, why, live=True)
+        self._moves.note(first, self._done)
         self._end_if_stopped()
-        return [] if before.live else [recut(before.graph, before.plan, move.starts) for move in decided]
-
-    def _announced(self, drain: int) -> list[Move]:
-        """Announce the moves that the recipe asks for before a drain, where training goes on meanwhile."""
-        if not self._engine.setup.live:
-            return []
-        planned = [move for move in self._job.moves if self._done < move.minibatch < drain]
-        moves = [Move(each.minibatch - self._done, starts_of(each.plan)) for each in planned]
-        for move in moves:
-            self._engine.announce(move)
-        return moves
 
     def _end_if_stopped(self) -> None:
         """Put together what the processes know at a drain; end where a stop was agreed on, or a loss says so."""
@@ -200,30 +168,6 @@ class TrainingLoop:
         if not reason.startswith(DIVERGED):
             self._save(self._policy.checkpoints or self._policy.when_stopped())
         raise _StoppedError(reason)
-
-    def _replan(self, plan: Plan, why: str) -> None:
-        """Go on under another plan, here at a drain."""
-        setup = self._engine.setup
-        before_s = self._clock.drained_s
-        with self._clock.spending("training_s"):
-            self._engine.replan(plan)
-        self._record_move(self._done, setup.plan, plan, why, stall_s=self._clock.drained_s - before_s)
-
-    def _record_move(
-        self, minibatch: int, was: Plan, plan: Plan, why: str, *, live: bool = False, stall_s: float = 0.0
-    ) -> None:
-        """Take note of a move, and tell of it."""
-        graph, samples = self._job.setup.graph, self._sampler.samples_before(minibatch)
-        cuts, before = cuts_of(graph, plan), cuts_of(graph, was)
-        if self._moves and self._moves[-1].minibatch == minibatch:  # nothing has run in between
-            before = self._moves.pop().was
-        done = Repartition(
-            minibatch, cuts, policies_of(graph, plan), before, why, live, samples, self._clock.drained_s, stall_s
-        )
-        self._moves.append(done)
-        text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}; {why}"
-        self._progress.note(text)
-        _LOG.info("%s (%.3g s)", text, stall_s)
 
     def _evaluate(self) -> None:
         with self._clock.spending("evaluation_s"):
@@ -259,7 +203,7 @@ class TrainingLoop:
             clock_s=clock.drained_s,
             saved_at_s=time.time(),
             lost_s=clock.lost_s,
-            moves=tuple(self._moves),
+            moves=tuple(self._moves.made),
             bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in earlier.num_bytes.items()),
         ).to_json()
 
@@ -310,14 +254,15 @@ class TrainingLoop:
         job = replace(self._job, setup=self._engine.setup)
         metrics = run_metrics(job, self._samples, self._clock, self._curves, facts, measured, self._earlier)
         if job.setup.repartitions:
-            metrics |= move_metrics(self._moves, self._earlier.num_bytes + facts["num_bytes"])
+            metrics |= move_metrics(self._moves.made, self._earlier.num_bytes + facts["num_bytes"])
         if self._policy.checkpoints is not None:
             metrics["checkpoint_time_s"] = self._clock.checkpoint_s
         metrics |= {"total_time_s": total_s, "wall_time_s": wall_s}
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,
-            notes={**run_notes(job, facts), **measured.notes}, pushes=tuple(facts["pushes"]), moves=tuple(self._moves),
+            notes={**run_notes(job, facts), **measured.notes}, pushes=tuple(facts["pushes"]),
+            moves=tuple(self._moves.made),
         )  # fmt: skip
         return result, measured.timeline
 

@@ -30,13 +30,13 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
         outcome=COMPLETED,
         sentence="simulated one epoch; nothing was trained, so there is no accuracy",
         metrics=_metrics(setup, per_epoch, totals) | planned_metrics(job),
-        stages=tuple(row | shares for row, shares in zip(describe_stages(job), _shares(job, totals), strict=True)),
-        notes=recipe_notes(job) | _epoch_notes(job, totals, per_epoch),
+        stages=tuple(row | shares for row, shares in zip(describe_stages(job), shares(job, totals), strict=True)),
+        notes=recipe_notes(job) | epoch_notes(job, totals, per_epoch),
     )
     return watch.with_peaks(result) if watch else result, meter.timeline()
 
 
-def _shares(job: Job, totals: Totals) -> list[dict[str, float]]:
+def shares(job: Job, totals: Totals) -> list[dict[str, float]]:
     """Return what share of its workers' time each stage is busy, forwards that are computed again apart.
 
     Nothing where lengths vary: then units don't take equally long.
@@ -88,9 +88,14 @@ def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = 
 
 
 def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, float]:
-    num_workers = setup.pipeline.num_workers
     sampler = setup.sampler  # a segment's last minibatch is the epoch's last, which may be short
     samples = sampler.samples_before(num_minibatches - 1) + sampler.size(sampler.minibatches_per_epoch - 1)
+    return totalled(setup, samples, totals)
+
+
+def totalled(setup: Setup, samples: int, totals: Totals) -> dict[str, float]:
+    """Return metrics of so many samples, under the names a trained run's metrics have."""
+    sampler, num_workers = setup.sampler, setup.pipeline.num_workers
     return {
         "total_time_s": totals.end_s,
         "epoch_time_s": totals.end_s * sampler.num_samples / samples,
@@ -106,7 +111,7 @@ def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, fl
     }  # fmt: skip
 
 
-def _epoch_notes(job: Job, totals: Totals, num_minibatches: int) -> dict[str, str]:
+def epoch_notes(job: Job, totals: Totals, num_minibatches: int) -> dict[str, str]:
     """Return of how many minibatches an epoch's time is known, and how well; and what isn't part of it."""
     told = [left_over_note(job.left_over)] if job.left_over else []
     if totals.num_simulated:

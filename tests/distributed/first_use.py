@@ -97,9 +97,11 @@ def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
 class GlooForNccl(World):
     """A world whose tensors travel by themselves."""
 
-    def new_group(self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0) -> Any:
+    def new_group(
+        self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0, limit_s: float | None = None
+    ) -> Any:
         """As its class, by Gloo."""
-        return super().new_group("gloo", ranks)
+        return super().new_group("gloo", ranks, limit_s=limit_s)
 
 
 def directly(world: World, case: Case) -> tuple[Outcome, int]:

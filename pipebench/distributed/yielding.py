@@ -1,0 +1,220 @@
+"""Channels for what may wait: layers that move between hosts let a pipeline's messages go first.
+
+A block of layers is large, and nobody waits for it yet when it sets out. It travels beside the run, on a connection of
+its own, piece by piece: a thread at each end sends and receives while the workers compute. Before every piece the
+sender looks whether the kernel still has something to send on the pipeline's connections, of this worker to any other,
+since all leave by one wire; while it has, nothing more of the block sets out. The receiver takes few pieces at a time,
+so there is never more than those before an activation in any queue on the way, whatever the network.
+
+This can't hold up the pipeline for ever, nor the block: what is written into a socket leaves it whatever the workers
+do, and a worker that waits for its block soon has nothing more to send and nobody who sends to it.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.distributed.channel import Link
+from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
+from pipebench.distributed.launch_join import PeerLostError, peers
+from pipebench.distributed.message import (
+    HEADER_BYTES,
+    Header,
+    Layout,
+    Layouts,
+    form_of,
+    layout_in,
+    pack,
+    read_header,
+    write_header,
+)
+
+PIECE_BYTES = 1 << 17
+PIECES_AHEAD = 2  # on their way at once: one is written while the other is read
+FOR_EVER_S = 90 * 24 * 3600.0  # a thread waits for the first message for as long as the run takes; Gloo can't count far
+_SOON_GONE_BYTES = 1 << 14  # the end of a message, which the other end may take its time to confirm
+_LOOK_AGAIN_S = 0.001
+_END = -1  # in place of a unit: no more messages
+
+
+def until_gone(queued_bytes: Callable[[], int]) -> None:
+    """Wait until nothing to speak of is queued."""
+    while queued_bytes() > _SOON_GONE_BYTES:
+        time.sleep(_LOOK_AGAIN_S)
+
+
+class YieldingSender(SendingEnd):
+    """The sending end; its thread runs until it is closed.
+
+    Args:
+        link: where to; one lane.
+        give_way: called before every piece; returns when it may set out.
+    """
+
+    def __init__(self, link: Link, give_way: Callable[[], None]) -> None:
+        self._link = link
+        self._give_way = give_way
+        self._layouts = Layouts()
+        self._changed = threading.Condition()
+        self._outbox: deque[torch.Tensor] = deque()  # the first is under way
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = _started(self._run, f"pipebench-moves-to-{link.peer}")
+
+    def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
+        """Hand over a message; see `SendingEnd`."""
+        form, tensors = form_of(values)
+        number, layout, text = self._layouts.of(form)
+        num_bytes = HEADER_BYTES + len(text) + layout.num_bytes
+        data = self._link.buffer(num_bytes)
+        header = Header(unit, number, len(text), num_bytes, 0, self._link.clock(), note, taken)
+        pack(data, header, text, layout.views(data.numpy(), HEADER_BYTES + len(text)), tensors)
+        with self._changed:
+            while most_leaving is not None and len(self._outbox) >= most_leaving:
+                self._wait()
+            self._put(data)
+        return layout.payload_bytes
+
+    def flush(self) -> None:
+        """Wait until every message has left."""
+        with self._changed:
+            while self._outbox:
+                self._wait()
+
+    def close(self) -> None:
+        """Tell the receiver that nothing more comes, and end."""
+        data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        write_header(data, Header(_END, 0, 0, HEADER_BYTES, 0, 0.0, 0.0))
+        with self._changed:
+            self._put(data)
+            self._closed = True
+        self._thread.join()
+
+    def _put(self, data: torch.Tensor) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._outbox.append(data)
+        self._changed.notify_all()
+
+    def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._changed.wait()
+
+    def _run(self) -> None:
+        try:
+            while (data := self._next()) is not None:
+                _all_done(self._set_out(piece) for piece in _pieces(data))
+                with self._changed:
+                    self._outbox.popleft()
+                    self._changed.notify_all()
+        except Exception as error:  # told to whoever sends next
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _next(self) -> torch.Tensor | None:
+        with self._changed:
+            while not self._outbox and not self._closed:
+                self._changed.wait()
+            return self._outbox[0] if self._outbox else None
+
+    def _set_out(self, piece: torch.Tensor) -> Any:
+        self._give_way()
+        return dist.isend(piece, self._link.peer, group=self._link.lanes[0], tag=self._link.tag)
+
+
+class YieldingReceiver(ReceivingEnd):
+    """The receiving end; its thread runs until the sender is closed.
+
+    Args:
+        link: where from; one lane.
+        limit_s: how long a wait may take before the sender counts as lost.
+    """
+
+    def __init__(self, link: Link, limit_s: float) -> None:
+        self.num_taken = 0
+        self._link = link
+        self._limit_s = limit_s
+        self._layouts: list[Layout] = []
+        self._inbox: queue.SimpleQueue[tuple[torch.Tensor, float] | Exception] = queue.SimpleQueue()
+        self._thread = _started(self._run, f"pipebench-moves-from-{link.peer}")
+
+    def receive(self, unit: int | None) -> Message:
+        """Wait for the next message, which must be about this unit; None: about any.
+
+        Raises:
+            PeerLostError: the sender is gone.
+        """
+        try:
+            found = self._inbox.get(timeout=self._limit_s)
+        except queue.Empty:
+            raise PeerLostError(f"lost a peer: no layers came within {self._limit_s:g} s") from None
+        if isinstance(found, Exception):
+            self._inbox.put(found)  # for whoever asks again
+            raise found
+        data, arrived_s = found
+        header = read_header(data)
+        if unit is not None and header.unit != unit:
+            raise AssertionError(f"rank {self._link.peer} sent unit {header.unit} where unit {unit} was awaited")
+        layout, start = layout_in(data, header, self._layouts)
+        tensors = [place.to(self._link.device) for place in layout.views(data.numpy(), start)]
+        self.num_taken += 1
+        values = layout.values(tensors)
+        return Message(header.unit, values, layout.payload_bytes, header.sent_s, arrived_s, header.note, header.taken)
+
+    def close(self) -> None:
+        """Wait for the sender's last word."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (data := self._next()) is not None:
+                self._inbox.put((data, self._link.clock()))
+        except Exception as error:  # told to whoever receives next
+            self._inbox.put(error)
+
+    def _next(self) -> torch.Tensor | None:
+        head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        _all_done([self._posted(head)])
+        header = read_header(head)
+        if header.unit == _END:
+            return None
+        data = self._link.buffer(header.num_bytes)
+        first, *rest = _pieces(data)
+        first.copy_(head)
+        _all_done(self._posted(piece) for piece in rest)
+        return data
+
+    def _posted(self, piece: torch.Tensor) -> Any:
+        return dist.irecv(piece, self._link.peer, group=self._link.lanes[0], tag=self._link.tag)
+
+
+def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
+    """Return a message in the pieces in which it travels: its header by itself, which says how much follows."""
+    head, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
+    return [head, *(body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES))]
+
+
+def _all_done(works: Iterable[Any]) -> None:
+    """Wait for pieces, few of which are under way at once."""
+    under_way: deque[Any] = deque()
+    with peers():
+        for work in works:
+            under_way.append(work)
+            if len(under_way) == PIECES_AHEAD:
+                under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
+
+
+def _started(run: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread

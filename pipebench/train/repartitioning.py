@@ -1,0 +1,112 @@
+"""The moves of a run: what its recipe asks for and what is decided on the way, announced, carried out and kept."""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from pipebench.engine.setup import Setup
+from pipebench.model.plan import Plan, recut
+from pipebench.schedule.moves import Move
+from pipebench.schedule.repartitions import Repartition
+from pipebench.train.job import Job
+from pipebench.train.moves import BALANCED, BEFOREHAND, cuts_of, policies_of, starts_of
+
+_LOG = logging.getLogger(__name__)
+
+
+class Movable(Protocol):
+    """What runs, as far as layers move: see `interfaces.Engine`."""
+
+    clock_s: float
+
+    @property
+    def setup(self) -> Setup:
+        """What it runs, under the plan that holds now."""
+
+    def announce(self, move: Move) -> None:
+        """Let layers move in the next segment, while it goes on."""
+
+    def take_decisions(self) -> list[Move]:
+        """Return what was decided in the last segment."""
+
+    def replan(self, plan: Plan) -> None:
+        """Go on under another plan, at a drain."""
+
+
+class Repartitioning:
+    """The moves of a run, from one drain to the next.
+
+    Args:
+        job: what is run.
+        engine: what runs it.
+        tell: takes a sentence on every move.
+
+    Attributes:
+        made: the moves so far, the first one first.
+    """
+
+    def __init__(self, job: Job, engine: Movable, tell: Callable[[str], None]) -> None:
+        self.made: list[Repartition] = []
+        self._planned, self._graph, self._sampler = job.moves, job.setup.graph, job.setup.sampler
+        self._engine, self._tell = engine, tell
+        self._before = engine.setup
+        self._announced: list[Move] = []
+        self._decided: list[Plan] = []
+
+    def next_drain(self, done: int, drain: int) -> int:
+        """Return after how many minibatches the pipeline is empty next, if it drains after `drain` in any case."""
+        if self._engine.setup.live:
+            return drain
+        return min([drain, *(move.minibatch for move in self._planned if move.minibatch > done)])
+
+    def announce(self, done: int, drain: int) -> None:
+        """Announce the moves that the recipe asks for between two drains, where training goes on meanwhile."""
+        self._before = self._engine.setup
+        planned = [move for move in self._planned if done < move.minibatch < drain] if self._before.live else []
+        self._announced = [Move(each.minibatch - done, starts_of(each.plan)) for each in planned]
+        for move in self._announced:
+            self._engine.announce(move)
+
+    def note(self, first: int, done: int) -> None:
+        """Take note of the moves of a segment that has ended, and of what was decided for the drain after it.
+
+        Args:
+            first: the minibatch that it began with.
+            done: minibatches of the run up to its end.
+        """
+        before, decided = self._before, self._engine.take_decisions()
+        moves = [(move, BEFOREHAND) for move in self._announced]
+        moves += [(move, BALANCED) for move in decided if before.live]
+        plan = before.plan
+        for move, why in sorted(moves, key=lambda each: each[0].at):
+            was, plan = plan, recut(before.graph, plan, move.starts)
+            self._record(min(first + move.at, done), was, plan, why, live=True)
+        self._decided = [] if before.live else [recut(before.graph, before.plan, move.starts) for move in decided]
+
+    def replan(self, done: int) -> None:
+        """Go on under the plans that are due, here at a drain."""
+        for plan in self._decided:
+            self._replan(done, plan, BALANCED)
+        for move in self._planned:
+            if move.minibatch == done and move.plan != self._engine.setup.plan:
+                self._replan(done, move.plan, BEFOREHAND)
+
+    def _replan(self, done: int, plan: Plan, why: str) -> None:
+        was, before_s = self._engine.setup.plan, self._engine.clock_s
+        self._engine.replan(plan)
+        self._record(done, was, plan, why, stall_s=self._engine.clock_s - before_s)
+
+    def _record(
+        self, minibatch: int, was: Plan, plan: Plan, why: str, *, live: bool = False, stall_s: float = 0.0
+    ) -> None:
+        """Take note of a move, and tell of it."""
+        graph, samples = self._graph, self._sampler.samples_before(minibatch)
+        cuts, before = cuts_of(graph, plan), cuts_of(graph, was)
+        if self.made and self.made[-1].minibatch == minibatch:  # nothing has run in between
+            before = self.made.pop().was
+        clock_s = self._engine.clock_s
+        done = Repartition(minibatch, cuts, policies_of(graph, plan), before, why, live, samples, clock_s, stall_s)
+        self.made.append(done)
+        text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}; {why}"
+        self._tell(text)
+        _LOG.info("%s (%.3g s)", text, stall_s)

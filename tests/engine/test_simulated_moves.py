@@ -1,0 +1,140 @@
+"""A run whose layers move, simulated: the same decisions, seconds and bytes as where it trains on the virtual clock."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipebench.engine.setup import Setup
+from pipebench.engine.simulated_moves import SimulatedEngine, simulate_moves
+from pipebench.model.plan import recut
+from pipebench.schedule.moves import Move
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.steady import Totals
+from tests.engine.test_balancing import balancing
+from tests.models import SkipNet
+from tests.support import Blobs, Mlp, make_engine, make_setup
+
+CASES = [
+    pytest.param([1, 2], {}, id="all at the end"),
+    pytest.param([5, 6], {}, id="all at the start"),
+    pytest.param([1], {}, id="two stages"),
+    pytest.param([1, 2], {"weights": "one", "microbatches": 2}, id="a flush"),
+    pytest.param([1, 2], {"weights": "one", "accumulate": 4}, id="several minibatches to a flush"),
+    pytest.param([6, 7], {"model": SkipNet}, id="values that skip a stage"),
+    pytest.param([3], {}, id="balanced"),
+]
+
+
+def played(engine: Any, drains: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Go through segments up to these drains; return what was decided, minibatches counted from the start."""
+    done, made = 0, []
+    for drain in drains:
+        while done < drain:
+            first = done
+            done += engine.train(first, drain - first)
+            for move in engine.take_decisions():
+                made.append((first + move.at, tuple(move.starts)))
+                if not engine.setup.live:
+                    engine.replan(recut(engine.setup.graph, engine.setup.plan, move.starts))
+    return made
+
+
+def with_momentum(setup: Setup) -> Setup:
+    """Return a setup whose profile knows what the optimizer keeps."""
+    return replace(setup, profile=replace(setup.profile, state_bytes_per_byte=1)).under(setup.plan)
+
+
+def counted(num_bytes: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    return {key: count for key, count in num_bytes.items() if count and key[0] != "control"}
+
+
+@pytest.mark.parametrize("drains", [[160], [7 * each for each in range(1, 15)]], ids=["one drain", "many"])
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize(("starts", "columns"), CASES)
+def test_the_same_is_decided_as_where_it_trains(starts: list[int], columns: Any, live: bool, drains: list[int]) -> None:
+    """To the byte, and by the same clock, but for what a drain adds up in another order."""
+    setup = with_momentum(balancing(starts, live=live, **columns))
+    if setup.pipeline.flushes and drains[0] % setup.pipeline.period:
+        drains = [each * setup.pipeline.period for each in drains[:5]]
+    trained, simulated = make_engine(setup), SimulatedEngine(setup)
+    made = played(trained, drains)
+    assert played(simulated, drains) == made
+    assert bool(made) == (starts != [3])
+    assert simulated.setup.plan == trained.setup.plan
+    assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-12)
+    assert simulated.totals.end_s == pytest.approx(simulated.clock_s)
+    assert counted(simulated.totals.num_bytes) == counted(trained.num_bytes)
+
+
+def numbers(totals: Totals) -> list[float]:
+    return [totals.end_s, totals.busy_s, totals.stall_s, totals.again_s, totals.swap_stall_s]
+
+
+def uneven(starts: list[int], **columns: Any) -> Setup:
+    """Return a setup of epochs of 100 minibatches, the last of which has one sample instead of four."""
+    setup = make_setup(Mlp(), (starts, [1] * (len(starts) + 1)), dataset=Blobs(num_train=397), **columns)
+    return with_momentum(replace(setup, repartitions=True))
+
+
+SHAPES = [
+    pytest.param({}, id="pipedream"),
+    pytest.param({"weights": "one", "accumulate": 4}, id="a flush"),
+    pytest.param({"recompute": {0, 1, 2}}, id="computed again"),
+]
+
+
+@pytest.mark.parametrize("columns", SHAPES)
+@pytest.mark.parametrize("segments", [[400], [100, 100, 100], [350, 500], [40, 700]], ids=str)
+def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a segment ends with an epoch, in the middle of one, or goes over the ends of several."""
+
+    def run() -> tuple[SimulatedEngine, int]:
+        meter = Meter((setup := uneven([1, 2], **columns)).pipeline, counter := Counted())
+        engine, done = SimulatedEngine(setup, meter), 0
+        engine.announce(Move(32, (1, 3)))
+        for count in segments:
+            done += engine.train(done, count)
+        assert done == sum(segments)
+        return engine, counter.num_events
+
+    (short, few) = run()
+
+    def steady(engine: SimulatedEngine, first: int, count: int) -> Totals:
+        return simulate_moves(engine.setup, [], first, count, engine._meter)
+
+    monkeypatch.setattr(SimulatedEngine, "_enough", lambda self: 0)
+    monkeypatch.setattr(SimulatedEngine, "_steady", steady)
+    (whole, many) = run()
+    assert few < many / 2
+    # Which part of an update a short minibatch is may shift what a link waits for.
+    assert numbers(short.totals) == pytest.approx(numbers(whole.totals), rel=1e-6 if "accumulate" in columns else 1e-9)
+    assert counted(short.totals.num_bytes) == counted(whole.totals.num_bytes)
+    assert short.setup.plan == whole.setup.plan
+
+
+class Counted:
+    """Counts what a meter tells of."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+
+    def begin(self, size_of: Any) -> None:
+        """Nothing to do."""
+
+    def event(self, event: Any) -> None:
+        """Count it."""
+        self.num_events += 1
+
+    def transfer(self, transfer: Any) -> None:
+        """Nothing to count."""
+
+
+def test_nothing_moves_where_stages_are_balanced() -> None:
+    """And it is what it is where nobody looks."""
+    setup = with_momentum(balancing([3], live=True))
+    engine, other = SimulatedEngine(setup), SimulatedEngine(replace(setup, balances=False))
+    for each in (engine, other):
+        assert each.train(0, 500) == 500
+    assert engine.totals == other.totals

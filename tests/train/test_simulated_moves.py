@@ -1,0 +1,86 @@
+"""A recipe whose layers move, simulated: the moves of the same recipe where it trains, and what they come to."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipebench.schedule.repartitions import FILE_NAME, Repartition, to_text
+from pipebench.simulate.steady import simulate_segment
+from pipebench.train.job import Job
+from pipebench.train.simulated_moves import simulate_moving
+from pipebench.train.simulation import simulate
+from pipebench.train.watch import Watch
+from tests.train.test_moves import LIVE, WRITTEN, job, run
+
+
+def made(moves: tuple[Repartition, ...]) -> list[Repartition]:
+    """Return moves as far as they don't depend on what evaluations take, which a simulated run has none of."""
+    return [replace(move, clock_s=0.0) for move in moves]
+
+
+BALANCED: dict[str, Any] = {"moves": None, "every": 40, "epochs": 10, "balances": True, "starts": [1, 2]}
+ASKED = [
+    pytest.param({"moves": WRITTEN}, id="at drains"),
+    pytest.param({"moves": LIVE, "every": 60, "epochs": 5, "live": True}, id="while it goes on"),
+    pytest.param(
+        {"moves": None, "every": 40, "epochs": 10, "live": True, "balances": True, "starts": [1, 2]}, id="live"
+    ),
+    pytest.param({"moves": None, "every": 40, "epochs": 10, "balances": True, "starts": [1, 2]}, id="drained"),
+]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_simulated_run_moves_what_one_moves_that_trains(asked: Any) -> None:
+    given = job(**asked)
+    simulated, trained = simulate(given)[0], run(given)[0]
+    assert made(simulated.moves) == made(trained.moves) != []
+    assert [point.samples for point in simulated.points] == [point.samples for point in trained.points]
+    for name in ("repartitions", "comm_bytes_activation", "comm_bytes_gradient", "num_workers", "samples_per_update"):
+        assert simulated.metrics[name] == trained.metrics[name]
+    for name in ("epoch_time_s", "throughput_samples_per_s", "migration_stall_s", "bubble_fraction"):
+        assert simulated.metrics[name] == pytest.approx(trained.metrics[name], rel=1e-9)
+    assert [row["first_layer"] for row in simulated.stages] == [row["first_layer"] for row in trained.stages]
+
+
+def test_what_was_decided_is_repeated(tmp_path: Path) -> None:
+    given = job(**BALANCED, live=True)
+    found, _ = simulate(given)
+    path = tmp_path / FILE_NAME
+    path.write_text(to_text(found.moves))
+    again, _ = simulate(job(str(path), every=40, epochs=10, live=True, starts=[1, 2]))
+    assert [(move.minibatch, move.cuts) for move in again.moves] == [
+        (move.minibatch, move.cuts) for move in found.moves
+    ]
+    assert again.metrics == pytest.approx(found.metrics)
+
+
+def test_a_long_run_ends_as_fast_as_the_last_cuts_are() -> None:
+    """A hundred epochs take hardly longer to simulate than one, and an epoch of them what it takes alone."""
+    given = job(None, every=12 * 10, epochs=100, live=True, balances=True, starts=[1, 2])
+    result, _ = simulate(given)
+    rates = [point.metrics["throughput_samples_per_s"] for point in result.points]
+    assert len(rates) == 10
+    assert rates[0] < rates[1]
+    assert rates[1:] == pytest.approx([rates[-1]] * 9)
+    assert result.metrics["steady_throughput_samples_per_s"] < rates[-1], "that drains after every epoch"
+    assert result.points[-1].clock_s == result.metrics["total_time_s"]
+
+
+def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
+    given = job(None, every=12, epochs=1, live=True, balances=True, starts=[3, 5])
+    result, _ = simulate(given)
+    plain, _ = simulate(Job(given.recipe, given.cluster, replace(given.setup, repartitions=False, balances=False)))
+    assert result.moves == ()
+    assert {name: result.metrics[name] for name in plain.metrics} == plain.metrics
+    assert result.metrics["repartitions"] == result.metrics["migration_bytes"] == 0
+    assert result.stages == plain.stages
+    assert simulate_segment(given.setup, 12).end_s == result.metrics["total_time_s"]
+
+
+def test_peaks_are_those_of_all_cuts() -> None:
+    given = job(WRITTEN)
+    result, _ = simulate_moving(given, Watch(given, 12))
+    first, _ = simulate(replace(given, moves=(), setup=replace(given.setup, repartitions=False)), Watch(given, 12))
+    assert result.metrics["peak_memory_bytes_max"] >= first.metrics["peak_memory_bytes_max"]
