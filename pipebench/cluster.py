@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LOCAL = "local"  # a cluster's device that is no entry of the catalogue but whatever is here
 RING, TWO_LEVEL = "ring", "two-level"
 ALL_REDUCES = (RING, TWO_LEVEL)  # the ways in which replicas sum their gradients, see `Cluster.all_reduce`
 PER_PAIR, PER_VALUE = "per-pair", "per-value"
@@ -100,6 +101,8 @@ class Cluster:
             that joins the replicas) are formed in a ring inside each, and added up in a ring among them.
         pcie_bytes_per_s: what a device copies to its host and, at the same time, back; None where that isn't known.
         host_memory_bytes: memory of one host, a component of the level below the outermost; None for no limit.
+        launch_s: seconds that a host needs to issue one kernel to a device; None for what is usual.
+        pause_s: seconds that a device stands idle after every kernel that its host issues; None for none.
     """
 
     name: str
@@ -109,6 +112,8 @@ class Cluster:
     all_reduce: str = RING
     pcie_bytes_per_s: float | None = None
     host_memory_bytes: int | None = None
+    launch_s: float | None = None
+    pause_s: float | None = None
 
     @property
     def num_workers(self) -> int:

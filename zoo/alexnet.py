@@ -3,6 +3,7 @@
 from torch import nn
 
 from zoo.convnet import ConvNet, scaled
+from zoo.options import at_least, below_one, more_than
 
 _LARGEST_MAP = 6
 _SMALLEST_IMAGE = 63  # leaves a map of 1x1 after the last pool
@@ -40,17 +41,10 @@ def alexnet(
     Raises:
         ValueError: an option out of its range.
     """
-    if width <= 0:
-        raise ValueError(f"alexnet: width is {width}, allowed is more than 0")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"alexnet: dropout is {dropout}, allowed is 0 to below 1")
-    for name, count in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if count < 1:
-            raise ValueError(f"alexnet: {name} is {count}, allowed is 1 or more")
-    if image_size < _SMALLEST_IMAGE:
-        raise ValueError(
-            f"alexnet: image_size is {image_size}, allowed is {_SMALLEST_IMAGE} or more (a stride of 4 and three pools)"
-        )
+    more_than(0, "alexnet", width=width)
+    below_one("alexnet", dropout=dropout)
+    at_least(1, "alexnet", num_classes=num_classes, in_channels=in_channels)
+    at_least(_SMALLEST_IMAGE, "alexnet", "a stride of 4 and three pools", image_size=image_size)
     map_size = min(_LARGEST_MAP, _map_size(image_size))
     features = _features(width, batch_norm, in_channels)
     classifier = _classifier(scaled(256, width) * map_size**2, scaled(_HIDDEN, width), dropout, num_classes)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zoo.options import at_least, one_of
+
 
 @dataclass(frozen=True)
 class Genotype:
@@ -211,16 +213,13 @@ def amoebanet_d(
     Raises:
         ValueError: an option out of its range.
     """
-    if stem not in STEMS:
-        raise ValueError(f"amoebanet_d: stem is {stem!r}, allowed are {', '.join(STEMS)}")
+    one_of(STEMS, "amoebanet_d", stem=stem)
     for option, value, multiple in (("num_layers", num_layers, _NUM_GROUPS), ("num_filters", num_filters, 8)):
         if value < multiple or value % multiple:
             raise ValueError(
                 f"amoebanet_d: {option} is {value}, allowed is a multiple of {multiple}, {multiple} or more"
             )
-    for option, value in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if value < 1:
-            raise ValueError(f"amoebanet_d: {option} is {value}, allowed is 1 or more")
+    at_least(1, "amoebanet_d", num_classes=num_classes, in_channels=in_channels)
     halvings = STEMS[stem]
     channels = num_filters // 2**halvings
     first = nn.Conv2d(in_channels, channels, 3, 2 if halvings else 1, padding=1, bias=False)

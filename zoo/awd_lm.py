@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from zoo.dropouts import VariationalDropout, WordDropoutEmbedding
+from zoo.options import at_least, below_one
 from zoo.recurrent import CarriedLSTM
 
 _INITIAL_RANGE = 0.1
@@ -75,9 +76,9 @@ def awd_lm(
         ValueError: an option out of its range.
     """
     sizes = {"vocabulary": vocabulary, "embedding_size": embedding_size, "hidden_size": hidden_size}
-    _check_sizes(sizes | {"num_layers": num_layers})
+    at_least(1, "awd_lm", **sizes, num_layers=num_layers)
     rates = {"weight_drop": weight_drop, "dropout_embedding": dropout_embedding, "dropout_input": dropout_input}
-    _check_probabilities(rates | {"dropout_hidden": dropout_hidden, "dropout_output": dropout_output})
+    below_one("awd_lm", **rates, dropout_hidden=dropout_hidden, dropout_output=dropout_output)
     embedding = WordDropoutEmbedding(vocabulary, embedding_size, dropout_embedding)
     widths = [embedding_size, *[hidden_size] * (num_layers - 1), embedding_size]
     layers = nn.Sequential(VariationalDropout(dropout_input))
@@ -91,15 +92,3 @@ def awd_lm(
     if tied:
         decoder.weight = embedding.weight
     return AwdLm(embedding, layers, decoder)
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    for option, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"awd_lm: {option} is {size}, allowed is 1 or more")
-
-
-def _check_probabilities(rates: dict[str, float]) -> None:
-    for option, rate in rates.items():
-        if not 0 <= rate < 1:
-            raise ValueError(f"awd_lm: {option} is {rate}, allowed is 0 to 1, 1 excluded")

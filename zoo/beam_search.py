@@ -5,11 +5,14 @@ Sentences are searched side by side and leave as soon as they are done; states a
 one token and never the prefix again.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from zoo.options import at_least
 from zoo.text import BOS, EOS
 
 Tensors = tuple[torch.Tensor, ...]
@@ -148,6 +151,48 @@ class _Beams:
         return {i: _before_end(ids) for i, ids in zip(self.rows.tolist(), tokens, strict=True)}
 
 
+class Translator(nn.Module, ABC):
+    """A model of translation that writes one token at a time; what is left to a subclass is how.
+
+    Attributes:
+        beam_size: hypotheses per sentence, unless `translate` is told otherwise.
+    """
+
+    beam_size: int
+
+    @torch.no_grad()
+    def translate(
+        self, source: torch.Tensor, source_length: torch.Tensor, *, max_length: int, beam_size: int | None = None
+    ) -> list[list[int]]:
+        """Return the translations of sentences, by beam search with GNMT's penalties.
+
+        Args:
+            source: padded on the right: [samples, source tokens] int64.
+            source_length: [samples] int64.
+            max_length: most tokens to generate, EOS included.
+            beam_size: hypotheses per sentence; None: the model's own number.
+
+        Returns:
+            Target ids without BOS and EOS.
+
+        Raises:
+            ValueError: max_length or beam_size is less than 1.
+        """
+        beam_size = self.beam_size if beam_size is None else beam_size
+        state, context = self._begin(source, source_length, beam_size)
+        return beam_search(self._step, state, context, max_length=max_length, beam_size=beam_size)
+
+    @abstractmethod
+    def _begin(self, source: torch.Tensor, source_length: torch.Tensor, beam_size: int) -> tuple[Tensors, Tensors]:
+        """Return the state and the context that sentences are searched with; see `beam_search`."""
+
+    @abstractmethod
+    def _step(
+        self, tokens: torch.Tensor, state: Tensors, context: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
+        """Compute one token of every hypothesis: what `forward` does after the encoder; see `Step`."""
+
+
 def beam_search(
     step: Step,
     state: Tensors,
@@ -178,8 +223,7 @@ def beam_search(
     Raises:
         ValueError: max_length or beam_size is less than 1.
     """
-    if max_length < 1 or beam_size < 1:
-        raise ValueError(f"beam_search: max_length is {max_length}, beam_size {beam_size}, allowed is 1 or more")
+    at_least(1, "beam_search", max_length=max_length, beam_size=beam_size)
     beams = _start(state, context, beam_size)
     found: dict[int, list[int]] = {}
     for _ in range(max_length):

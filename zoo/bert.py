@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zoo.multi_head import AddNorm, HidePadding, MultiHeadAttention
+from zoo.options import at_least, below_one
 from zoo.text import NUM_SPECIAL
 
 VOCABULARY = 30_522  # WordPieces of the released uncased models; the paper says 30,000
@@ -38,16 +39,14 @@ class BERTOptions:
     share_embedding: bool
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("num_layers", "width", "feed_forward", "num_heads", "max_tokens"), 1)
-        for option, smallest in (least | {"vocabulary": NUM_SPECIAL}).items():
-            if getattr(self, option) < smallest:
-                raise ValueError(f"{self.name}: {option} is {getattr(self, option)}, allowed is {smallest} or more")
+        at_least(1, self.name, num_layers=self.num_layers, width=self.width, feed_forward=self.feed_forward)
+        at_least(1, self.name, num_heads=self.num_heads, max_tokens=self.max_tokens)
+        at_least(NUM_SPECIAL, self.name, vocabulary=self.vocabulary)
         if self.width % self.num_heads:
             raise ValueError(
                 f"{self.name}: width is {self.width}, allowed is a multiple of num_heads, {self.num_heads}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"{self.name}: dropout is {self.dropout}, allowed is 0 or more and less than 1")
+        below_one(self.name, dropout=self.dropout)
 
 
 class AddLearntPositions(nn.Module):

@@ -5,6 +5,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from zoo.options import at_least
+
 _KERNELS = (3, 5, 3, 7)  # of the cells of a group, over and over: cells of one group differ
 
 
@@ -73,8 +75,5 @@ def cellnet(width: int = 16, groups: int = 2, cells: int = 4, num_classes: int =
     Raises:
         ValueError: an option out of its range.
     """
-    options = (("width", width), ("groups", groups), ("cells", cells), ("num_classes", num_classes))
-    for name, count in (*options, ("in_channels", in_channels)):
-        if count < 1:
-            raise ValueError(f"cellnet: {name} is {count}, allowed is 1 or more")
+    at_least(1, "cellnet", width=width, groups=groups, cells=cells, num_classes=num_classes, in_channels=in_channels)
     return CellNet(width, groups, cells, num_classes, in_channels)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from zoo import bpe, gettext_files
 from zoo.gettext_files import Pair
 from zoo.late import Late
+from zoo.options import at_least
 from zoo.places import DATA_VARIABLE, data_folder
 from zoo.translation import SIDES, Translation, TranslationOptions, check_split
 
@@ -121,14 +122,10 @@ def gettext_pairs(
     Raises:
         ValueError: an option is out of range; the message says which.
     """
-    for option, value, least in (
-        ("vocabulary", vocabulary, _LEAST_VOCABULARY),
-        ("max_words", max_words, 2),
-        ("typical_length", typical_length, 3),
-        ("max_written", max_written, 1),
-    ):
-        if value < least:
-            raise ValueError(f"gettext_pairs: {option} is {value}, allowed is {least} or more")
+    at_least(_LEAST_VOCABULARY, "gettext_pairs", vocabulary=vocabulary)
+    at_least(2, "gettext_pairs", max_words=max_words)
+    at_least(3, "gettext_pairs", typical_length=typical_length)
+    at_least(1, "gettext_pairs", max_written=max_written)
     options = TranslationOptions(
         "gettext_pairs", num_train, num_eval, vocabulary, None, None,
         typical_columns=(typical_length, typical_length), max_written=max_written,

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from zoo.attention import BahdanauAttention
-from zoo.beam_search import Tensors, beam_search
+from zoo.beam_search import Tensors, Translator
+from zoo.options import at_least, below_one, more_than, one_size
 from zoo.text import NUM_SPECIAL, PAD
 
 VOCABULARY = 32320
@@ -112,12 +113,14 @@ class Classifier(nn.Linear):
         return super().forward(x.transpose(0, 1).contiguous())
 
 
-class GNMT(nn.Module):
+class GNMT(Translator):
     """The translator; see `gnmt8` for its options.
 
     Inputs are `source` [samples, source tokens] int64, `source_length` [samples] int64, and `target_in` [samples,
     target tokens] int64, which starts with BOS. Padding, on the right, influences nothing.
     """
+
+    beam_size = 5  # MLPerf's
 
     def __init__(
         self,
@@ -153,30 +156,12 @@ class GNMT(nn.Module):
         logits: torch.Tensor = self.classifier(y)
         return logits
 
-    @torch.no_grad()
-    def translate(
-        self, source: torch.Tensor, source_length: torch.Tensor, *, max_length: int, beam_size: int = 5
-    ) -> list[list[int]]:
-        """Return the translations of sentences, by beam search with MLPerf's penalties (zoo/beam_search.py).
-
-        Args:
-            source: padded on the right: [samples, source tokens] int64.
-            source_length: [samples] int64.
-            max_length: most tokens to generate, EOS included.
-            beam_size: hypotheses per sentence.
-
-        Returns:
-            Target ids without BOS and EOS.
-
-        Raises:
-            ValueError: max_length or beam_size is less than 1.
-        """
+    def _begin(self, source: torch.Tensor, source_length: torch.Tensor, beam_size: int) -> tuple[Tensors, Tensors]:
         memory = self._encode(source, source_length).transpose(0, 1)
         keys = self.attention.attention.linear_k(memory)
         num_layers, hidden_size = 1 + len(self.decoder), self.classifier.in_features
         states = memory.new_zeros(len(source), beam_size, num_layers, 2, hidden_size)
-        context = (memory, keys, source_length)
-        return beam_search(self._step, (states,), context, max_length=max_length, beam_size=beam_size)
+        return (states,), (memory, keys, source_length)
 
     def _encode(self, source: torch.Tensor, source_length: torch.Tensor) -> torch.Tensor:
         """Return the memory: [source tokens, samples, hidden]."""
@@ -194,7 +179,6 @@ class GNMT(nn.Module):
     def _step(
         self, tokens: torch.Tensor, state: Tensors, context: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        """Compute one token of every hypothesis: what `forward` does after the encoder; see zoo/beam_search.py."""
         memory, keys, lengths = context
         before = state[0].flatten(0, 1).unbind(1)
         y, after = self.attention.rnn.step(self.target_embedder(tokens.reshape(-1, 1))[0], before[0])
@@ -271,20 +255,13 @@ def _build(
     share_embedding: bool,
     init_range: float,
 ) -> GNMT:
-    least = {"hidden_size": (hidden_size, 1), "source_vocabulary": (source_vocabulary, NUM_SPECIAL)}
-    for option, (value, smallest) in (least | {"target_vocabulary": (target_vocabulary, NUM_SPECIAL)}).items():
-        if value < smallest:
-            raise ValueError(f"{name}: {option} is {value}, allowed is {smallest} or more")
-    for option, probability in (("dropout", dropout), ("input_dropout", input_dropout)):
-        if not 0 <= probability < 1:
-            raise ValueError(f"{name}: {option} is {probability}, allowed is 0 or more and less than 1")
-    if init_range <= 0:
-        raise ValueError(f"{name}: init_range is {init_range}, allowed is more than 0")
-    if share_embedding and source_vocabulary != target_vocabulary:
-        raise ValueError(
-            f"{name}: share_embedding is true, allowed is false for vocabularies of unequal sizes, here "
-            f"{source_vocabulary} and {target_vocabulary}"
-        )
+    vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
+    at_least(1, name, hidden_size=hidden_size)
+    at_least(NUM_SPECIAL, name, **vocabularies)
+    below_one(name, dropout=dropout, input_dropout=input_dropout)
+    more_than(0, name, init_range=init_range)
+    if share_embedding:
+        one_size(name, because="share_embedding", **vocabularies)
     model = GNMT(num_layers, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding)
     _initialise(model, init_range)
     return model

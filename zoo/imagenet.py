@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zoo import metrics
 from zoo.late import Late
+from zoo.options import at_least
 from zoo.places import DATA_VARIABLE, data_folder
 from zoo.registry import Dataset
 
@@ -151,13 +152,10 @@ def imagenet(
         ValueError: an option out of its range.
     """
     sizes = {"num_train": num_train, "num_eval": num_eval, "num_classes": num_classes}
-    for name, count in {"image_size": image_size, **sizes}.items():
-        if count < 1:
-            raise ValueError(f"imagenet: {name} is {count}, allowed is 1 or more")
+    at_least(1, "imagenet", image_size=image_size, **sizes)
     if resize_size < image_size:
         raise ValueError(f"imagenet: resize_size is {resize_size}, allowed is image_size, {image_size}, or more")
-    if loader_processes < 0:
-        raise ValueError(f"imagenet: loader_processes is {loader_processes}, allowed is 0 or more")
+    at_least(0, "imagenet", loader_processes=loader_processes)
     return ImageNet(root, sizes, image_size, resize_size, loader_processes)
 
 

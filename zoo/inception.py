@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.options import at_least, below_one
+
 _SMALLEST_IMAGE = 75  # leaves a map of 1x1 before the average pool
 _STEPS = 16  # every channel count of the network is a multiple of it
 _AUXILIARY_KERNEL = 5
@@ -86,15 +88,9 @@ def inception_v3(
     """
     if width <= 0 or not float(width * _STEPS).is_integer():
         raise ValueError(f"inception_v3: width is {width}, allowed is a multiple of 1/{_STEPS} above 0")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"inception_v3: dropout is {dropout}, allowed is 0 to below 1")
-    for name, count in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if count < 1:
-            raise ValueError(f"inception_v3: {name} is {count}, allowed is 1 or more")
-    if image_size < _SMALLEST_IMAGE:
-        raise ValueError(
-            f"inception_v3: image_size is {image_size}, allowed is {_SMALLEST_IMAGE} or more (it is halved five times)"
-        )
+    below_one("inception_v3", dropout=dropout)
+    at_least(1, "inception_v3", num_classes=num_classes, in_channels=in_channels)
+    at_least(_SMALLEST_IMAGE, "inception_v3", "it is halved five times", image_size=image_size)
     parts = _parts(width, dropout, num_classes, in_channels, _map_size(image_size) if aux_logits else None)
     model = InceptionV3(parts)
     _initialise(model)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zoo.late import Late
+from zoo.options import at_least
 from zoo.registry import Dataset
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ class Text(Dataset):
         Raises:
             ValueError: bptt or a number of tokens is too small.
         """
-        if bptt < 1:
-            raise ValueError(f"{name}: bptt is {bptt}, allowed is 1 or more")
+        at_least(1, name, bptt=bptt)
         self.name, self.bptt, self.num_tokens = name, bptt, dict(num_tokens)
         self.num_ids = {"tokens": vocabulary, "next_tokens": vocabulary}
         self.num_train, self.num_eval = (math.ceil((num_tokens[split] - 1) / bptt) for split in _SPLITS)

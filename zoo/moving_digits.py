@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from zoo.captions import Captions, Vocabulary
 from zoo.late import Late
 from zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
+from zoo.options import at_least
 
 if TYPE_CHECKING:
     import torch
@@ -166,15 +167,9 @@ def moving_digits(
     Raises:
         ValueError: an option out of its range.
     """
-    for name, value, least in (
-        ("num_train", num_train, 1),
-        ("num_eval", num_eval, 1),
-        ("frames", frames, 2),
-        ("words", words, 1),
-        ("seed", seed, 0),
-    ):
-        if value < least:
-            raise ValueError(f"moving_digits: {name} is {value}, allowed is {least} or more")
+    at_least(1, "moving_digits", num_train=num_train, num_eval=num_eval, words=words)
+    at_least(2, "moving_digits", frames=frames)
+    at_least(0, "moving_digits", seed=seed)
     return MovingDigits(num_train, num_eval, frames, words, seed)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.captions import Captions, Vocabulary
 from zoo.late import Late
+from zoo.options import at_least, more_than, one_of
 from zoo.places import data_folder
 from zoo.text import NUM_SPECIAL
 
@@ -228,14 +229,10 @@ def msvd(
     Raises:
         ValueError: an option out of its range.
     """
-    if held_out not in HELD_OUT:
-        raise ValueError(f"msvd: held_out is {held_out!r}, allowed are {', '.join(HELD_OUT)}")
+    one_of(HELD_OUT, "msvd", held_out=held_out)
     sizes = {
         "num_train": num_train, "num_eval": num_eval, "frames": frames, "words": words, "num_features": num_features,
     }  # fmt: skip
-    for name, value in {**sizes, "every": every}.items():
-        if value < 1:
-            raise ValueError(f"msvd: {name} is {value}, allowed is 1 or more")
-    if vocabulary <= NUM_SPECIAL:
-        raise ValueError(f"msvd: vocabulary is {vocabulary}, allowed is more than {NUM_SPECIAL} (the special tokens)")
+    at_least(1, "msvd", **sizes, every=every)
+    more_than(NUM_SPECIAL, "msvd", "the special tokens", vocabulary=vocabulary)
     return Msvd(root, held_out, every, vocabulary, sizes)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo import bpe
 from zoo.late import Late
+from zoo.options import at_least
 from zoo.translation import SIDES, Translation, TranslationOptions, check_split
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ def number_words(
             f"number_words: numbers is {numbers}, "
             f"allowed is num_train + num_eval = {num_train + num_eval} to {_MOST_NUMBERS}"
         )
-    if vocabulary < _LEAST_VOCABULARY:
-        raise ValueError(f"number_words: vocabulary is {vocabulary}, allowed is {_LEAST_VOCABULARY} or more")
+    at_least(_LEAST_VOCABULARY, "number_words", vocabulary=vocabulary)
     options = TranslationOptions(
         "number_words", num_train, num_eval, vocabulary, source_columns, target_columns,
         typical_columns=(source_columns, target_columns), max_written=target_columns,

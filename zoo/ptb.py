@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.language import END, Text, encode, most_frequent
+from zoo.options import at_least
 from zoo.places import DATA_VARIABLE, data_folder
 
 if TYPE_CHECKING:
@@ -87,11 +88,7 @@ def ptb(
     if evaluate_on not in _SPLITS[1:]:
         raise ValueError(f"ptb: evaluate_on is {evaluate_on!r}, allowed are valid, test")
     tokens = {"train": train_tokens, "valid": valid_tokens, "test": test_tokens}
-    for split, number in tokens.items():
-        if number < 2:
-            raise ValueError(f"ptb: {split}_tokens is {number}, allowed is 2 or more")
-    if vocabulary < 2:
-        raise ValueError(f"ptb: vocabulary is {vocabulary}, allowed is 2 or more")
+    at_least(2, "ptb", **{f"{split}_tokens": number for split, number in tokens.items()}, vocabulary=vocabulary)
     return PennTreebank(root, bptt, tokens, vocabulary, evaluate_on)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from zoo.convnet import scaled
+from zoo.options import at_least, more_than, one_of
 
 _BLOCKS = (3, 4, 6, 3)
 _CHANNELS = (64, 128, 256, 512)  # of the 3x3 convolutions of each group of blocks
@@ -99,13 +100,9 @@ def resnet50(
     Raises:
         ValueError: an option out of its range.
     """
-    if width <= 0:
-        raise ValueError(f"resnet50: width is {width}, allowed is more than 0")
-    for name, count in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if count < 1:
-            raise ValueError(f"resnet50: {name} is {count}, allowed is 1 or more")
-    if stem not in STEMS:
-        raise ValueError(f"resnet50: stem is {stem!r}, allowed are {', '.join(STEMS)}")
+    more_than(0, "resnet50", width=width)
+    at_least(1, "resnet50", num_classes=num_classes, in_channels=in_channels)
+    one_of(STEMS, "resnet50", stem=stem)
     model = ResNet(width, num_classes, in_channels, stem)
     for module in model.modules():  # the linear layer and BatchNorm keep their constructors' values
         if isinstance(module, nn.Conv2d):

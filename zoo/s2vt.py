@@ -7,6 +7,7 @@ so that a stage holds a few large layers and what crosses a cut is one rectangle
 import torch
 from torch import nn
 
+from zoo.options import at_least, below_one, more_than
 from zoo.text import BOS, EOS, NUM_SPECIAL, content
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -143,16 +144,10 @@ def s2vt(
     Raises:
         ValueError: an option out of its range.
     """
-    counts = {"num_features": num_features, "embedding": embedding, "hidden": hidden, "frames": frames, "words": words}
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"s2vt: {name} is {value}, allowed is 1 or more")
-    if vocabulary <= NUM_SPECIAL:
-        raise ValueError(f"s2vt: vocabulary is {vocabulary}, allowed is more than {NUM_SPECIAL} (the special tokens)")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"s2vt: dropout is {dropout}, allowed is 0 or more and less than 1")
-    if init_range <= 0:
-        raise ValueError(f"s2vt: init_range is {init_range}, allowed is more than 0")
+    at_least(1, "s2vt", num_features=num_features, embedding=embedding, hidden=hidden, frames=frames, words=words)
+    more_than(NUM_SPECIAL, "s2vt", "the special tokens", vocabulary=vocabulary)
+    below_one("s2vt", dropout=dropout)
+    more_than(0, "s2vt", init_range=init_range)
     model = S2VT(num_features, embedding, hidden, vocabulary, frames, words, dropout)
     for name, parameter in model.named_parameters():
         if "bias" in name:

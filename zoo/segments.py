@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.imagenet import generator_of
 from zoo.late import Late
+from zoo.options import at_least
 from zoo.registry import Dataset
 from zoo.text import BOS, EOS, NUM_SPECIAL, pad_rows
 
@@ -52,10 +53,10 @@ class SegmentOptions:
     num_eval: int
 
     def __post_init__(self) -> None:
-        least = {"columns": _FRAME + 2, "sentences": 1, "num_eval": 0, "vocabulary": NUM_SPECIAL + 2}
-        for option, smallest in least.items():
-            if getattr(self, option) < smallest:
-                raise ValueError(f"{self.name}: {option} is {getattr(self, option)}, allowed is {smallest} or more")
+        at_least(_FRAME + 2, self.name, columns=self.columns)
+        at_least(1, self.name, sentences=self.sentences)
+        at_least(0, self.name, num_eval=self.num_eval)
+        at_least(NUM_SPECIAL + 2, self.name, vocabulary=self.vocabulary)
         for split in _SPLITS:
             if self.num_samples(split) < 2:
                 raise ValueError(

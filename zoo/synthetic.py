@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo import metrics
 from zoo.late import Late
+from zoo.options import at_least
 from zoo.registry import Dataset
 
 if TYPE_CHECKING:
@@ -79,9 +80,7 @@ def synthetic(
     """
     if not shape or any(size < 1 for size in shape):
         raise ValueError(f"synthetic: shape is {list(shape)}, allowed are one or more sizes of at least 1")
-    for name, count in (("num_classes", num_classes), ("num_train", num_train), ("num_eval", num_eval)):
-        if count < 1:
-            raise ValueError(f"synthetic: {name} is {count}, allowed is 1 or more")
+    at_least(1, "synthetic", num_classes=num_classes, num_train=num_train, num_eval=num_eval)
     return Synthetic(shape, num_classes, num_train, num_eval)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zoo.beam_search import Tensors, beam_search
+from zoo.beam_search import Tensors, Translator
 from zoo.multi_head import AddNorm, HideFuture, HidePadding, MultiHeadAttention
+from zoo.options import at_least, below_one, one_size
 from zoo.text import NUM_SPECIAL
 from zoo.wmt16 import VOCABULARY
 
@@ -38,23 +39,17 @@ class TransformerOptions:
     share_embeddings: bool
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("num_layers", "width", "feed_forward", "num_heads"), 1)
-        for option, smallest in (
-            least | dict.fromkeys(("source_vocabulary", "target_vocabulary"), NUM_SPECIAL)
-        ).items():
-            if getattr(self, option) < smallest:
-                raise ValueError(f"{self.name}: {option} is {getattr(self, option)}, allowed is {smallest} or more")
+        vocabularies = {"source_vocabulary": self.source_vocabulary, "target_vocabulary": self.target_vocabulary}
+        at_least(1, self.name, num_layers=self.num_layers, width=self.width, feed_forward=self.feed_forward)
+        at_least(1, self.name, num_heads=self.num_heads)
+        at_least(NUM_SPECIAL, self.name, **vocabularies)
         if self.width % self.num_heads or self.width % 2:
             raise ValueError(
                 f"{self.name}: width is {self.width}, allowed is an even multiple of num_heads, {self.num_heads}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"{self.name}: dropout is {self.dropout}, allowed is 0 or more and less than 1")
-        if self.share_embeddings and self.source_vocabulary != self.target_vocabulary:
-            raise ValueError(
-                f"{self.name}: share_embeddings is true, allowed is false for vocabularies of unequal sizes, here "
-                f"{self.source_vocabulary} and {self.target_vocabulary}"
-            )
+        below_one(self.name, dropout=self.dropout)
+        if self.share_embeddings:
+            one_size(self.name, because="share_embeddings", **vocabularies)
 
 
 class AddPositions(nn.Module):
@@ -164,12 +159,14 @@ class DecoderBlock(nn.Module):
         return x, (keys, values)
 
 
-class Transformer(nn.Module):
+class Transformer(Translator):
     """The translator; see `transformer` for its options.
 
     Inputs are `source` [samples, source tokens] int64, `source_length` [samples] int64, and `target_in` [samples,
     target tokens] int64, which starts with BOS. Padding, on the right, influences nothing.
     """
+
+    beam_size = 4  # the paper's
 
     def __init__(self, options: TransformerOptions) -> None:
         super().__init__()
@@ -192,24 +189,7 @@ class Transformer(nn.Module):
         logits: torch.Tensor = self.classifier(x)
         return logits
 
-    @torch.no_grad()
-    def translate(
-        self, source: torch.Tensor, source_length: torch.Tensor, *, max_length: int, beam_size: int = 4
-    ) -> list[list[int]]:
-        """Return the translations of sentences, by the paper's beam search: four hypotheses, length penalty 0.6.
-
-        Args:
-            source: padded on the right: [samples, source tokens] int64.
-            source_length: [samples] int64.
-            max_length: most tokens to generate, EOS included.
-            beam_size: hypotheses per sentence.
-
-        Returns:
-            Target ids without BOS and EOS.
-
-        Raises:
-            ValueError: max_length or beam_size is less than 1.
-        """
+    def _begin(self, source: torch.Tensor, source_length: torch.Tensor, beam_size: int) -> tuple[Tensors, Tensors]:
         memory = self._encode(source, source_length)
         attentions = [block.source_attention for block in self._decoder()]
         keys = torch.stack([attention.key(memory) for attention in attentions], 1)
@@ -217,8 +197,7 @@ class Transformer(nn.Module):
         num_samples, num_layers, num_heads, num_features = keys.shape[:4]
         before = (num_samples, beam_size, num_layers, num_heads)
         state = (keys.new_empty(*before, num_features, 0), keys.new_empty(*before, 0, num_features))
-        context = (keys, values, source_length)
-        return beam_search(self._step, state, context, max_length=max_length, beam_size=beam_size)
+        return state, (keys, values, source_length)
 
     def _decoder(self) -> list[DecoderBlock]:
         return [block for block in self.decoder if isinstance(block, DecoderBlock)]
@@ -231,7 +210,6 @@ class Transformer(nn.Module):
         return x
 
     def _step(self, tokens: torch.Tensor, state: Tensors, context: Tensors) -> tuple[torch.Tensor, None, Tensors]:
-        """Compute one token of every hypothesis: what `forward` does after the encoder; see zoo/beam_search.py."""
         beam_size = tokens.shape[1]
         keys, values = (each.flatten(0, 1).unbind(1) for each in state)
         source_keys, source_values, lengths = (each.repeat_interleave(beam_size, 0) for each in context)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo import bleu
 from zoo.late import Late
+from zoo.options import at_least, below_one
 from zoo.registry import Dataset
 from zoo.text import BOS, EOS, PAD, content, pad_rows
 
@@ -60,22 +61,15 @@ class TranslationOptions:
     lowercase: bool = False
 
     def __post_init__(self) -> None:
-        for option in ("num_train", "num_eval"):
-            self._at_least(option, getattr(self, option), 1)
-        for option in ("source_columns", "target_columns"):
-            if getattr(self, option) is not None:
-                self._at_least(option, getattr(self, option), 3)
-        self._at_least("vocabulary", self.vocabulary, 8)
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"{self.name}: label_smoothing is {self.label_smoothing}, allowed is 0 up to, not with, 1")
+        at_least(1, self.name, num_train=self.num_train, num_eval=self.num_eval)
+        columns = {"source_columns": self.source_columns, "target_columns": self.target_columns}
+        at_least(3, self.name, **{option: width for option, width in columns.items() if width is not None})
+        at_least(8, self.name, vocabulary=self.vocabulary)
+        below_one(self.name, label_smoothing=self.label_smoothing)
         if not 0 <= self.num_scored <= self.num_eval:
             raise ValueError(
                 f"{self.name}: num_scored is {self.num_scored}, allowed is 0 (all) to num_eval, {self.num_eval}"
             )
-
-    def _at_least(self, option: str, value: int, least: int) -> None:
-        if value < least:
-            raise ValueError(f"{self.name}: {option} is {value}, allowed is {least} or more")
 
 
 class Translation(Dataset):

@@ -5,6 +5,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from zoo.options import at_least
+
 
 class Uniform(nn.Sequential):
     """Linear layers of one width, without biases: [samples, width] in and out of every one."""
@@ -26,8 +28,6 @@ def uniform(num_layers: int = 16, width: int = 64) -> Uniform:
     Raises:
         ValueError: an option out of its range.
     """
-    for name, count in (("num_layers", num_layers), ("width", width)):
-        if count < 1:
-            raise ValueError(f"uniform: {name} is {count}, allowed is 1 or more")
+    at_least(1, "uniform", num_layers=num_layers, width=width)
     layers = {f"layer{index}": nn.Linear(width, width, bias=False) for index in range(num_layers)}
     return Uniform(OrderedDict(layers))

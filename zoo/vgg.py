@@ -3,6 +3,7 @@
 from torch import nn
 
 from zoo.convnet import ConvNet, scaled
+from zoo.options import at_least, below_one, more_than, one_of
 
 _CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: pool, halves the image
 _HIDDEN = 4096
@@ -43,17 +44,11 @@ def vgg16(
     Raises:
         ValueError: an option out of its range.
     """
-    if init not in INITIALISATIONS:
-        raise ValueError(f"vgg16: init is {init!r}, allowed are {', '.join(INITIALISATIONS)}")
-    if image_size < _IMAGE_OVER_MAP:
-        raise ValueError(f"vgg16: image_size is {image_size}, allowed is {_IMAGE_OVER_MAP} or more (five pools halve)")
-    if width <= 0:
-        raise ValueError(f"vgg16: width is {width}, allowed is more than 0")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"vgg16: dropout is {dropout}, allowed is 0 to below 1")
-    for name, count in (("num_classes", num_classes), ("in_channels", in_channels)):
-        if count < 1:
-            raise ValueError(f"vgg16: {name} is {count}, allowed is 1 or more")
+    one_of(INITIALISATIONS, "vgg16", init=init)
+    at_least(_IMAGE_OVER_MAP, "vgg16", "five pools halve", image_size=image_size)
+    more_than(0, "vgg16", width=width)
+    below_one("vgg16", dropout=dropout)
+    at_least(1, "vgg16", num_classes=num_classes, in_channels=in_channels)
     map_size = min(_LARGEST_MAP, image_size // _IMAGE_OVER_MAP)
     features = _features(width, batch_norm, in_channels)
     classifier = _classifier(scaled(512, width) * map_size**2, scaled(_HIDDEN, width), dropout, num_classes)

@@ -51,7 +51,7 @@ def analytic_profile(
     walks = _Walks(graph, device, len(sizes) * max(1, len(dataset.lengths)), on_progress)
 
     def load_s(data: Dataset) -> dict[int, float]:
-        return {size: _input_bytes(data, size) / device.host_bytes_per_s + SHIPPED.launch_s for size in sizes}
+        return {size: _input_bytes(data, size) / device.host_bytes_per_s + device.launch_s for size in sizes}
 
     lengths = tuple(
         LengthProfile(columns, share, walks.at(of_length, sizes), load_s(of_length))
@@ -65,7 +65,9 @@ def analytic_profile(
         note=(
             f"roofline of {device.name}: {_rate(device, graph)} "
             f"({SHIPPED.convolution:g} in convolutions), {device.memory_bytes_per_s / 1e9:g} GB/s x "
-            f"{SHIPPED.memory:g} ({device.source}), {SHIPPED.launch_s * 1e6:g} us per kernel; "
+            f"{SHIPPED.memory:g} ({device.source}), {device.launch_s * 1e6:g} us per kernel"
+            + (f" and {device.pause_s * 1e6:g} us of pause after it" if device.pause_s else "")
+            + "; "
             "loading is the copy from the host, without decoding"
             + (f"; {walks.needs_data} needs data: the first samples stood for all" if walks.needs_data else "")
             + (f"; computed at every length of {_told(dataset)}" if lengths else "")
@@ -73,7 +75,7 @@ def analytic_profile(
         layers=layers,
         update_s_per_byte=_bytes_per_parameter_byte(optimizer, layers[sizes[0]])
         / (device.memory_bytes_per_s * SHIPPED.memory),
-        update_floor_s=SHIPPED.launch_s,
+        update_floor_s=device.launch_s + device.pause_s,
         load_s=mean_load_s(lengths) if lengths else load_s(dataset),
         whole_step_s={},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 import zoo
-from pipebench.cluster import Cluster
+from pipebench.cluster import LOCAL, Cluster
 from pipebench.errors import ProfileError
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.cache import cached
-from pipebench.profile.devices import DEVICES, LOCAL, find_device, is_computed, local_device_name
+from pipebench.profile.devices import DEVICES, device_of, is_computed, local_device_name
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.lengths import of_every_length
 from pipebench.profile.load import load_profile
@@ -81,7 +81,7 @@ def _profile_for(
             raise ProfileError(
                 "engine.timing: analytic needs a device of the catalogue, cluster local has none; use auto"
             )
-        spec = find_device(cluster.device)
+        spec = device_of(cluster)
         return cached(
             {**_model_parts(recipe, graph, sizes), "computed for": asdict(spec), "by": _own_hash()},
             lambda: analytic_profile(graph, dataset, sizes, spec, optimizer, text, on_progress),

@@ -5,12 +5,13 @@ cores, adding in 32 bits, as cuBLAS and cuDNN use them. Assumed: a device withou
 """
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipebench.cluster import Cluster
+from pipebench.cluster import LOCAL, Cluster
 from pipebench.errors import ProfileError, choice
+from pipebench.profile.efficiencies import LAUNCH_S
 from zoo.late import Late
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 else:
     torch = Late("torch")
 
-LOCAL = "local"  # a cluster's device that is no entry of the catalogue but whatever is here
 # Host to device, pinned memory. Assumed: 12 of the 15.75 GB/s of PCIe 3.0 x16, the same fraction of later versions.
 _PCIE3, _PCIE4, _PCIE5 = 12e9, 24e9, 48e9
 
@@ -37,6 +37,8 @@ class DeviceSpec:
         source: where the published numbers come from.
         fp16_flops_per_s: peak rate of tensor cores, without sparsity; 0: it has none for this type.
         bf16_flops_per_s: likewise.
+        launch_s: seconds that its host needs to issue one kernel, the least that a kernel takes.
+        pause_s: seconds that it stands idle after every kernel that the host issues.
     """
 
     name: str
@@ -48,6 +50,8 @@ class DeviceSpec:
     source: str
     fp16_flops_per_s: float = 0.0
     bf16_flops_per_s: float = 0.0
+    launch_s: float = LAUNCH_S
+    pause_s: float = 0.0
 
     def tensor_flops_per_s(self, dtype: "torch.dtype | None") -> float:
         """Return the peak rate of tensor cores for a type; 0 if they don't take it."""
@@ -93,6 +97,17 @@ def find_device(name: str) -> DeviceSpec:
         if _plain(spec.name) == wanted:
             return spec
     raise ProfileError(f"no analytic profile for device: {choice(name, DEVICES)}")
+
+
+def device_of(cluster: Cluster) -> DeviceSpec:
+    """Return the catalogue's entry for a cluster's device, its host as the cluster has it.
+
+    Raises:
+        ProfileError: no such device.
+    """
+    spec = find_device(cluster.device)
+    launch_s = spec.launch_s if cluster.launch_s is None else cluster.launch_s
+    return replace(spec, launch_s=launch_s, pause_s=cluster.pause_s or 0.0)
 
 
 def local_device_name(device: "torch.device") -> str:

@@ -15,11 +15,15 @@ WINOGRAD_TILE, WINOGRAD_PATCH, WINOGRAD_KERNEL = 4, 6, 3
 # the inner dimension may be split so many ways to fill the device.
 TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8, 16)
+# Seconds that the host needs to issue one kernel, where a cluster doesn't say. Assumed: eager PyTorch issues about
+# 100,000 operations per second; 7 us for the simplest that autograd records, before any kernel, were measured by its
+# users in 2020 (pytorch/pytorch, issue 41383).
+LAUNCH_S = 1e-5
 
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """What fraction of a device's peak each kind of operation reaches, and what a launch costs.
+    """What fraction of a device's peak each kind of operation reaches, and what a launch inside a library costs.
 
     Attributes:
         product: of the peak rate, a matrix product that fills the device. Published: 83 Tflop/s with tensor cores are
@@ -33,17 +37,14 @@ class Efficiencies:
         memory: of the peak bandwidth, a kernel that streams: elementwise, normalisation, softmax, pooling, gather and
             scatter, Winograd's transforms. Published: 790 of 900 GB/s on a V100 (cudaMemcpy; paranumal.com,
             "Rough-n-Ready Roofline: NVIDIA V100 edition"). Assumed for the other devices.
-        launch_s: seconds between kernels that the host needs to issue one. Assumed: eager PyTorch issues about 100,000
-            operations per second.
-        library_launch_s: the same inside a library that issues many (cuDNN's recurrent layers). Assumed: the bare
-            launch is about 4 us.
+        library_launch_s: seconds that the host needs to issue a kernel inside a library that issues many (cuDNN's
+            recurrent layers). Assumed: the bare launch is about 4 us.
     """
 
     product: float = 0.85
     convolution: float = 0.49
     tensor_product: float = 0.74
     memory: float = 0.88
-    launch_s: float = 1e-5
     library_launch_s: float = 4e-6
 
 

@@ -1,7 +1,8 @@
 """A roofline over kernels: what every operation that reaches the device would cost there, without running it.
 
 Williams, Waterman and Patterson, "Roofline" (2009), applied to each ATen operation: arithmetic at the peak rate, bytes
-at the peak bandwidth, each times an efficiency of `efficiencies.py`, and never less than it takes to launch it.
+at the peak bandwidth, each times an efficiency of `efficiencies.py`, and never less than it takes to launch it. Where a
+cluster's host makes its devices pause after every kernel that it issues, that comes on top.
 """
 
 import functools
@@ -95,7 +96,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seconds = self._convolution_s(flops, num_bytes, out, args)
         elif func.overloadpacket is aten.convolution_backward:
             launches, seconds = self._convolution_backward_s(flops, num_bytes, args)
-        self._add(flops, num_bytes, launches, max(seconds, launches * self._efficiencies.launch_s))
+        seconds = max(seconds, launches * self._device.launch_s) + launches * self._device.pause_s
+        self._add(flops, num_bytes, launches, seconds)
         return out
 
     def _add(self, flops: float, num_bytes: float, launches: int, seconds: float) -> None:
@@ -105,7 +107,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds += seconds
 
     def _add_library_kernels(self, kernels: recurrent.Kernels) -> None:
-        """Add kernels that a library launches one after the other, without Python between them."""
+        """Add kernels that a library launches one after the other, without Python, and so a pause, between them."""
         flops = 2 * math.prod(kernels.product) if kernels.product else 0
         used = self._used(kernels.product[0], kernels.product[2]) if kernels.product else 1.0
         each_s = max(self._product_s(flops / used, kernels.num_bytes), self._efficiencies.library_launch_s)

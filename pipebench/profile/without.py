@@ -7,9 +7,10 @@ for its backward depends on what its neighbours keep.
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
+from pipebench.cluster import Cluster
 from pipebench.model.graph import LayerGraph
 from pipebench.profile.analytic import analytic_profile
-from pipebench.profile.devices import DEVICES, find_device
+from pipebench.profile.devices import DEVICES, device_of
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.schema import OptimizerRecipe
 from zoo.registry import Dataset
@@ -17,7 +18,9 @@ from zoo.registry import Dataset
 Rows = Mapping[int, tuple[LayerProfile, ...]]
 
 
-def profile_without(profile: Profile, graph: LayerGraph, dataset: Dataset, optimizer: OptimizerRecipe) -> Profile:
+def profile_without(
+    profile: Profile, graph: LayerGraph, dataset: Dataset, optimizer: OptimizerRecipe, cluster: Cluster
+) -> Profile:
     """Return the costs of a model some of whose layers are idle: these cost nothing.
 
     Args:
@@ -25,6 +28,7 @@ def profile_without(profile: Profile, graph: LayerGraph, dataset: Dataset, optim
         graph: the model, as `cells.without` returns it.
         dataset: gives the shapes, and the loss.
         optimizer: what updates the parameters.
+        cluster: that the profile is true for.
 
     Raises:
         ProfileError: a layer needs data that isn't there.
@@ -34,7 +38,7 @@ def profile_without(profile: Profile, graph: LayerGraph, dataset: Dataset, optim
         return profile
     is_computed = profile.source == "analytic"
     # Any device will do where only bytes are taken: they are the same on all.
-    device = find_device(profile.device) if is_computed else next(iter(DEVICES.values()))
+    device = device_of(cluster) if is_computed else next(iter(DEVICES.values()))
     found = analytic_profile(graph, dataset, sorted(profile.layers), device, optimizer, profile.model)
     if is_computed:
         return replace(found, precision=profile.precision)

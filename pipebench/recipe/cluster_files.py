@@ -11,7 +11,7 @@ from pipebench.recipe.extending import chain
 from pipebench.recipe.typecheck import shown
 
 LEVELS = "levels"
-KEYS = ("device", "memory", "pcie", "host_memory", LEVELS, "max_servers", "all_reduce")
+KEYS = ("device", "memory", "pcie", "host_memory", "launch", "pause", LEVELS, "max_servers", "all_reduce")
 LEVEL_KEYS = (
     "name", "count", "bandwidth", "latency", "efficiency", "host_copy", "flow", "ring", "p2p", "connections",
     "over_pcie",

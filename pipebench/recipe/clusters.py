@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipebench.cluster import ALL_REDUCES, CONNECTIONS, PER_PAIR, RING, Cluster, Level
+from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, PER_PAIR, RING, Cluster, Level
 from pipebench.errors import Fault, RecipeError, nearest
 from pipebench.recipe.catalog import display, find_cluster, summary
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
@@ -66,6 +66,11 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     memory = reader.quantity(keys.at("memory"), lambda value: None if value is None else parse_bytes(value))
     pcie = reader.optional(keys.at("pcie"), parse_bandwidth, None)
     host_memory = reader.optional(keys.at("host_memory"), parse_bytes, None)
+    launch, pause = (reader.optional(keys.at(name), parse_duration, None) for name in ("launch", "pause"))
+    for given in (keys.at("launch"), keys.at("pause")):
+        if given.value is not None and device == LOCAL:
+            problem = "what this machine takes is measured, so a cluster whose device is local can't say it"
+            reader.faults.append(Fault(given.file, given.key, problem))
     all_reduce = reader.optional(keys.at("all_reduce"), _one_of(ALL_REDUCES), RING)
     levels = tuple(level for level in (_level(each, reader) for each in files.levels) if level is not None)
     most, file, key = keys.at("max_servers")
@@ -77,7 +82,7 @@ def load_cluster(name: str, servers: int, beside: Path | None = None) -> Cluster
     _check_servers(servers, most, levels, display(path))
     outermost = levels[-1]
     grown = replace(outermost, count=outermost.count * servers)
-    return Cluster(path.stem, device, memory, (*levels[:-1], grown), all_reduce, pcie, host_memory)
+    return Cluster(path.stem, device, memory, (*levels[:-1], grown), all_reduce, pcie, host_memory, launch, pause)
 
 
 def as_text(path: Path) -> str:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipebench.cluster import Level
+from pipebench.cluster import Cluster
 from pipebench.errors import UserError
 from pipebench.report.constants import Place, find_place, with_values
 from pipebench.report.definition import Measure, Report, Row
@@ -29,7 +29,7 @@ class Calibrated:
     Attributes:
         report: whose cells it is about.
         places: of the constants.
-        fitted: by constant's name, what they come to [bytes/s].
+        fitted: by constant's name, what they come to [bytes/s or s].
         values: by cell, with these constants: every cell with an exact published number.
         left_out: by fitted cell, the value with its constants fitted without it; None where one has no other cell.
     """
@@ -56,13 +56,13 @@ class Simulations:
     asked: Mapping[tuple[str, str], Asked]
     places: Sequence[Place]
     on_run: Callable[[Asked], None]
-    _results: dict[tuple[str, tuple[Level, ...]], RunResult] = field(default_factory=dict)
+    _results: dict[tuple[str, Cluster], RunResult] = field(default_factory=dict)
 
     def value(self, values: Mapping[str, float], cell: Cell) -> float:
         """Return what a cell comes to.
 
         Args:
-            values: of the constants, by name [bytes/s].
+            values: of the constants, by name [bytes/s or s].
             cell: row and measure.
 
         Raises:
@@ -85,7 +85,7 @@ class Simulations:
 
     def _result(self, values: Mapping[str, float], asked: Asked) -> RunResult:
         cluster = with_values(asked.loaded.cluster, self.places, values)
-        key = recipe_hash(asked.loaded), cluster.levels
+        key = recipe_hash(asked.loaded), cluster
         found = self._results.get(key)
         if found is None:
             self.on_run(asked)

@@ -26,9 +26,9 @@ def calibration_text(calibrated: Calibrated) -> str:
 def _constants(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:
     for place in calibrated.places:
         constant = place.constant
-        before, after = (f"{value / 1e9:.3g} GB/s" for value in (place.value, calibrated.fitted[constant.name]))
+        before, after = (place.text(value) for value in (place.value, calibrated.fitted[constant.name]))
         cells = ", ".join(f"{row}.{measure}" for row, measure in constant.fitted_on)
-        yield constant.name, place.cluster, f"{place.level}.{place.key}", before, after, cells
+        yield constant.name, place.cluster, place.told, before, after, cells
 
 
 def _cells(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:

@@ -1,14 +1,16 @@
 """Constants of clusters that are fitted: where they stand in a cluster's file, what they are, and how they are written.
 
+They are rates of links, and times that devices' hosts take.
 A cluster's file holds one number per line (`ring: {value: 2.7 GB/s, calibrated: "on ..."}`), so that a number and its
 source can be written anew and every other line stays as a person wrote it.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipebench.cluster import Cluster
 from pipebench.errors import UserError, choice
@@ -16,17 +18,18 @@ from pipebench.files import replace as replace_file
 from pipebench.recipe.catalog import display, find_cluster
 from pipebench.recipe.clusters import load_cluster
 from pipebench.report.definition import Constant
-from pipebench.units import UnitError, parse_bandwidth
+from pipebench.units import UnitError, parse_bandwidth, parse_duration
 
-# Keys of a level to the attribute that they become; what can be fitted is a rate.
-_ATTRIBUTES: Mapping[str, str] = {
+# Keys to the attribute that they become: of a level, a rate; of the cluster itself, a time.
+_OF_LEVELS: Mapping[str, str] = {
     "bandwidth": "bandwidth_bytes_per_s",
     "host_copy": "host_copy_bytes_per_s",
     "flow": "flow_bytes_per_s",
     "ring": "ring_bytes_per_s",
     "p2p": "p2p_bytes_per_s",
 }
-_FORM = "levels.NAME.KEY"
+_OF_CLUSTERS: Mapping[str, str] = {"launch": "launch_s", "pause": "pause_s"}
+_FORM = f"levels.NAME.KEY, {', '.join(_OF_CLUSTERS)}"
 _DIGITS = 3
 
 
@@ -37,9 +40,9 @@ class Place:
     Attributes:
         constant: as the report has it.
         path: the cluster's file.
-        level: name of the level.
-        key: of the level, one of bandwidth, host_copy, flow, ring, p2p.
-        low: the least it may be [bytes/s].
+        level: name of the level; empty for a key of the cluster itself.
+        key: of the level, one of bandwidth, host_copy, flow, ring, p2p; of the cluster, launch or pause.
+        low: the least it may be [bytes/s or s].
         high: the most.
         value: what it is now.
     """
@@ -57,6 +60,15 @@ class Place:
         """The cluster's short name."""
         return self.path.stem
 
+    @property
+    def told(self) -> str:
+        """Level and key, for people."""
+        return f"{self.level}.{self.key}" if self.level else self.key
+
+    def text(self, value: float) -> str:
+        """Return a value of it as a cluster's file has it."""
+        return f"{value / 1e9:.{_DIGITS}g} GB/s" if self.level else f"{value * 1e6:.{_DIGITS}g} us"
+
 
 def find_place(constant: Constant, folder: Path) -> Place:
     """Return where a constant stands.
@@ -69,28 +81,44 @@ def find_place(constant: Constant, folder: Path) -> Place:
         UserError: nothing stands there that could be fitted; says what is wrong.
     """
     path = find_cluster(constant.cluster, folder)
+    cluster = load_cluster(str(path), 1)
+    level, key = _level_and_key(constant, cluster)
+    if _line(path.read_text(encoding="utf-8").splitlines(), level, key) is None:
+        where = f" at level {level}" if level else ""
+        problem = f"{display(path)} has no line {key}: {{value: ..., ...}} of its own{where}"
+        raise _wrong(constant, "key", problem)
+    parse: Callable[[object], float] = parse_bandwidth if level else parse_duration
+    try:
+        low, high = parse(constant.low), parse(constant.high)
+    except UnitError as error:
+        raise _wrong(constant, "from, to", str(error)) from error
+    place = Place(constant, path, level, key, low, high, _value(cluster, level, key))
+    if not 0 < low <= place.value <= high or low == high:
+        what = f"got {constant.low} to {constant.high}, needed are two numbers above 0 around {place.text(place.value)}"
+        raise _wrong(constant, "from, to", what)
+    return place
+
+
+def _level_and_key(constant: Constant, cluster: Cluster) -> tuple[str, str]:
+    """Return the level that a constant's key names, empty where it is of the cluster itself, and the key there."""
+    if constant.key in _OF_CLUSTERS:
+        return "", constant.key
     parts = constant.key.split(".")
     if len(parts) != 3 or parts[0] != "levels":
         raise _wrong(constant, "key", f"got {constant.key[:60]!r}, allowed is {_FORM}")
     _, level, key = parts
-    if key not in _ATTRIBUTES:
-        raise _wrong(constant, "key", choice(key[:60], _ATTRIBUTES))
-    levels = {each.name: each for each in load_cluster(str(path), 1).levels}
-    if level not in levels:
-        raise _wrong(constant, "key", choice(level[:60], levels))
-    if _line(path.read_text(encoding="utf-8").splitlines(), level, key) is None:
-        problem = f"{display(path)} has no line {key}: {{value: ..., ...}} of its own at level {level}"
-        raise _wrong(constant, "key", problem)
-    value = getattr(levels[level], _ATTRIBUTES[key])
-    try:
-        low, high = parse_bandwidth(constant.low), parse_bandwidth(constant.high)
-    except UnitError as error:
-        raise _wrong(constant, "from, to", str(error)) from error
-    if not low <= value <= high or low == high:
-        raise _wrong(
-            constant, "from, to", f"got {constant.low} to {constant.high}, needed are two rates around {_text(value)}"
-        )
-    return Place(constant, path, level, key, low, high, value)
+    if key not in _OF_LEVELS:
+        raise _wrong(constant, "key", choice(key[:60], _OF_LEVELS))
+    names = [each.name for each in cluster.levels]
+    if level not in names:
+        raise _wrong(constant, "key", choice(level[:60], names))
+    return level, key
+
+
+def _value(cluster: Cluster, level: str, key: str) -> float:
+    if not level:
+        return float(getattr(cluster, _OF_CLUSTERS[key]))
+    return float(next(getattr(each, _OF_LEVELS[key]) for each in cluster.levels if each.name == level))
 
 
 def with_values(cluster: Cluster, places: Sequence[Place], values: Mapping[str, float]) -> Cluster:
@@ -99,14 +127,19 @@ def with_values(cluster: Cluster, places: Sequence[Place], values: Mapping[str, 
     Args:
         cluster: the cluster.
         places: of the constants.
-        values: by constant's name [bytes/s].
+        values: by constant's name [bytes/s or s].
     """
-    levels = {level.name: level for level in cluster.levels}
+    levels, own = {level.name: level for level in cluster.levels}, dict[str, Any]()
     for place in places:
-        if place.cluster == cluster.name:
-            value: dict[str, float] = {_ATTRIBUTES[place.key]: values[place.constant.name]}
-            levels[place.level] = replace(levels[place.level], **value)  # type: ignore[arg-type] # all are rates
-    return replace(cluster, levels=tuple(levels.values()))
+        if place.cluster != cluster.name:
+            continue
+        value = values[place.constant.name]
+        if place.level:
+            given: dict[str, Any] = {_OF_LEVELS[place.key]: value}
+            levels[place.level] = replace(levels[place.level], **given)
+        else:
+            own[_OF_CLUSTERS[place.key]] = value
+    return replace(cluster, levels=tuple(levels.values()), **own)
 
 
 def write_value(place: Place, value: float, report: str) -> None:
@@ -114,7 +147,7 @@ def write_value(place: Place, value: float, report: str) -> None:
 
     Args:
         place: where it stands.
-        value: what it is now [bytes/s].
+        value: what it is now [bytes/s or s].
         report: name of the report.
 
     Raises:
@@ -127,7 +160,7 @@ def write_value(place: Place, value: float, report: str) -> None:
     what = re.search(r'"[^"]*?: (.*)"\}', match["rest"])  # what comes after the first colon says what it is
     cells = ", ".join(f"{row}.{measure}" for row, measure in place.constant.fitted_on)
     source = json.dumps(f"on {cells} of {report}" + (f": {what[1]}" if what else ""), ensure_ascii=False)
-    lines[index] = f"{match['head']}{{value: {_text(value)}, calibrated: {source}}}\n"
+    lines[index] = f"{match['head']}{{value: {place.text(value)}, calibrated: {source}}}\n"
     try:
         replace_file(place.path, "".join(lines).encode())
     except OSError as error:
@@ -135,8 +168,8 @@ def write_value(place: Place, value: float, report: str) -> None:
 
 
 def _line(lines: Sequence[str], level: str, key: str) -> tuple[int, re.Match[str]] | None:
-    """Return the line of a level's key, with its index."""
-    inside = False
+    """Return the line of a level's key, or of the cluster's own, which stands before the levels; with its index."""
+    inside = not level
     for index, line in enumerate(lines):
         name = re.match(r"\s*- name: (\S+)", line)
         if name:
@@ -145,10 +178,6 @@ def _line(lines: Sequence[str], level: str, key: str) -> tuple[int, re.Match[str
         if inside and match:
             return index, match
     return None
-
-
-def _text(value: float) -> str:
-    return f"{value / 1e9:.{_DIGITS}g} GB/s"
 
 
 def _wrong(constant: Constant, key: str, problem: str) -> UserError:

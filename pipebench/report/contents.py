@@ -28,7 +28,7 @@ def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
 def _head(evaluated: Evaluated) -> list[Block]:
     report = evaluated.report
     told = ", ".join(text for text in (report.paper, report.where) if text)
-    parts = [f"Published: {told}." if told else "", report.about.strip()]
+    parts = [f"Published: {told}." if told else "", evaluated.about.strip()]
     return [Text(part) for part in parts if part]
 
 

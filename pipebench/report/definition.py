@@ -57,6 +57,7 @@ class Measure:
         plan_of: the run whose plan it is; None for a number.
         against: the run that has the published plan: where another one is chosen, the two are compared.
         better: `higher` or `lower`, where that can be said.
+        shown: whether tables have it; what only serves pictures, claims and text needn't stand there.
     """
 
     name: str
@@ -66,14 +67,14 @@ class Measure:
     plan_of: str | None = None
     against: str | None = None
     better: str | None = None
+    shown: bool = True
 
     @property
     def runs(self) -> tuple[str, ...]:
         """The names of the runs it takes."""
         if self.expression is not None:
             return tuple(dict.fromkeys(run for run, _ in self.expression.metrics))
-        assert self.plan_of is not None
-        return (self.plan_of,)
+        return (self.plan_of,) if self.plan_of is not None else ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,21 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Quoted:
+    """A number that the report's text takes from its cells.
+
+    Attributes:
+        expression: over the cells of one column.
+        column: which.
+        unit: one of UNITS, in which it is written.
+    """
+
+    expression: Expression
+    column: str
+    unit: str
+
+
+@dataclass(frozen=True)
 class Picture:
     """One picture; which attributes count depends on the kind, see PICTURES.
 
@@ -228,7 +244,7 @@ class Report:
         title: one line.
         paper: whose table it is; "" for a user's own.
         where: place in the paper.
-        about: Markdown, before the tables.
+        about: Markdown that stands before the tables, in pieces: as written, or quoted from the cells.
         columns: at least one.
         measures: in order, at least one.
         rows: in order, at least one.
@@ -245,7 +261,7 @@ class Report:
     rows: tuple[Row, ...]
     paper: str = ""
     where: str = ""
-    about: str = ""
+    about: tuple[str | Quoted, ...] = ()
     claims: tuple[Claim, ...] = ()
     pictures: tuple[Picture, ...] = ()
     calibration: Calibration | None = None
@@ -257,3 +273,8 @@ class Report:
     def measure(self, name: str) -> Measure:
         """Return the measure of a name."""
         return next(measure for measure in self.measures if measure.name == name)
+
+    def columns_of(self, measure: Measure) -> tuple[Column, ...]:
+        """Return the columns in which a measure can differ: the first alone, where columns change none of its runs."""
+        own = [row.runs[run] for row in self.rows for run in measure.runs if run in row.runs]
+        return self.columns[:1] if own and all(run.same for run in own) else self.columns

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from pipebench.report.definition import Claim, Measure, Report, Row
+from pipebench.formats import UNKNOWN
+from pipebench.report.definition import Claim, Measure, Quoted, Report, Row
 from pipebench.report.evaluated import (
     MISSED,
     NO,
@@ -24,6 +25,7 @@ from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
 from pipebench.report.recipes import SAME
 from pipebench.report.scores import scores_of
+from pipebench.report.wording import number_text
 from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import RunResult
 
@@ -78,6 +80,7 @@ def evaluate_report(
         cells=cells,
         scores=tuple(scores_of(report, cells)),
         verdicts=tuple(verdict for claim in report.claims for verdict in _verdicts(report, claim, cells)),
+        about="".join(piece if isinstance(piece, str) else _quoted(report, piece, cells) for piece in report.about),
         results=table.results(),
         command=command,
         server=server,
@@ -196,13 +199,22 @@ def _remarks(outcomes: Iterable[Outcome]) -> Iterator[str]:
             yield f"{each.origin.name}: {each.result.notes[MEMORY]}"
 
 
+def _quoted(report: Report, quoted: Quoted, cells: Sequence[Cell]) -> str:
+    """Return what a text quotes as it is written there; where it comes to nothing, the sign of what isn't known."""
+    try:
+        value = evaluate(quoted.expression, _look_in(report, cells, quoted.column))
+    except NoValueError:
+        return UNKNOWN
+    assert not isinstance(value, Cells)  # validated
+    return number_text(value, quoted.unit)
+
+
 def _verdicts(report: Report, claim: Claim, cells: Sequence[Cell]) -> Iterator[Verdict]:
     if claim.holds is None:
         yield Verdict(claim, "", UNTESTABLE, str(claim.untestable))
         return
     for column in report.columns:
-        mine = [cell for cell in cells if cell.column == column.name]
-        look = _look_among(mine, [row.name for row in report.rows])
+        look = _look_in(report, cells, column.name)
         try:
             answer = YES if evaluate(claim.holds, look) else NO
             yield Verdict(claim, column.name, answer, told(claim.holds, look))
@@ -210,11 +222,13 @@ def _verdicts(report: Report, claim: Claim, cells: Sequence[Cell]) -> Iterator[V
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
 
 
-def _look_among(cells: Sequence[Cell], rows: Sequence[str]) -> Look:
-    """Return what looks up a measure's value in one row, or its values in all rows that a pattern stands for."""
+def _look_in(report: Report, cells: Sequence[Cell], column: str) -> Look:
+    """Return what looks up a measure's value in a row of a column, or its values in all rows of a pattern."""
+    rows = [row.name for row in report.rows]
+    own = [cell for cell in cells if cell.column == column]
 
     def look(measure: str, row: str) -> Value:
-        mine = [cell for cell in cells if cell.measure == measure and (not row or fnmatchcase(cell.row, row))]
+        mine = [cell for cell in own if cell.measure == measure and (not row or fnmatchcase(cell.row, row))]
         values = {cell.row: float(cell.value) for cell in mine if isinstance(cell.value, int | float)}
         if row in rows and row in values:
             return values[row]

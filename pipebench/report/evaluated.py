@@ -143,6 +143,7 @@ class Evaluated:
         server: where MLflow shows the runs, for links; "" where nobody knows.
         drawings: by (row, run), the pipelines that the report's pictures show as text, as `pipebench draw` prints them.
         command: the command line that makes it all again.
+        about: the report's text, with what it quotes.
     """
 
     report: Report
@@ -153,6 +154,7 @@ class Evaluated:
     server: str = ""
     drawings: Mapping[tuple[str, str], str] = field(default_factory=dict)
     command: str = ""
+    about: str = ""
 
     def cell(self, row: str, measure: str, column: str) -> Cell | None:
         """Return a cell; None where the row hasn't the runs for it."""

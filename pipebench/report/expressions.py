@@ -34,10 +34,11 @@ _OF_NUMBERS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "max": max,
     "median": statistics.median,
+    "mean": statistics.fmean,
     "sum": math.fsum,
 }
 _OF_TRUTHS: Mapping[str, Callable[[Sequence[float]], bool]] = {"all": all, "any": any}
-FUNCTIONS = ("min", "max", "abs", "median", "sum", "count", "all", "any")
+FUNCTIONS = ("min", "max", "abs", "median", "mean", "sum", "count", "all", "any")
 _ALLOWED = "numbers, names, + - * / ( ), comparisons, and, or, not"
 
 Look = Callable[[str, str], "Value"]
@@ -111,26 +112,32 @@ def claim_expression(text: str, measures: Collection[str], rows: Collection[str]
     Raises:
         ValueError: it can't be read; the message is the end of a sentence.
     """
-    tree = _parsed(text)
-
-    def kind_of_leaf(name: str, inside: str) -> _Kind:
-        if name not in measures:
-            raise ValueError(
-                f"unknown measure {name[:60]!r}, allowed are {', '.join(measures)}{nearest(name, measures)}"
-            )
-        if inside and not any(fnmatchcase(row, inside) for row in rows):
-            raise ValueError(f"no row is named {inside[:60]!r}{nearest(inside[:60], rows)}")
-        return _Kind(is_several=inside not in rows)
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            raise ValueError(f'got {ast.unparse(node)[:60]}, a claim is over measures: measure or measure["row"]')
-    kind = _kind(tree, kind_of_leaf)
-    if kind.is_several:
-        raise ValueError("is about several rows, needed is one answer: write min(...), all(...) or another function")
-    if not kind.is_truth:
+    expression, is_truth = _over_cells(text, measures, rows)
+    if not is_truth:
         raise ValueError("gives a number, allowed is what gives yes or no, such as a comparison")
-    return Expression(text, tree)
+    return expression
+
+
+def quoted_expression(text: str, measures: Collection[str], rows: Collection[str]) -> Expression:
+    """Read what a text quotes: one number over the cells; for the arguments see `claim_expression`.
+
+    Raises:
+        ValueError: it can't be read; the message is the end of a sentence.
+    """
+    expression, is_truth = _over_cells(text, measures, rows)
+    if is_truth:
+        raise ValueError("gives yes or no, allowed is what gives a number")
+    return expression
+
+
+def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
+    """Return the unit of what a text quotes, as its measures' units make it: two of a kind over each other are `x`.
+
+    Args:
+        expression: what is quoted.
+        units: of the measures, by name.
+    """
+    return _unit(expression.tree, units) or "none"
 
 
 def evaluate(expression: Expression, look: Look) -> Value:
@@ -154,6 +161,49 @@ def told(expression: Expression, look: Look) -> str:
         NoValueError: see `evaluate`.
     """
     return "; ".join(dict.fromkeys(_told(expression.tree, look)))
+
+
+def _over_cells(text: str, measures: Collection[str], rows: Collection[str]) -> tuple[Expression, bool]:
+    """Read an expression that gives one answer over the cells; say whether that is yes or no."""
+    tree = _parsed(text)
+
+    def kind_of_leaf(name: str, inside: str) -> _Kind:
+        if name not in measures:
+            raise ValueError(
+                f"unknown measure {name[:60]!r}, allowed are {', '.join(measures)}{nearest(name, measures)}"
+            )
+        if inside and not any(fnmatchcase(row, inside) for row in rows):
+            raise ValueError(f"no row is named {inside[:60]!r}{nearest(inside[:60], rows)}")
+        return _Kind(is_several=inside not in rows)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            raise ValueError(f'got {ast.unparse(node)[:60]}, it has to be over measures: measure or measure["row"]')
+    kind = _kind(tree, kind_of_leaf)
+    if kind.is_several:
+        raise ValueError("is about several rows, needed is one answer: write min(...), all(...) or another function")
+    return Expression(text, tree), kind.is_truth
+
+
+def _unit(node: ast.expr, units: Mapping[str, str]) -> str | None:
+    """Return the unit of a part of an expression; None where it is a mere number."""
+    leaf = _leaf(node)
+    if leaf is not None:
+        return units[leaf[0]]
+    if isinstance(node, ast.Call):
+        counts = isinstance(node.func, ast.Name) and node.func.id == "count"
+        return None if counts else _common([_unit(each, units) for each in node.args])
+    found = [_unit(each, units) for each in _operands(node)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div) and None not in found:
+        return "x" if isinstance(node.op, ast.Div) and found[0] == found[1] else "none"
+    over = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and found[0] is None
+    return "none" if over and found[1] is not None else _common(found)
+
+
+def _common(units: Sequence[str | None]) -> str | None:
+    """Return the unit that all share, mere numbers apart; `none` where they don't."""
+    found = {unit for unit in units if unit is not None}
+    return None if not found else found.pop() if len(found) == 1 else "none"
 
 
 def _parsed(text: str) -> ast.expr:

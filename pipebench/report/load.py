@@ -13,6 +13,7 @@ from pipebench.report.read_calibration import read_calibration
 from pipebench.report.read_claims import read_claims, read_pictures
 from pipebench.report.read_columns import check_cells, read_columns, read_measures
 from pipebench.report.read_rows import read_rows
+from pipebench.report.read_text import read_text
 from pipebench.report.reading import Reading
 from pipebench.report.recipes import Asked, asked_runs
 
@@ -92,7 +93,7 @@ def read_report(path: Path) -> tuple[Report, Reading]:
         rows=rows,
         paper=reading.plain(source, "source", "paper", str, ""),
         where=reading.plain(source, "source", "where", str, ""),
-        about=reading.plain(data, "", "about", str, ""),
+        about=read_text(reading.plain(data, "", "about", str, ""), "about", columns, measures, rows, reading),
         claims=read_claims(data.get("claims"), measures, rows, reading),
         pictures=read_pictures(data.get("pictures"), measures, rows, reading),
         calibration=read_calibration(data.get("calibration"), columns, measures, rows, reading),

@@ -37,6 +37,7 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     bound = report.measure(picture.bound) if picture.bound else None
     for axes, measure in zip(panels, measures, strict=True):
         _draw(axes, evaluated, rows, measure, bound, publishes=publishes)
+    _share_scales(panels, measures)
     panels[0].set_yticks(range(len(rows)), [plain(row.title) for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
     named = {label: handle for handle, label in zip(*panels[0].get_legend_handles_labels(), strict=True)}
@@ -44,7 +45,30 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
         figure.legend(
             named.values(), named.keys(), loc="outside upper left", ncols=len(named), frameon=False, fontsize=SMALL
         )
+    if bound is not None:
+        _step_aside(figure, panels)
     return figure
+
+
+def _share_scales(panels: Sequence["Axes"], measures: Sequence[Measure]) -> None:
+    """Give panels of one unit one scale: bars of two panels are compared by their lengths."""
+    for unit in {measure.unit for measure in measures}:
+        alike = [axes for axes, measure in zip(panels, measures, strict=True) if measure.unit == unit]
+        for axes in alike:
+            axes.set_xlim(0, max(other.get_xlim()[1] for other in alike))
+
+
+def _step_aside(figure: "Figure", panels: Sequence["Axes"]) -> None:
+    """Move values that a bound's line would cross to behind it; how wide they are is known once they are laid out."""
+    from matplotlib.text import Annotation
+
+    figure.draw_without_rendering()
+    for axes in panels:
+        for text in axes.texts:
+            box = text.get_window_extent()
+            crossing = [line for line in axes.lines if line.get_window_extent().overlaps(box)]
+            if crossing and isinstance(text, Annotation):
+                text.xy = (max(float(x) for line in crossing for x in line.get_xdata()), text.xy[1])  # type: ignore[union-attr,arg-type] # numbers
 
 
 def _draw(

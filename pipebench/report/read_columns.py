@@ -9,7 +9,7 @@ from pipebench.report.expressions import Expression, value_expression
 from pipebench.report.metrics import metric_problem
 from pipebench.report.reading import Reading, as_title
 
-_MEASURE = ("title", "unit", "value", "plan_of", "against", "better")
+_MEASURE = ("title", "unit", "value", "plan_of", "against", "better", "shown")
 
 
 def read_columns(given: object, reading: Reading) -> tuple[Column, ...]:
@@ -70,6 +70,7 @@ def read_measures(given: object, rows: Sequence[Row], reading: Reading) -> tuple
             plan_of=None if expression else reading.plain(data, key, "plan_of", str),
             against=reading.plain(data, key, "against", str) if "against" in data else None,
             better=reading.one_of(data, key, "better", BETTER, "") or None,
+            shown=reading.plain(data, key, "shown", bool, True),
         )
         if measure.against is not None and expression is not None:
             reading.fault(f"{key}.against", "goes with plan_of: it names the run that has the published plan")

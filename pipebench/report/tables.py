@@ -27,8 +27,9 @@ _BETTER = {"higher": ", higher is better", "lower": ", lower is better"}
 def tables(evaluated: Evaluated) -> list[Block]:
     """Return what was published beside what was reproduced: a table per measure that anybody has published."""
     report, grid = evaluated.report, _Grid(evaluated)
-    compared = [measure for measure in report.measures if any(measure.name in row.published for row in report.rows)]
-    own = [measure for measure in report.measures if measure not in compared]
+    shown = [measure for measure in report.measures if measure.shown]
+    compared = [measure for measure in shown if any(measure.name in row.published for row in report.rows)]
+    own = [measure for measure in shown if measure not in compared]
     blocks = [block for measure in compared if measure.plan_of is None for block in _compared(grid, measure)]
     blocks += _own(grid, own)
     blocks += [block for measure in compared if measure.plan_of is not None for block in _plans(grid, measure)]
@@ -36,11 +37,12 @@ def tables(evaluated: Evaluated) -> list[Block]:
 
 
 class _Grid:
-    """The cells of a report by their places, and the columns that have any."""
+    """The cells of a report by their places, the columns that have any, and the remarks that were made."""
 
     def __init__(self, evaluated: Evaluated) -> None:
         self.evaluated, self.rows = evaluated, evaluated.report.rows
         self.columns = evaluated.report.columns
+        self.remarked: set[str] = set()
         self._cells = {(cell.row, cell.measure, cell.column): cell for cell in evaluated.cells}
 
     def cell(self, row: Row, measure: Measure, column: str) -> Cell | None:
@@ -90,13 +92,15 @@ def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
     rows = grid.rows_of(measures)
     if not rows:
         return []
-    places = [(measure, column) for measure in measures for column in grid.columns]
-    if len(grid.columns) == 1:
-        headings = [measure.title for measure in measures]
-    elif len(measures) == 1:
-        headings = [column.title for column in grid.columns]
+    of = {measure.name: grid.evaluated.report.columns_of(measure) for measure in measures}
+    places = [(measure, column) for measure in measures for column in of[measure.name]]
+    if len(measures) == 1 < len(places):
+        headings = [column.title for _, column in places]
     else:
-        headings = [f"{measure.title}, {column.title}" for measure, column in places]
+        headings = [
+            measure.title if len(of[measure.name]) == 1 else f"{measure.title}, {column.title}"
+            for measure, column in places
+        ]
     table = Table(
         ("", *headings),
         tuple(
@@ -172,7 +176,10 @@ def _value(cell: Cell | None, measure: Measure) -> Entry:
 
 
 def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
-    """Return what is to be known of single cells: a line per remark, for all rows and columns that share it."""
+    """Return what is to be known of single cells: a line per remark, for all rows and columns that share it.
+
+    What an earlier table has said of the same rows isn't said again.
+    """
     columns_of: dict[tuple[str, str], dict[str, None]] = {}
     for row in grid.rows:
         for measure in measures:
@@ -186,7 +193,9 @@ def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
     for (remark, columns), told in titles.items():
         where = f" ({' and '.join(columns)})" if len(columns) < len(grid.columns) else ""
         lines.append(f"- {several(told)}{where}: {remark}")
-    return [Text("\n".join(lines))] if lines else []
+    new = [line for line in lines if line not in grid.remarked]
+    grid.remarked.update(new)
+    return [Text("\n".join(new))] if new else []
 
 
 def _remarks_on(cell: Cell | None) -> list[str]:

@@ -10,8 +10,8 @@ CONSTRUCTED, FITTED, SUPPOSED, REMARKED = "=", "*", "?", "!"
 MARKS = {
     CONSTRUCTED: "holds by construction: such cells are counted apart",
     FITTED: "a constant of the column was fitted on this cell; all others are predictions",
-    SUPPOSED: "rests on a hypothesis, named below the table",
-    REMARKED: "stands under a remark below the table: it wouldn't fit in memory, or some seeds missed",
+    SUPPOSED: "rests on a hypothesis, named below its first table",
+    REMARKED: "stands under a remark below its first table: it wouldn't fit in memory, or some seeds missed",
 }
 _MOST_TITLES = 4
 _LEAST_SHARE = 0.0001  # below, a share is as good as nothing
@@ -46,6 +46,11 @@ _REPRODUCED: dict[str, _Format] = {
 }
 # A published figure keeps the digits that were printed.
 _PUBLISHED = _REPRODUCED | {"x": "{:.6g}x".format, "none": "{:.6g}".format, "share": _printed_share}
+
+
+def number_text(value: float, unit: str) -> str:
+    """Return a number that was reproduced in one of `UNITS`."""
+    return _REPRODUCED[unit](value)
 
 
 def reproduced_text(cell: Cell | None, measure: Measure) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import GraphError, nearest
 from pipebench.model.cells import Cell, find_cells, named, without
@@ -30,6 +31,7 @@ class Architectures:
         profile: what it costs.
         dataset: what it is trained on.
         optimizer: what updates it.
+        cluster: that it is trained on.
         cells: those that can be left out, in order of execution.
 
     Attributes:
@@ -43,15 +45,21 @@ class Architectures:
         profile: Profile,
         dataset: Dataset,
         optimizer: OptimizerRecipe,
+        cluster: Cluster,
         cells: tuple[Cell, ...],
     ) -> None:
         self.profile, self.cells = profile, cells
-        self._graph, self._dataset, self._optimizer = graph, dataset, optimizer
+        self._graph, self._dataset, self._optimizer, self._cluster = graph, dataset, optimizer, cluster
         self.form = lru_cache(_KEPT)(self._form)
 
     @staticmethod
     def of(
-        graph: LayerGraph, profile: Profile, dataset: Dataset, optimizer: OptimizerRecipe, patterns: Sequence[str]
+        graph: LayerGraph,
+        profile: Profile,
+        dataset: Dataset,
+        optimizer: OptimizerRecipe,
+        cluster: Cluster,
+        patterns: Sequence[str],
     ) -> "Architectures":
         """Return the architectures of a model whose cells some patterns name.
 
@@ -60,7 +68,7 @@ class Architectures:
             ProfileError: a layer can't be run without data, to know its output's shape.
         """
         forms = output_forms(graph, dataset, max(profile.layers))
-        return Architectures(graph, profile, dataset, optimizer, find_cells(graph, patterns, forms))
+        return Architectures(graph, profile, dataset, optimizer, cluster, find_cells(graph, patterns, forms))
 
     @property
     def all(self) -> Cells:
@@ -97,4 +105,4 @@ class Architectures:
 
     def _form(self, cells: Cells) -> tuple[LayerGraph, Profile]:
         graph = without(self._graph, [cell for index, cell in enumerate(self.cells) if index not in cells])
-        return graph, profile_without(self.profile, graph, self._dataset, self._optimizer)
+        return graph, profile_without(self.profile, graph, self._dataset, self._optimizer, self._cluster)

@@ -18,7 +18,7 @@ import pipebench
 import zoo
 from pipebench.cluster import Cluster
 from pipebench.profile.cache import cached
-from pipebench.profile.devices import find_device, is_computed
+from pipebench.profile.devices import device_of, is_computed
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
@@ -85,7 +85,7 @@ def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str
         "mode": asdict(recipe.parallelism),  # a model that can't be cut is one layer where nothing needs to be
         "engine": asdict(recipe.engine),
         "sizes": travelling_sizes(recipe, dataset, whole_minibatches=True),
-        "computed for": asdict(find_device(cluster.device)),
+        "computed for": asdict(device_of(cluster)),
         "code": _code_hash(),
         "torch": importlib.metadata.version("torch"),
         "python": sys.version,

@@ -70,7 +70,7 @@ def prepare(
     profile = None if kept is None else kept.profile
     known = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only)
     dataset, graph, profile = known.dataset, known.graph, known.profile
-    search = None if recipe.search is None else _searched(recipe, known, known.profile)
+    search = None if recipe.search is None else _searched(recipe, cluster, known, known.profile)
     if search is not None:
         graph, profile = search.architectures.form(search.first)
     recipe, comparison = _with_mode(recipe, cluster, profile, dataset, kept)
@@ -82,7 +82,7 @@ def prepare(
     if measure_again is not None:
         profile = measure_again(known, known.profile)
         if search is not None:
-            search = _searched(recipe, known, profile)
+            search = _searched(recipe, cluster, known, profile)
             profile = search.architectures.form(search.first)[1]
     if search is not None:
         search = _with_steps(search, plan)
@@ -181,7 +181,7 @@ def _asked_moves(recipe: Recipe) -> list[AskedMove]:
     return [] if vpipe is None else asked_moves(vpipe.moves)
 
 
-def _searched(recipe: Recipe, known: ProfiledModel, profile: Profile) -> SearchSetup:
+def _searched(recipe: Recipe, cluster: Cluster, known: ProfiledModel, profile: Profile) -> SearchSetup:
     """Return what a recipe's search needs to know, but for a trace's changes, which depend on the plan.
 
     Raises:
@@ -189,7 +189,7 @@ def _searched(recipe: Recipe, known: ProfiledModel, profile: Profile) -> SearchS
     """
     assert recipe.search is not None
     cells = recipe.search.cells
-    architectures = Architectures.of(known.graph, profile, known.dataset, recipe.train.optimizer, cells)
+    architectures = Architectures.of(known.graph, profile, known.dataset, recipe.train.optimizer, cluster, cells)
     first = first_of(recipe.search, trace_of(recipe.search), architectures)
     metric, larger_is_better = metric_of(recipe, known.dataset.metrics)
     return SearchSetup(recipe.search, architectures, first, metric, larger_is_better, recipe.train.seed)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from pipebench.profile.devices import DEVICES
-from pipebench.profile.efficiencies import SHIPPED, Efficiencies
+from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED, Efficiencies
 from tests.profile.judging import (
     FILE_WORDS,
     FITTED_ON,
@@ -75,7 +75,7 @@ def _constants() -> str:
     return f"""## Constants
 
 Products {SHIPPED.product:g} of the peak (published), convolutions {SHIPPED.convolution:g} (fitted on published training
-rates on another card), memory {SHIPPED.memory:g} (published), {SHIPPED.launch_s * 1e6:g} us per kernel and
+rates on another card), memory {SHIPPED.memory:g} (published), {LAUNCH_S * 1e6:g} us per kernel and
 {SHIPPED.library_launch_s * 1e6:g} us inside cuDNN's recurrent layers (assumed). `pipebench/profile/efficiencies.py`
 names each source. The rule: a published figure where there is one, otherwise a fit on published figures; never a fit on
 the profiles below. What is counted (tiles, Winograd, cuDNN's steps) was chosen with both profiles in sight, though.

@@ -22,11 +22,10 @@ from pipebench.model.plan import memory_of
 from pipebench.schedule.modes import KEEP, SWAP
 from tests.engine.test_modes import images
 from tests.engine.test_split import Recurrent
-from tests.model.test_recompute import Counts, Overwrites, replicas_of
+from tests.model.test_recompute import Counts, Overwrites
 from tests.models import ConvNet, FunctionalDropout, MixedTypes, RandomNet, SkipNet, Structures, Tied
+from tests.replicas import Unit, replicas_of, run
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
-
-Unit = tuple[torch.Tensor, torch.Tensor]
 
 
 class Masked(nn.Module):
@@ -69,40 +68,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Unit]]]] =
     "types": (MixedTypes, rows),
     "structures": (Structures, rows),
 }
-
-
-def run(replicas: Sequence[Replica], units: Sequence[Unit], *, late: bool = False) -> dict[str, torch.Tensor]:
-    """Run units forward through all stages, swapping each at once, then back; return gradients and buffers.
-
-    Args:
-        replicas: of the stages.
-        units: inputs and targets.
-        late: whether nobody asks for what is on the host before a backward needs it.
-    """
-    for unit, (x, target) in enumerate(units):
-        values: dict[int, object] = {}
-        for replica in replicas:
-            stage = replica.stage
-            received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
-            loss = (lambda o, t=target: functional.cross_entropy(o, t)) if stage.is_last else None
-            out, _ = replica.forward(unit, (unit, 0), [x for _ in stage.inputs], received, version=0, loss=loss)
-            values |= out
-            if stage.swapped:
-                replica.swap_out(unit)
-    for unit in reversed(range(len(units))):
-        gradients: dict[int, list[torch.Tensor]] = {}
-        for replica in reversed(replicas):
-            if replica.stage.swapped and not late:
-                replica.swap_in(unit)
-            heads = [tensor for layer in replica.stage.returns for tensor in gradients.get(layer, [])]
-            for layer, own in replica.backward(unit, heads).items():
-                known = gradients.get(layer)
-                gradients[layer] = own if known is None else [a + b for a, b in zip(known, own, strict=True)]
-    found: dict[str, torch.Tensor] = {}
-    for replica in replicas:
-        found |= {n: g for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
-        found |= dict(replica.module.named_buffers())
-    return found
 
 
 @pytest.mark.parametrize("name", MODELS)

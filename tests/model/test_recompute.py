@@ -3,20 +3,17 @@
 import gc
 import random
 import weakref
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.replica import Replica
 from pipebench.errors import PlanError
 from pipebench.model.graph import trace
-from pipebench.model.plan import make_plan, memory_of
-from pipebench.model.stage import cut_stage
+from pipebench.model.plan import memory_of
 from tests.models import SkipNet
+from tests.replicas import replicas_of, run
 
 
 class Overwrites(nn.Module):
@@ -53,37 +50,6 @@ class Counts(nn.Module):
         hidden = torch.sin(self.first(x) + self.seen)
         output: torch.Tensor = self.last(torch.cos(hidden + self.seen))
         return output
-
-
-def replicas_of(model: nn.Module, starts: Sequence[int], memory: str | Sequence[str]) -> list[Replica]:
-    graph = trace(model)
-    plan = make_plan(graph, starts, [1] * (len(starts) + 1), memory=memory)
-    stages = (cut_stage(graph, plan, index) for index in range(len(plan.stages)))
-    return [Replica(s, lambda p: torch.optim.SGD(p, 0.1), device=torch.device("cpu"), seed=0) for s in stages]
-
-
-def run(replicas: Sequence[Replica], units: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Run units forward through all stages, then all backward; return the sums of gradients, and the buffers."""
-    for unit, (x, target) in enumerate(units):
-        values: dict[int, Any] = {}
-        for replica in replicas:
-            stage = replica.stage
-            received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
-            loss = (lambda o, t=target: functional.cross_entropy(o, t)) if stage.is_last else None
-            out, _ = replica.forward(unit, (unit, 0), [x for _ in stage.inputs], received, version=0, loss=loss)
-            values |= out
-    for unit in reversed(range(len(units))):
-        gradients: dict[int, list[torch.Tensor]] = {}
-        for replica in reversed(replicas):
-            heads = [tensor for layer in replica.stage.returns for tensor in gradients.get(layer, [])]
-            for layer, own in replica.backward(unit, heads).items():
-                known = gradients.get(layer)
-                gradients[layer] = own if known is None else [a + b for a, b in zip(known, own, strict=True)]
-    found: dict[str, torch.Tensor] = {}
-    for replica in replicas:
-        found |= {n: g for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
-        found |= dict(replica.module.named_buffers())
-    return found
 
 
 @pytest.mark.parametrize("make", [Overwrites, Counts])

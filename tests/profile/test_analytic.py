@@ -12,7 +12,7 @@ from pipebench.errors import ProfileError
 from pipebench.model.graph import trace
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES, DeviceSpec, find_device
-from pipebench.profile.efficiencies import SHIPPED
+from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED
 from pipebench.profile.model import Profile
 from pipebench.profile.recurrent import GpuKernels
 from pipebench.profile.roofline import Roofline
@@ -76,7 +76,7 @@ def test_a_layer_is_bound_by_arithmetic_memory_or_launch() -> None:
     assert arithmetic == pytest.approx(waves * 2 * 4096**3 / (V100.flops_per_s * SHIPPED.product), rel=0.02)
     memory = seconds(torch.empty(4096, 4096, device=meta), nn.ReLU())
     assert memory == pytest.approx(2 * 4 * 4096**2 / (V100.memory_bytes_per_s * SHIPPED.memory))
-    assert seconds(torch.empty(4, device=meta), nn.ReLU()) == SHIPPED.launch_s
+    assert seconds(torch.empty(4, device=meta), nn.ReLU()) == LAUNCH_S
     assert seconds(torch.empty(4, 4, device=meta), nn.Flatten(0)) == 0
 
 
@@ -165,7 +165,7 @@ def test_sizes_are_profiled_not_scaled() -> None:
     assert all(b.output_bytes == 64 * a.output_bytes for a, b in zip(small[:-1], large[:-1], strict=True))
     assert profile.source == "analytic"
     assert profile.device == "V100"
-    assert profile.load_s[512] == pytest.approx(512 * 32 * 32 * 4 / V100.host_bytes_per_s + SHIPPED.launch_s)
+    assert profile.load_s[512] == pytest.approx(512 * 32 * 32 * 4 / V100.host_bytes_per_s + LAUNCH_S)
 
 
 def test_the_model_keeps_its_weights_and_buffers() -> None:
@@ -188,7 +188,7 @@ def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerR
     linear = trace(nn.Linear(6, 4, dtype=torch.float64))
     profile = analytic_profile(linear, Blobs(), [2], V100, optimizer, "linear")
     assert profile.update_s_per_byte == passes / (V100.memory_bytes_per_s * SHIPPED.memory)
-    assert profile.update_floor_s == SHIPPED.launch_s
+    assert profile.update_floor_s == LAUNCH_S
 
 
 def test_progress_counts_layers() -> None:

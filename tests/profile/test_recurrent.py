@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipebench.model.graph import trace
 from pipebench.profile.devices import DEVICES
-from pipebench.profile.efficiencies import SHIPPED
+from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED
 from pipebench.profile.recurrent import GpuKernels
 from pipebench.profile.roofline import Roofline, priced
 from pipebench.profile.walk import walk
@@ -69,7 +69,7 @@ def test_two_kernels_per_step_and_one_product_per_direction_for_all_steps() -> N
     _, forward, backward = run(nn.LSTM(INPUT, HIDDEN, 2, bidirectional=True, device="meta"), inputs())
     assert forward.launches == NUM_STATES + 4 * (1 + 2 * STEPS)
     assert backward.launches == 4 * (3 + 2 * STEPS)
-    expected = NUM_STATES * SHIPPED.launch_s + (forward.launches - NUM_STATES) * SHIPPED.library_launch_s
+    expected = NUM_STATES * LAUNCH_S + (forward.launches - NUM_STATES) * SHIPPED.library_launch_s
     assert forward.seconds == pytest.approx(expected)
 
 

@@ -25,7 +25,15 @@ levels:
 def test_every_cluster_is_here() -> None:
     papers = [f"cluster-{letter}{year}" for letter in "abc" for year in ("", "-2018", "-2019")]
     papers.remove("cluster-c-2018")  # the preprint has two
-    assert cluster_names() == [*papers, "dgx-1", "figure1-1080ti", "free-links", "local", "vpipe", "vpipe-unlimited"]
+    assert cluster_names() == [
+        *papers,
+        "dgx-1",
+        "figure1-1080ti",
+        "free-links",
+        "local",
+        "vpipe",
+        "vpipe-unlimited",
+    ]
 
 
 def test_cluster_a_is_table_2() -> None:
@@ -181,6 +189,18 @@ def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:
             "levels:",
             "all_reduce: {value: two, assumed: test}\nlevels:",
             "all_reduce.value: got 'two', allowed are ring, two-l",
+        ),
+        (
+            "levels:",
+            "launch: {value: 3 parsecs, assumed: t}\nlevels:",
+            "launch.value: got '3 parsecs', allowed is a dur",
+        ),
+        ("levels:", "pause: 1 us\nlevels:", "pause: got '1 us', needed is {value: ..., published"),
+        ("levels:", "pasue: 1 us\nlevels:", "'pasue': unknown key, allowed are .*did you mean 'pause'"),
+        (
+            "value: V100, assumed: test}",
+            "value: local, assumed: test}\npause: {value: 1 us, assumed: test}",
+            "tiny.yaml: pause: what this machine takes is measured, so a cluster whose device is local can't say it",
         ),
         ("levels:", "all_reduce: two-level\nlevels:", "all_reduce: got 'two-level', needed is {value: ..., published"),
         (

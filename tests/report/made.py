@@ -62,7 +62,6 @@ REPORT = Report(
     ROWS,
     paper="PipeDream (SOSP'19)",
     where="Table 1",
-    about="What **it** is about.\n\n![not from here](https://example.org/a.png) <img src=x onerror=alert(1)>",
     claims=(Claim("never slower", "Section 5.2"), Claim("on real wires", untestable="needs 256 GPUs")),
     pictures=PICTURES,
     calibration=Calibration(
@@ -148,4 +147,5 @@ def evaluated() -> Evaluated:
         server="http://127.0.0.1:5000",
         drawings={("vgg", "pipedream"): "worker 0  F0 F1 .  B0\nworker 1  .  F0 B0 <"},
         command="pipebench report made",
+        about="What **it** is about.\n\n![not from here](https://example.org/a.png) <img src=x onerror=alert(1)>",
     )

@@ -157,12 +157,14 @@ def test_constants_of_other_clusters_change_nothing(made: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": "servers.ring"}, r"key: got 'servers.ring', allowed is levels.NAME.KEY"),
+        ({"key": "servers.ring"}, r"key: got 'servers.ring', allowed is levels.NAME.KEY, launch, pause"),
+        ({"key": "pause"}, r"mine.yaml has no line pause: \{value: ..., ...\} of its own$"),
+        ({"key": "launch"}, r"key: .*mine.yaml has no line launch"),
         ({"key": "levels.server.rings"}, r"key: got 'rings', allowed are .*did you mean 'ring'"),
         ({"key": "levels.rack.ring"}, r"key: got 'rack', allowed are server, cluster"),
         ({"key": "levels.server.p2p"}, r"has no line p2p: \{value: ..., ...\} of its own at level server"),
         ({"low": "7 parsecs"}, r"from, to: got '7 parsecs', allowed is a bandwidth"),
-        ({"low": "7 GB/s"}, r"from, to: got 7 GB/s to 9 GB/s, needed are two rates around 6 GB/s"),
+        ({"low": "7 GB/s"}, r"from, to: got 7 GB/s to 9 GB/s, needed are two numbers above 0 around 6 GB/s"),
         ({"cluster": "mine2.yaml"}, "no such (file|cluster)"),
     ],
 )
@@ -170,6 +172,46 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(made: Path, change: dict
     given = {"name": "ring", "cluster": "mine.yaml", "key": "levels.server.ring", "low": "1 GB/s", "high": "9 GB/s"}
     with pytest.raises((PipebenchError, RecipeError), match=message):
         find_place(Constant(**given | change, fitted_on=()), made.parent)
+
+
+PAUSING = """\
+# cluster-a whose devices pause
+extends: cluster-a
+pause: {value: PAUSE us, assumed: "a guess: how long"}
+"""
+PAUSED = """\
+title: Made by the simulator
+columns: {ideal: {}, met: {clusters: {cluster-a: paused.yaml}}}
+measures: {epoch: {unit: s, value: run.epoch_time_s}}
+rows:
+  - {name: alexnet, runs: {run: alexnet/1x4-a-dp}, published: {epoch: EPOCH}}
+calibration:
+  column: met
+  constants: {pause: {cluster: paused.yaml, key: pause, from: 1 us, to: 9 ms}}
+  fitted_on: {pause: [alexnet.epoch]}
+"""
+
+
+def test_a_pause_after_kernels_is_found_and_written(tmp_path: Path) -> None:
+    """Every fit is of a profile of its own, since what hosts take is in the times of layers."""
+    cluster = tmp_path / "paused.yaml"
+    cluster.write_text(PAUSING.replace("PAUSE", "400"))
+    loaded = load("alexnet/1x4-a-dp", ["engine.kind=simulated", f"cluster.name={cluster}"])
+    made, _ = simulate_epoch(prepare(loaded.recipe, loaded.cluster, trains=False))
+    cluster.write_text(PAUSING.replace("PAUSE", "90"))
+    (tmp_path / "made.yaml").write_text(PAUSED.replace("EPOCH", repr(made.metrics["epoch_time_s"])))
+    report, asked = load_report(tmp_path / "made.yaml")
+    found = calibrate(report, asked, lambda _: None, lambda: None)
+    assert found.fitted["pause"] == pytest.approx(400e-6, rel=0.02)
+    assert re.search(
+        r"(?m)^\| pause \| paused \| pause \| 90 us \| (39\d|40\d) us \| alexnet.epoch", calibration_text(found)
+    )
+    write_value(found.places[0], 123.4e-6, "made")
+    assert 'pause: {value: 123 us, calibrated: "on alexnet.epoch of made: how long"}' in cluster.read_text()
+    with pytest.raises(
+        PipebenchError, match="from, to: got 0 us to 1 ms, needed are two numbers above 0 around 123 us"
+    ):
+        find_place(Constant("pause", "paused.yaml", "pause", "0 us", "1 ms", ()), tmp_path)
 
 
 def test_the_command_prints_the_calibration_and_writes_it_if_asked(made: Path, calibrated: Calibrated) -> None:

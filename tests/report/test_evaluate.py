@@ -147,3 +147,28 @@ def test_the_reason_is_computed_from_both_results() -> None:
         "the published straight takes 20.0% less time here."
     )
     assert reason_for_plan(result("2-2"), "no room") == "the published plan doesn't run here: no room"
+
+
+def test_a_text_quotes_its_cells(write: Write) -> None:
+    about = "Up to {max(speedup)}, twice that is {max(twice)\n- 0}, nobody knows { median(rate) }."
+    rate = {"unit": "samples/s", "value": "dp.samples_per_update / (dp.epoch_time_s - dp.total_time_s)"}
+    report = one_column(write, measures={**changed()["measures"], "rate": rate}, about=about)
+    same = result(total_time_s=10.0, samples_per_update=32.0)
+    found = evaluated(report, {("first", "dp", "ideal"): [same], ("first", "straight", "ideal"): [result(epoch_s=4.0)]})
+    assert found.about == "Up to 2.50x, twice that is 5.00x, nobody knows -."
+
+
+def test_a_text_quotes_the_column_that_it_names(write: Write) -> None:
+    about, rows = "{slow: max(twice)} after {ideal: max(twice)}", changed()["rows"][:1]
+    report, reading = read_report(write(changed(about=about, rows=rows, pictures=None)))
+    assert not reading.faults
+    runs: dict[tuple[str, str, str], list[RunResult | str]] = {
+        ("first", run, column): [result(epoch_s=seconds)]
+        for run, column, seconds in (
+            ("dp", "ideal", 6.0),
+            ("straight", "ideal", 4.0),
+            ("dp", "slow", 8.0),
+            ("straight", "slow", 2.0),
+        )
+    }
+    assert evaluated(report, runs).about == "8.00x after 3.00x"

@@ -14,7 +14,9 @@ from pipebench.report.expressions import (
     Value,
     claim_expression,
     evaluate,
+    quoted_expression,
     told,
+    unit_of,
     value_expression,
 )
 
@@ -26,6 +28,7 @@ MEANINGS: dict[str, Callable[..., float]] = {
     "max": lambda *v: max(v),
     "abs": abs,
     "median": lambda *v: statistics.median(v),
+    "mean": lambda *v: math.fsum(v) / len(v),
     "sum": lambda *v: math.fsum(v),
     "count": lambda *v: len(v),
 }
@@ -157,7 +160,7 @@ CLAIMS = [
     ("speedup >= 1", "is about several rows, needed is one answer: write min"),
     ("min(speedup)", "gives a number, allowed is what gives yes or no"),
     ("min(speed) > 1", "unknown measure 'speed', allowed are speedup, bytes; did you mean 'speedup'"),
-    ("dp.epoch_time_s > 1", r"got dp.epoch_time_s, a claim is over measures"),
+    ("dp.epoch_time_s > 1", r"got dp.epoch_time_s, it has to be over measures"),
     ('speedup["vgg"] > 1', "no row is named 'vgg'; did you mean 'vgg-"),
     ("speedup[0] > 1", "isn't taken"),
     ("min(speedup, bytes) > 1", "min takes one value, or several of single rows"),
@@ -170,3 +173,31 @@ CLAIMS = [
 def test_what_no_claim_can_say(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         claim_expression(text, [*ROWS], [*ROWS["speedup"]])
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "unit"),
+    [
+        ("max(speedup)", 5.0, "x"),
+        ("mean(speedup)", 2.6, "x"),
+        ("mean(speedup) - 1", 1.6, "x"),
+        ('bytes["gnmt"] / bytes["vgg-a"]', 4.0, "x"),
+        ('speedup["gnmt"] / bytes["gnmt"]', 0.2, "none"),
+        ('speedup["gnmt"] * bytes["gnmt"]', 3.2, "none"),
+        ('2 * bytes["gnmt"] / 4', 2.0, "bytes"),
+        ('1 / bytes["gnmt"]', 0.25, "none"),
+        ("sum(bytes) / count(bytes)", 2.5, "bytes"),
+        ("-min(bytes)", -1.0, "bytes"),
+        ("count(speedup > 1)", 2.0, "none"),
+        ('speedup["gnmt"] + bytes["gnmt"]', 4.8, "none"),
+    ],
+)
+def test_what_a_text_quotes_has_its_measures_unit(text: str, wanted: float, unit: str) -> None:
+    quoted = quoted_expression(text, [*ROWS], [*ROWS["speedup"]])
+    assert evaluate(quoted, of_rows) == pytest.approx(wanted)
+    assert unit_of(quoted, {"speedup": "x", "bytes": "bytes"}) == unit
+
+
+def test_a_text_quotes_no_answers() -> None:
+    with pytest.raises(ValueError, match="gives yes or no, allowed is what gives a number"):
+        quoted_expression("min(speedup) > 1", [*ROWS], [*ROWS["speedup"]])

@@ -9,6 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from PIL import Image
 
 from pipebench.report.definition import Published
@@ -20,7 +21,7 @@ from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
 from pipebench.report.plot_style import COLOURS
 from pipebench.report.plots import draw_plots
-from tests.report.made import PICTURES, REPORT, cells, evaluated
+from tests.report.made import PICTURES, REPORT, SPEEDUP, cells, evaluated
 
 BARS, SCATTER, LINES, CURVES, STAGES, _ = PICTURES
 SPEEDUPS = {(cell.row, cell.column): cell.value for cell in cells() if cell.measure == "speedup"}
@@ -219,3 +220,41 @@ def test_stages_stand_beside_each_other_run_by_run() -> None:
 
 def test_stages_of_runs_that_tell_nothing_of_them_are_left_out() -> None:
     assert stages_figure(evaluated(), replace(STAGES, runs=("nothing",))) is None
+
+
+def test_panels_of_one_unit_have_one_scale() -> None:
+    twice, other = replace(SPEEDUP, name="twice"), replace(SPEEDUP, name="memory", unit="bytes")
+    made = [Cell(row.name, "twice", "ideal", 20.0) for row in REPORT.rows]
+    made += [Cell(row.name, "memory", "ideal", 1e9) for row in REPORT.rows]
+    report = replace(REPORT, measures=(SPEEDUP, twice, other))
+    figure = bars_figure(
+        Evaluated(report, (*evaluated().cells, *made)), replace(BARS, measures=("speedup", "twice", "memory"))
+    )
+    assert figure is not None
+    first, second, third = (axes.get_xlim()[1] for axes in figure.axes)
+    assert first == second > 20.0
+    assert third > 1e9
+
+
+def test_no_bound_crosses_a_value() -> None:
+    """Values stand at their bars' ends but where the line would cross them: those stand behind it."""
+    row = REPORT.rows[0]
+    values = {f"r{n}": 0.05 * n for n in range(10, 20)}
+    report = replace(
+        REPORT,
+        rows=tuple(replace(row, name=name, title=name, published={}) for name in values),
+        columns=REPORT.columns[:1],
+    )
+    cells = [Cell(name, "speedup", "ideal", value) for name, value in values.items()]
+    bounds = [Cell(name, "memory", "ideal", 1.0) for name in values]
+    figure = bars_figure(Evaluated(report, (*cells, *bounds)), replace(BARS, bound="memory"))
+    assert figure is not None
+    axes = only(figure.axes)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == len(axes.lines) == len(values)
+    assert not [(box, line) for box in boxes for line in axes.lines if line.get_window_extent().overlaps(box)]
+    places = [text.xy[0] for text in axes.texts if isinstance(text, Annotation)]
+    moved = [place != value for place, value in zip(places, values.values(), strict=True)]
+    assert moved == sorted(moved)  # of long bars only
+    assert {place for place, aside in zip(places, moved, strict=True) if aside} == {1.0}

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.report.definition import Measure, Published, Report, Row
+from pipebench.report.definition import Measure, Published, Report, Row, RunReference
 from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.expressions import value_expression
 from pipebench.report.render import Rendered, render
 from pipebench.report.wording import compared_text, plan_class, published_text, reproduced_text
 from tests.report.made import CALIBRATED, REPORT, SPEEDUP, evaluated
@@ -195,3 +196,36 @@ def test_a_table_of_one_s_own_has_no_published_column(tmp_path: Path) -> None:
     assert "| A | 2.00x | 1.00 MB |\n| B | - | 5 B |" in text
     assert "published" not in text
     assert "Marks" not in text
+
+
+def test_what_columns_do_not_change_is_shown_once_and_what_only_serves_not_at_all(tmp_path: Path) -> None:
+    runs = {"run": RunReference(("a.yaml",)), "best": RunReference(("b.yaml",), same=True)}
+    spelled = {name: value_expression(f"{name}.epoch_time_s", {}) for name in runs}
+    measures = (
+        Measure("own", "epoch", "s", spelled["run"]),
+        Measure("best", "best epoch", "s", spelled["best"]),
+        Measure("bound", "what is drawn", "s", spelled["best"], shown=False),
+    )
+    rows = (Row("a", "A", runs),)
+    report = Report("own", Path("own.yaml"), "Own", REPORT.columns, measures, rows)
+    made = [Cell("a", measure.name, column.name, 2.0) for measure in measures for column in REPORT.columns]
+    text = render(Evaluated(report, tuple(made)), tmp_path).files[0].read_text()
+    assert "|  | epoch, ideal hardware | epoch, clusters of 2019 | best epoch |\n" in text
+    assert "what is drawn" not in text
+
+
+def test_a_remark_is_made_once(tmp_path: Path) -> None:
+    measures = tuple(Measure(name, name, "x") for name in ("one", "two", "three"))
+    rows = tuple(Row(name, name.upper(), {}, {measure.name: Published(1.0) for measure in measures}) for name in "ab")
+    report = Report("own", Path("own.yaml"), "Own", (CALIBRATED,), measures, rows)
+    made = [
+        Cell(row.name, measure.name, "calibrated", 2.0, published=Published(1.0), remarks=("out of memory",))
+        for measure in measures
+        for row in rows
+        if row.name == "a" or measure.name == "three"
+    ]
+    text = render(Evaluated(report, tuple(made)), tmp_path).files[0].read_text()
+    first, second, third = text.split("## ")[1:4]
+    assert "\n- A: out of memory\n" in first
+    assert "out of memory" not in second
+    assert "\n- A; B: out of memory\n" in third  # of other rows, so it is another one

@@ -11,7 +11,7 @@ from pipebench.errors import GraphError
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.profile.analytic import analytic_profile
-from pipebench.profile.devices import find_device
+from pipebench.profile.devices import device_of
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.recipe.search_trace import Event
@@ -19,19 +19,21 @@ from pipebench.search.architectures import Architectures
 from pipebench.search.trace import steps_of
 from pipebench.simulate.costs import stage_costs
 from tests.model.test_cells import Stack
-from tests.support import Blobs
+from tests.support import Blobs, flat_cluster
 
+# Its launches take longer than most kernels of the model, so that times tell whose they are.
+SLOW_HOST = replace(flat_cluster(1), device="V100", launch_s=1e-3, pause_s=1e-4)
 ADAM = OptimizerRecipe("adam", 0.1)
 
 
 def computed(names: str = "abcd") -> tuple[Any, Profile]:
     graph = trace(Stack(names))
-    return graph, analytic_profile(graph, Blobs(), (2, 4), find_device("V100"), ADAM, "stack")
+    return graph, analytic_profile(graph, Blobs(), (2, 4), device_of(SLOW_HOST), ADAM, "stack")
 
 
 def architectures(profile: Profile | None = None) -> Architectures:
     graph, known = computed()
-    return Architectures.of(graph, profile or known, Blobs(), ADAM, ["cells.*"])
+    return Architectures.of(graph, profile or known, Blobs(), ADAM, SLOW_HOST, ["cells.*"])
 
 
 def active(profile: Profile, size: int) -> list[LayerProfile]:

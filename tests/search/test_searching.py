@@ -50,7 +50,7 @@ def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | Non
     given = given or asked()
     assert given.search is not None
     architectures = Architectures.of(
-        setup.graph, setup.profile, setup.dataset, given.train.optimizer, given.search.cells
+        setup.graph, setup.profile, setup.dataset, given.train.optimizer, flat_cluster(4), given.search.cells
     )
     search = SearchSetup(given.search, architectures, architectures.all, "eval_loss", False, seed, steps)
     return Job(given, flat_cluster(4), setup, search=search)

@@ -25,7 +25,7 @@ from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.memory import ACTIVATIONS, KINDS, MASTERS, STATE, WEIGHTS, kept_bytes, swapped_bytes
 from pipebench.simulate.memory_meter import MemoryTimeline
 from tests.engine.test_swap import MODELS
-from tests.model.test_recompute import replicas_of
+from tests.replicas import replicas_of
 from tests.simulate.test_memory import FOUR, STRAIGHT, Plan, memories_of, metered, profile_of, setup_of
 from tests.support import Mlp
 

@@ -232,8 +232,8 @@ def test_analytic_profile_knows_the_lstm_as_cudnn_s() -> None:
         ({"embedding_size": 0}, "awd_lm: embedding_size is 0, allowed is 1 or more"),
         ({"hidden_size": -1}, "awd_lm: hidden_size is -1, allowed is 1 or more"),
         ({"num_layers": 0}, "awd_lm: num_layers is 0, allowed is 1 or more"),
-        ({"weight_drop": 1.0}, "awd_lm: weight_drop is 1.0, allowed is 0 to 1, 1 excluded"),
-        ({"dropout_output": -0.1}, "awd_lm: dropout_output is -0.1, allowed is 0 to 1, 1 excluded"),
+        ({"weight_drop": 1.0}, "awd_lm: weight_drop is 1.0, allowed is 0 to below 1"),
+        ({"dropout_output": -0.1}, "awd_lm: dropout_output is -0.1, allowed is 0 to below 1"),
     ],
 )
 def test_options_out_of_range(options: dict[str, float], message: str) -> None:

@@ -13,6 +13,7 @@ from pipebench.profile.devices import DEVICES
 from pipebench.recipe.schema import OptimizerRecipe
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.pairs import Pairs
+from tests.zoo.translators import check_padding_of_the_source, check_translation, check_what_is_not_padding
 from zoo.gnmt import GNMT, gnmt8, gnmt16
 from zoo.text import BOS, EOS, PAD, pad_rows
 
@@ -137,36 +138,14 @@ def test_the_first_layer_is_a_bidirectional_lstm_over_packed_sentences() -> None
 @pytest.mark.parametrize("num_layers", [8, 16])
 def test_padding_of_the_source_influences_nothing(num_layers: int) -> None:
     """Neither other tokens in its place nor more of it change an output or a gradient."""
-    model, length = make(num_layers), torch.tensor([3, 5])
-    source, target = torch.tensor([[4, 5, 6, 0, 0], [7, 8, 9, 4, 5]]), torch.tensor([[BOS, 5, 6], [BOS, 7, 12]])
-    other, longer = source.clone(), nn.functional.pad(source, (0, 4))
-    other[0, 3:] = 10
-
-    def outcome(source: torch.Tensor) -> list[torch.Tensor]:
-        model.zero_grad()
-        logits = model(source, length, target)
-        logits.square().sum().backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert len(gradients) == len(list(model.parameters()))
-        return [logits.detach(), *gradients]
-
-    expected = outcome(source)
-    for changed in (other, longer):
-        for found, wanted in zip(outcome(changed), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    model = make(num_layers)
+    check_padding_of_the_source(model, rtol=1e-12, atol=1e-13)
     assert model.source_embedder.weight.grad is not None
     assert not model.source_embedder.weight.grad[PAD].any()
 
 
 def test_what_is_not_padding_matters() -> None:
-    """The last token of the source reaches the first output, and no output depends on tokens after it."""
-    model, length = make(), torch.tensor([4])
-    source, target = torch.tensor([[4, 5, 6, 7]]), torch.tensor([[BOS, 5, 6, 7]])
-    plain = model(source, length, target)
-    assert not torch.equal(model(torch.tensor([[4, 5, 6, 8]]), length, target)[:, 0], plain[:, 0])
-    after = model(source, length, torch.tensor([[BOS, 5, 12, 7]]))
-    assert torch.equal(after[:, :2], plain[:, :2])
-    assert not torch.equal(after[:, 2], plain[:, 2])
+    check_what_is_not_padding(make())
 
 
 def test_every_cut_computes_the_whole() -> None:
@@ -187,34 +166,16 @@ def test_cuts_that_part_a_shared_embedding_are_refused() -> None:
     assert check_every_cut(shared, Pairs(), 3) == num_layers - 1 - between
 
 
-def greedily(model: GNMT, source: list[int], max_length: int) -> list[int]:
-    """Run the whole forward again for every token."""
-    written = [BOS]
-    for _ in range(max_length):
-        logits = model(torch.tensor([source]), torch.tensor([len(source)]), torch.tensor([written]))
-        written.append(int(logits[0, -1].argmax()))
-        if written[-1] == EOS:
-            break
-    return written[1 : len(written) - (written[-1] == EOS)]
-
-
 @pytest.mark.parametrize("num_layers", [8, 16])
 def test_carried_states_translate_as_the_whole_forward_does(num_layers: int) -> None:
-    model = make(num_layers, **LOUD).eval()
-    sentences = [[BOS, *row, EOS] for row in Pairs().tokens("source", "train", range(6))]
-    source, lengths = pad_rows(sentences), torch.tensor([len(row) for row in sentences])
-    found = model.translate(source, lengths, max_length=7, beam_size=1)
-    assert found == [greedily(model, row, 7) for row in sentences]
-    assert len({tuple(row) for row in found}) > 2
+    check_translation(make(num_layers, **LOUD).eval())
 
 
-def test_batches_translate_as_single_sentences_do() -> None:
+def test_more_hypotheses_find_other_sentences() -> None:
     model = make(**LOUD).eval()
     sentences = [[BOS, *row, EOS] for row in Pairs().tokens("source", "train", range(6))]
     source, lengths = pad_rows(sentences), torch.tensor([len(row) for row in sentences])
     together = model.translate(source, lengths, max_length=7)
-    alone = [model.translate(torch.tensor([row]), torch.tensor([len(row)]), max_length=7)[0] for row in sentences]
-    assert together == alone
     greedy = model.translate(source, lengths, max_length=7, beam_size=1)
     assert together != greedy
 

@@ -131,7 +131,7 @@ def test_too_narrow_columns_are_named() -> None:
         ({"num_train": 0}, "num_train is 0, allowed is 1 or more"),
         ({"num_eval": 0}, "num_eval is 0, allowed is 1 or more"),
         ({"source_columns": 2}, "source_columns is 2, allowed is 3 or more"),
-        ({"label_smoothing": 1.0}, "label_smoothing is 1.0, allowed is 0 up to, not with, 1"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0, allowed is 0 to below 1"),
         ({"num_scored": 401}, r"num_scored is 401, allowed is 0 \(all\) to num_eval, 400"),
     ],
 )

@@ -15,8 +15,9 @@ from tests.evaluations import MODES
 from tests.zoo.cuts import check_every_cut
 from tests.zoo.modes import check_mode
 from tests.zoo.pairs import Pairs
+from tests.zoo.translators import check_padding_of_the_source, check_translation, check_what_is_not_padding
 from zoo.multi_head import MultiHeadAttention
-from zoo.text import BOS, EOS, PAD, pad_rows
+from zoo.text import BOS, PAD
 from zoo.transformer import AddPositions, DecoderBlock, EncoderBlock, Transformer, transformer
 
 SMALL: dict[str, Any] = {
@@ -167,34 +168,11 @@ def test_initialisation() -> None:
 
 def test_padding_of_the_source_influences_nothing() -> None:
     """Neither other tokens in its place nor more of it change an output or a gradient."""
-    model, length = make(), torch.tensor([3, 5])
-    source, target = torch.tensor([[4, 5, 6, 0, 0], [7, 8, 9, 4, 5]]), torch.tensor([[BOS, 5, 6], [BOS, 7, 12]])
-    other, longer = source.clone(), nn.functional.pad(source, (0, 4))
-    other[0, 3:] = 10
-
-    def outcome(source: torch.Tensor) -> list[torch.Tensor]:
-        model.zero_grad()
-        logits = model(source, length, target)
-        logits.square().sum().backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert len(gradients) == len(list(model.parameters()))
-        return [logits.detach(), *gradients]
-
-    expected = outcome(source)
-    for changed in (other, longer):
-        for found, wanted in zip(outcome(changed), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    check_padding_of_the_source(make(), rtol=1e-11, atol=1e-12)
 
 
 def test_what_is_not_padding_matters() -> None:
-    """The last token of the source reaches the first output, and no output depends on tokens after it."""
-    model, length = make(), torch.tensor([4])
-    source, target = torch.tensor([[4, 5, 6, 7]]), torch.tensor([[BOS, 5, 6, 7]])
-    plain = model(source, length, target)
-    assert not torch.equal(model(torch.tensor([[4, 5, 6, 8]]), length, target)[:, 0], plain[:, 0])
-    after = model(source, length, torch.tensor([[BOS, 5, 12, 7]]))
-    assert torch.equal(after[:, :2], plain[:, :2])
-    assert not torch.equal(after[:, 2], plain[:, 2])
+    check_what_is_not_padding(make())
 
 
 def test_every_cut_computes_the_whole() -> None:
@@ -213,17 +191,6 @@ def test_cuts_that_part_shared_matrices_are_refused() -> None:
     assert check_every_cut(make(share_embeddings=True, source_vocabulary=13), Pairs(), 3, every=9) == 0
 
 
-def greedily(model: Transformer, source: list[int], max_length: int) -> list[int]:
-    """Run the whole forward again for every token."""
-    written = [BOS]
-    for _ in range(max_length):
-        logits = model(torch.tensor([source]), torch.tensor([len(source)]), torch.tensor([written]))
-        written.append(int(logits[0, -1].argmax()))
-        if written[-1] == EOS:
-            break
-    return written[1 : len(written) - (written[-1] == EOS)]
-
-
 def test_carried_keys_translate_as_the_whole_forward_does() -> None:
     model = make(width=16).eval()
     for block in model.decoder:  # outputs that differ from sentence to sentence without training
@@ -232,14 +199,7 @@ def test_carried_keys_translate_as_the_whole_forward_does() -> None:
         block.source_attention.key.weight.data *= 3
     for table in (model.source_embedding.table, model.target_embedding.table):
         table.weight.data *= 3
-    sentences = [[BOS, *row, EOS] for row in Pairs().tokens("source", "train", range(6))]
-    source, lengths = pad_rows(sentences), torch.tensor([len(row) for row in sentences])
-    found = model.translate(source, lengths, max_length=7, beam_size=1)
-    assert found == [greedily(model, row, 7) for row in sentences]
-    assert len({tuple(row) for row in found}) > 2
-    together = model.translate(source, lengths, max_length=7)
-    alone = [model.translate(torch.tensor([row]), torch.tensor([len(row)]), max_length=7)[0] for row in sentences]
-    assert together == alone
+    check_translation(model)
 
 
 def test_a_v100_s_profile_counts_the_products() -> None:

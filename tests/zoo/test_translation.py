@@ -164,7 +164,7 @@ def test_copying_scores_nothing_where_languages_share_no_word() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_smoothing": 1.0}, "label_smoothing is 1.0, allowed is 0 up to, not with, 1"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0, allowed is 0 to below 1"),
         ({"num_scored": 5}, r"num_scored is 5, allowed is 0 \(all\) to num_eval, 4"),
         ({"num_scored": -1}, "num_scored is -1"),
         ({"columns": 2}, "source_columns is 2, allowed is 3 or more"),

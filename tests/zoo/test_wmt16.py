@@ -264,7 +264,7 @@ def test_sides_of_unequal_length_are_refused(root: Path) -> None:
         ({"vocabulary": 32_317}, "vocabulary is 32317, allowed is a multiple of 8"),
         ({"num_train": 0}, "num_train is 0, allowed is 1 or more"),
         ({"num_scored": 3004}, r"num_scored is 3004, allowed is 0 \(all\) to num_eval, 3003"),
-        ({"label_smoothing": -0.1}, "label_smoothing is -0.1, allowed is 0 up to, not with, 1"),
+        ({"label_smoothing": -0.1}, "label_smoothing is -0.1, allowed is 0 to below 1"),
     ],
 )
 def test_wrong_options(options: dict, message: str) -> None:

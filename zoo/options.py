@@ -1,0 +1,72 @@
+"""Refusals of options out of their range, in one wording: whose option, what was given, what is allowed."""
+
+from collections.abc import Collection
+
+
+def at_least(smallest: float, of: str, why: str = "", /, **options: float) -> None:
+    """Refuse options that are too small.
+
+    Args:
+        smallest: what is allowed, and more.
+        of: what they are options of, such as the name of a model.
+        why: says in brackets what needs so many; empty: nothing.
+        options: by name.
+
+    Raises:
+        ValueError: names the first that is less.
+    """
+    for name, value in options.items():
+        if value < smallest:
+            raise ValueError(f"{of}: {name} is {value}, allowed is {smallest} or more{why and f' ({why})'}")
+
+
+def more_than(bound: float, of: str, why: str = "", /, **options: float) -> None:
+    """Refuse options that are a bound or less; see `at_least`.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name, value in options.items():
+        if value <= bound:
+            raise ValueError(f"{of}: {name} is {value}, allowed is more than {bound}{why and f' ({why})'}")
+
+
+def below_one(of: str, /, **options: float) -> None:
+    """Refuse probabilities that are not from 0 to below 1; see `at_least`.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name, value in options.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{of}: {name} is {value}, allowed is 0 to below 1")
+
+
+def one_of(allowed: Collection[str], of: str, /, **options: str) -> None:
+    """Refuse options that are none of some words; see `at_least`.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name, value in options.items():
+        if value not in allowed:
+            raise ValueError(f"{of}: {name} is {value!r}, allowed are {', '.join(allowed)}")
+
+
+def one_size(of: str, *, because: str, source_vocabulary: int, target_vocabulary: int) -> None:
+    """Refuse vocabularies of unequal sizes where one embedding is shared.
+
+    Args:
+        of: the model's name.
+        because: the option that is true.
+        source_vocabulary: tokens of what is read.
+        target_vocabulary: tokens of what is written.
+
+    Raises:
+        ValueError: they are unequal.
+    """
+    if source_vocabulary != target_vocabulary:
+        raise ValueError(
+            f"{of}: {because} is true, allowed is false for vocabularies of unequal sizes, here "
+            f"{source_vocabulary} and {target_vocabulary}"
+        )
