@@ -34,7 +34,9 @@ class Processes:
     def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        # One server imports what all of them need, which takes seconds, and each is a copy of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pipebench.distributed.engine", "tests.distributed.cases", "torch._dynamo"])
         self._pipes: list[Connection] = []
         self._processes = []
         self._lost: set[int] = set()
@@ -58,7 +60,7 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(_AFTER_A_FAILURE_S if self._lost or error else PATIENCE_S)
+            process.join(0.0 if self._lost else _AFTER_A_FAILURE_S if error else PATIENCE_S)
             process.kill()
             process.join()
         if error is None and not self._lost:

@@ -23,11 +23,12 @@ from pipebench.model.plan import Plan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
-from pipebench.simulate.meter import Meter
+from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
 from pipebench.simulate.steady import Totals, simulate_all, simulate_segment
-from pipebench.simulate.timeline import MIGRATION
+from pipebench.simulate.throughput import Mark, Marks
+from pipebench.simulate.timeline import MIGRATION, Timeline
 
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 _RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
@@ -61,16 +62,22 @@ class SimulatedEngine:
 
     Args:
         setup: what is run.
-        meter: takes note of every event and transfer that is played.
+        listeners: take note of every event and transfer that is played.
 
     Attributes:
         setup: what is run, under the cuts there are now.
         clock_s: the run's clock at the last drain.
         totals: of all segments.
+        marks: what there was when, in the last segment as far as it was played, and at its end; counted from its start.
+        began_s: the minibatches at which layers have moved meanwhile, and when those began.
     """
 
-    def __init__(self, setup: Setup, meter: Meter | None = None) -> None:
-        self._meter = meter or Meter(setup.pipeline)
+    def __init__(self, setup: Setup, *listeners: Listener) -> None:
+        pipeline = setup.pipeline
+        self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
+        self._meter = Meter(pipeline, self._listening, *listeners)
+        self.marks: list[Mark] = []
+        self.began_s: dict[int, float] = {}
         self.clock_s = 0.0
         self.totals = NOTHING
         self._shown = False  # whether the meter has seen anything
@@ -101,8 +108,9 @@ class SimulatedEngine:
 
     def train(self, first: int, num_minibatches: int) -> int:
         """Play a segment; return how many minibatches it had: fewer than asked for where it was drained to move."""
+        self.marks = []
         if self._phases is None and not self._monitors:
-            return self._took(self._steady(first, num_minibatches), num_minibatches)
+            return self._took(self._steady(first, num_minibatches), num_minibatches, first)
         phases = self._phases = self._phases or phases_of(self.setup)
         segment = self._segment = _Segment(
             self.setup, phases, first, num_minibatches, self.clock_s, self._meter, self._monitors, self._enough()
@@ -113,6 +121,11 @@ class SimulatedEngine:
         self._quiet += max(0, done - segment.changed_at)
         if self.setup is not before:
             self._known.clear()
+        self.began_s |= segment.began_s
+        if segment.changed_at:  # what empties the pipeline where it only is as if it were emptied is left out
+            last = done - 2 * before.pipeline.depth if segment.is_quiet else done
+            samples = before.sampler.samples_before(first + last) - before.sampler.samples_before(first)
+            self.marks = [mark for mark in self._listening.made if mark.samples <= samples]
         if segment.is_quiet:
             self._monitors = []
         if not segment.changed_at:
@@ -120,7 +133,7 @@ class SimulatedEngine:
         elif segment.is_quiet and done < num_minibatches:
             whole, part = self._steady(first, num_minibatches), self._steady(first, done)
             played, done = played.extended(whole, 1).extended(part, -1), num_minibatches
-        return self._took(played, done)
+        return self._took(played, done, first)
 
     def replan(self, plan: Plan) -> None:
         """Go on under a plan with other cuts or memory policies, at a drain; what moves takes the links' time."""
@@ -139,11 +152,20 @@ class SimulatedEngine:
         for message in sent:
             network.arrived(message)
         took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
-        self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0)
+        self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
 
-    def _took(self, totals: Totals, num_minibatches: int) -> int:
+    def timeline(self) -> Timeline:
+        """Return the first part of what was played."""
+        return self._meter.timeline()
+
+    def _took(self, totals: Totals, num_minibatches: int, first: int) -> int:
+        """Let a segment have taken what it has; return its length."""
         self.totals = self.totals.extended(totals, 1)
         self.clock_s += totals.end_s
+        sampler = self.setup.sampler
+        samples = sampler.samples_before(first + num_minibatches) - sampler.samples_before(first)
+        if not self.marks or self.marks[-1].samples < samples:
+            self.marks.append(Mark(self.clock_s, samples, totals.num_bytes))
         return num_minibatches
 
     def _enough(self) -> int:
@@ -214,6 +236,7 @@ class _Segment:
 
     Attributes:
         is_quiet: whether that many have run.
+        began_s: when the minibatches began at which layers move, numbered from the run's first.
     """
 
     def __init__(
@@ -235,6 +258,7 @@ class _Segment:
         self._grain = math.lcm(setup.pipeline.period, setup.sampler.streams or 1)
         self._drains_at = 0
         self.is_quiet = False
+        self.began_s: dict[int, float] = {}
         self._admission = StoppableAdmission(
             StopRequest(), setup.pipeline, num_minibatches, self._grain, lambda cut: None
         )
@@ -247,8 +271,11 @@ class _Segment:
     @property
     def changed_at(self) -> int:
         """The first minibatch under the last cuts, those after the segment included; 0: there are no others."""
-        announced = () if self._phases is None else self._phases.routes.moves.announced
-        return announced[-1].at if announced else self._drains_at
+        return self._announced[-1].at if self._announced else self._drains_at
+
+    @property
+    def _announced(self) -> tuple[Move, ...]:
+        return () if self._phases is None else self._phases.routes.moves.announced
 
     def end_at(self, minibatch: int) -> None:
         """End before a minibatch, to move there."""
@@ -275,8 +302,8 @@ class _Segment:
             if self._measured:
                 self._measure(event, size_of)
             meter.event(event)
-            if self._enough and event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
-                self._end_if_quiet(pipeline.minibatch(event.instruction.number)[0])
+            if event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
+                self._begun(pipeline.minibatch(event.instruction.number)[0], event.start_s)
         after = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s
         busy_s, stall_s, again_s, swap_stall_s = (b - a for a, b in zip(before, after, strict=True))
         return Totals(
@@ -297,10 +324,12 @@ class _Segment:
         elif it.op in _RECEIVES and size_of(it.number):
             monitor.received(it, self._mailbox)
 
-    def _end_if_quiet(self, minibatch: int) -> None:
+    def _begun(self, minibatch: int, start_s: float) -> None:
         """End as soon as enough has run since the last change, and let the pipeline become steady before that."""
         since = minibatch - self.changed_at
-        if self.is_quiet or self._drains_at or since < self._enough:
+        if any(move.at == minibatch for move in self._announced):
+            self.began_s.setdefault(self._first + minibatch, start_s)
+        if not self._enough or self.is_quiet or self._drains_at or since < self._enough:
             return
         self.is_quiet = True
         end = math.ceil((minibatch + 1 + 8 * self._setup.pipeline.depth) / self._grain) * self._grain

@@ -78,7 +78,14 @@ class SimulatedRuns(EngineRuns):
             job = prepare_job(loaded, tells=True, silent=request.suite.brief)
             watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
             recorder = RunRecorder(request, job, tracking, log_text)
-            return Ran(recorder.record(lambda *_: simulate(job, watch), watch), recorder.log.run_id)
+
+            def simulated(_: Progress, on_point: OnPoint) -> tuple[RunResult, Timeline]:
+                result, timeline = simulate(job, watch)
+                for point in result.points:
+                    on_point(point)
+                return result, timeline
+
+            return Ran(recorder.record(simulated, watch), recorder.log.run_id)
 
 
 class VirtualRuns(EngineRuns):

@@ -1,5 +1,6 @@
-"""Throughput over time: what a pipeline finishes per second, before, while and after something changes."""
+"""Throughput over time: what a pipeline finishes and sends per second, before, while and after something changes."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,57 @@ class Finishes:
 
     def transfer(self, transfer: Transfer) -> None:
         """Transfers finish nothing."""
+
+
+class Mark(NamedTuple):
+    """What there was up to a moment.
+
+    Attributes:
+        clock_s: the moment.
+        samples: that were through.
+        num_bytes: that had arrived, by kind and level.
+    """
+
+    clock_s: float
+    samples: int
+    num_bytes: Counter[tuple[str, str]]
+
+
+class Marks:
+    """Listens to a meter, and makes a mark whenever so many more units are through.
+
+    Args:
+        pipeline: the shape of what is run.
+        every: units from mark to mark.
+
+    Attributes:
+        made: since the segment began, and counted from there.
+    """
+
+    def __init__(self, pipeline: Pipeline, every: int) -> None:
+        self.made: list[Mark] = []
+        self._every, self._finishes = every, Finishes(pipeline)
+        self._num_bytes: Counter[tuple[str, str]] = Counter()
+
+    def begin(self, size_of: Callable[[int], Size]) -> None:
+        """Start a segment."""
+        self.made = []
+        self._finishes.units.clear()
+        self._finishes.begin(size_of)
+        self._num_bytes.clear()
+
+    def event(self, event: Event) -> None:
+        """Take note of one event."""
+        units = self._finishes.units
+        before = len(units)
+        self._finishes.event(event)
+        if len(units) > before and len(units) % self._every == 0:
+            samples = sum(unit.samples for unit in units)
+            self.made.append(Mark(units[-1].end_s, samples, Counter(self._num_bytes)))
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Count what has arrived."""
+        self._num_bytes[transfer.kind, transfer.level] += transfer.num_bytes
 
 
 def throughput(units: Sequence[Finished], period_s: float, end_s: float) -> list[float]:

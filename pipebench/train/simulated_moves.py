@@ -4,16 +4,18 @@ Between two drains only as much is simulated as anything changes in. Then every 
 last cuts, found as for a run whose layers stay; so a run's time hardly depends on how many epochs it has.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.model.plan import Plan
 from pipebench.schedule.repartitions import Repartition
-from pipebench.simulate.meter import Meter
+from pipebench.simulate.meter import Meter, sum_by
 from pipebench.simulate.steady import simulate_segment
-from pipebench.simulate.timeline import Timeline
+from pipebench.simulate.throughput import Mark
+from pipebench.simulate.timeline import MIGRATION, TRAINING_KINDS, Timeline
 from pipebench.train.job import Job
 from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
 from pipebench.train.moves import plan_after
@@ -31,15 +33,15 @@ def simulate_moving(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
         job: what is simulated.
         watch: watches a segment under the cuts that the run begins with, and foretells the peaks of memory.
     """
-    setup, meter = job.setup, Meter(job.setup.pipeline)
-    engine = SimulatedEngine(setup, meter)
+    setup, engine = job.setup, SimulatedEngine(job.setup)
     moves = Repartitioning(job, engine, lambda sentence: None)
     periods = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch)
     points = tuple(_trained(periods, engine, moves))
+    made = tuple(replace(move, clock_s=engine.began_s.get(move.minibatch, move.clock_s)) for move in moves.made)
     per_epoch, samples = setup.sampler.minibatches_per_epoch, setup.sampler.samples_before(periods.total)
     last = replace(job, setup=engine.setup)
     epoch = simulate_segment(engine.setup, per_epoch)
-    epochs, times = samples / setup.sampler.num_samples, len(moves.made)
+    epochs, times = samples / setup.sampler.num_samples, len(made)
     told = f"simulated {epochs:g} epoch{'s' * (epochs > 1)}"
     moved = "layers stayed where they were" if not times else f"layers moved {times} time{'s' * (times > 1)}"
     result = RunResult(
@@ -49,31 +51,45 @@ def simulate_moving(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
         metrics=totalled(setup, samples, engine.totals)
         | {"steady_throughput_samples_per_s": setup.sampler.num_samples / epoch.end_s}
         | ({} if times else planned_metrics(job))
-        | move_metrics(moves.made, engine.totals.num_bytes),
+        | move_metrics(made, engine.totals.num_bytes),
         points=points,
         stages=tuple(row | each for row, each in zip(describe_stages(last), shares(last, epoch), strict=True)),
-        moves=tuple(moves.made),
+        moves=made,
         notes=recipe_notes(job) | epoch_notes(last, epoch, per_epoch),
     )
-    return _with_peaks(job, watch, result) if watch else result, meter.timeline()
+    return _with_peaks(job, watch, result) if watch else result, engine.timeline()
 
 
-def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -> Iterable[Point]:
-    """Go through the drains of a run; yield what each evaluation would come after."""
+def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -> Iterator[Point]:
+    """Go through the drains of a run; yield what there is to tell of its rates, often while layers move."""
     done, sampler = 0, engine.setup.sampler
-    clock_s, samples = 0.0, 0
+    before = Mark(0.0, 0, Counter())
     while done < periods.total:
         first, drain = done, moves.next_drain(done, periods.next_drain(done))
         moves.announce(first, drain)
         done += engine.train(first, drain - first)
         moves.note(first, done)
-        if periods.evaluates_at(done):
-            before, samples = samples, sampler.samples_before(done)
-            rate = (samples - before) / (engine.clock_s - clock_s)
-            clock_s = engine.clock_s
-            yield Point(samples, clock_s, {"throughput_samples_per_s": rate})
+        samples, last = sampler.samples_before(first), before
+        for mark in engine.marks:
+            yield Point(samples + mark.samples, mark.clock_s, _rates(last, mark))
+            last = mark
+        before, sent = Mark(engine.clock_s, 0, Counter()), Counter(engine.totals.num_bytes)
         if done < periods.total:
             moves.replan(done)
+            for key, count in engine.totals.num_bytes.items():  # what moves at a drain counts with what comes after it
+                before.num_bytes[key] = sent[key] - count
+
+
+def _rates(before: Mark, mark: Mark) -> dict[str, float]:
+    """Return what happened per second between two moments of a segment."""
+    took_s = mark.clock_s - before.clock_s
+    sent = sum_by(mark.num_bytes - before.num_bytes, 0, (*TRAINING_KINDS, MIGRATION))
+    moved = sent.pop(MIGRATION, 0)
+    return {
+        "throughput_samples_per_s": (mark.samples - before.samples) / took_s,
+        "comm_bytes_per_s": sum(sent.values()) / took_s,
+        "migration_bytes_per_s": moved / took_s,
+    }
 
 
 def _with_peaks(job: Job, watch: Watch, result: RunResult) -> RunResult:

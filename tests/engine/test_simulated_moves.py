@@ -10,7 +10,6 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine, simulate_moves
 from pipebench.model.plan import recut
 from pipebench.schedule.moves import Move
-from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import Totals
 from tests.engine.test_balancing import balancing
 from tests.models import SkipNet
@@ -91,8 +90,8 @@ def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, m
     """Whether a segment ends with an epoch, in the middle of one, or goes over the ends of several."""
 
     def run() -> tuple[SimulatedEngine, int]:
-        meter = Meter((setup := uneven([1, 2], **columns)).pipeline, counter := Counted())
-        engine, done = SimulatedEngine(setup, meter), 0
+        counter, done = Counted(), 0
+        engine = SimulatedEngine(uneven([1, 2], **columns), counter)
         engine.announce(Move(32, (1, 3)))
         for count in segments:
             done += engine.train(done, count)

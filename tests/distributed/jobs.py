@@ -1,0 +1,163 @@
+"""Whole training loops in the processes of the tests: with moves or a search, killed at a place, and gone on."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipebench.checkpoint.store import Checkpoints
+from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.launch_join import PeerLostError
+from pipebench.distributed.world import World
+from pipebench.engine.worker import Worker
+from pipebench.recipe.moves import asked_moves
+from pipebench.recipe.schema import PeriodRecipe
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.train.checkpointing import CheckpointPolicy, newest
+from pipebench.train.interfaces import Engine
+from pipebench.train.job import Job
+from pipebench.train.moves import planned_moves
+from pipebench.train.periods import Periods
+from pipebench.train.result import RunResult
+from pipebench.train.searching import loop_for
+from tests.distributed.cases import momentum
+from tests.engine.test_cells import whole
+from tests.search.test_searching import asked
+from tests.search.test_searching import job as search_job
+from tests.support import Blobs, Mlp, make_setup
+from tests.train.test_training import Silent, recipe
+
+SEGMENT, MOVES_AT = 10, (8, 18)  # minibatches between checkpoints; of the run, from which layers move
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A run of three stages, between the first two of which a layer moves to and fro.
+
+    Attributes:
+        last: which way it moves the second time, `left` or `right`.
+        live: whether training goes on meanwhile.
+    """
+
+    last: str
+    live: bool = True
+
+    def job(self) -> Job:
+        """Return what is trained."""
+        there = {"left": ([3, 4], ("body_2", "body_4"), ("body_3", "body_4"))}
+        there["right"] = ([2, 4], *there["left"][:0:-1])
+        starts, *cuts = there[self.last]
+        moves = [{"at": {"minibatches": at}, "cuts": list(to)} for at, to in zip(MOVES_AT, cuts, strict=True)]
+        data = Blobs(num_train=46)
+        setup = make_setup(Mlp(), (starts, [1, 1, 1]), dataset=data, make_optimizer=momentum)
+        setup = replace(setup, repartitions=True, live=self.live)
+        every = PeriodRecipe(minibatches=SEGMENT)
+        given = recipe(target=None, max_epochs=2, evaluate_every=every, checkpoint_every=every)
+        periods = Periods.of(given.train, setup.sampler.minibatches_per_epoch)
+        return Job(given, setup.cluster, setup, moves=planned_moves(asked_moves(moves), setup, periods))
+
+
+@dataclass(frozen=True)
+class Searching:
+    """A search of ten individuals of three stages.
+
+    Attributes:
+        weights: the policy.
+    """
+
+    weights: str
+
+    def job(self) -> Job:
+        """Return what is searched."""
+        return search_job(whole(weights=self.weights), asked(checkpoint_every=PeriodRecipe(minibatches=3)))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a worker is killed.
+
+    Attributes:
+        rank: which one.
+        place: an instruction's name in `Op`, or that of a function below.
+        nth: when it comes there for the nth time, from 0.
+        after: once that is done; otherwise right before.
+    """
+
+    rank: int
+    place: str
+    nth: int = 0
+    after: bool = False
+
+
+_FUNCTIONS: dict[str, type] = {
+    "hand_over": World, "write_part": Checkpoints, "commit": Checkpoints, "take_up": DistributedEngine,
+}  # fmt: skip
+
+
+def trained(
+    world: World, what: Moving | Searching, folder: str, fault: Fault | None = None, shares_memory: bool = True
+) -> tuple[int, dict[str, torch.Tensor], RunResult]:
+    """Train from the newest checkpoint on, if there is one; return the worker, its weights and the result.
+
+    A worker with a fault is killed there, and leaves a file beside the folder; the others end when they hear of it.
+    """
+    if fault is not None and fault.rank == world.rank:
+        _arm(fault, Path(f"{folder}.struck"))
+    given = what.job()
+    given = replace(given, recipe=replace(given.recipe, engine=replace(given.recipe.engine, kind="distributed")))
+    store, engines = Checkpoints(Path(folder)), list[DistributedEngine]()
+
+    def make(*told: Callable[..., None]) -> Engine:
+        on_loss, on_unit = told
+        there = replace(world, shares_memory=shares_memory)
+        engines.append(DistributedEngine(given.setup, there, on_loss=on_loss, on_unit=on_unit))
+        return engines[0]
+
+    try:
+        policy = CheckpointPolicy(store, newest(store, given)[0])
+        result, _ = loop_for(given, make, Silent(), lambda point: None, policy).run()
+    except PeerLostError:
+        os._exit(3)
+    worker = engines[0].worker
+    tensors = {name: t.detach().clone() for r in worker.replicas.values() for name, t in r.tensors().items()}
+    engines[0].close()
+    return worker.index, tensors, result
+
+
+def _arm(fault: Fault, mark: Path) -> None:
+    """Let this process be killed at a place."""
+    if fault.place in _FUNCTIONS:
+        _strike(_FUNCTIONS[fault.place], fault.place, fault, mark, lambda *given: True)
+    else:
+        op = Op[fault.place]
+        _strike(Worker, "execute", fault, mark, lambda worker, instruction, *_: _is(instruction, op))
+
+
+def _is(instruction: Instruction, op: Op) -> bool:
+    return instruction.op is op
+
+
+def _strike(where: type, name: str, fault: Fault, mark: Path, counts: Callable[..., bool]) -> None:
+    """Stand before a method, and kill this process when it is called for the nth time."""
+    function, times = getattr(where, name), [0]
+
+    def die() -> None:
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def struck(*given: Any, **named: Any) -> Any:
+        if not counts(*given):
+            return function(*given, **named)
+        times[0] += 1
+        if times[0] == fault.nth + 1 and not fault.after:
+            die()
+        found = function(*given, **named)
+        if times[0] == fault.nth + 1:
+            die()
+        return found
+
+    setattr(where, name, struck)

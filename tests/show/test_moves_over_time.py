@@ -1,0 +1,23 @@
+"""Rates over time while layers move, as a picture."""
+
+from pathlib import Path
+
+import pytest
+
+from pipebench.schedule.repartitions import Repartition
+from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves, until_settled_s
+from pipebench.train.result import Point
+
+MOVES = [Repartition(10, ("c",), was=("b",), live=True, clock_s=2.0), Repartition(30, ("d",), live=True, clock_s=5.0)]
+
+
+def point(samples: int, clock_s: float, moved: float) -> Point:
+    return Point(samples, clock_s, {RATE: 8.0, SENT: 3e6, MOVED: moved})
+
+
+def test_it_ends_soon_after_what_moves_has_arrived(tmp_path: Path) -> None:
+    points = [point(8, 1.0, 0.0), point(16, 3.0, 2e6), point(24, 6.0, 4e6), point(9_000, 900.0, 0.0)]
+    assert until_settled_s(points, MOVES) == pytest.approx(9.0)
+    assert until_settled_s(points[:3], MOVES) == pytest.approx(6.0), "no longer than the run"
+    draw_moves(points, MOVES, tmp_path / "moves.png")
+    assert (tmp_path / "moves.png").read_bytes().startswith(b"\x89PNG")
