@@ -16,9 +16,11 @@ nox.options.error_on_missing_interpreters = True
 
 SHARED = Path(".nox") / "shared"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Some tests start processes of their own, which are many even for two: so no more than four at once. A file stays
-# whole, since tests of one file share what is slow to make; files come in order, which has the slowest early.
-ON_ALL_CORES = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder")
+# One more than there are cores, since some tests wait; but they wait for processes of their own, which are many even
+# for two: so no more than four at once. A file stays whole, since tests of one file share what is slow to make; files
+# come in order, which has the slowest early.
+NUM_AT_ONCE = min(4, (os.cpu_count() or 1) + 1)
+ON_ALL_CORES = (f"--numprocesses={NUM_AT_ONCE}", "--dist=loadfile", "--no-loadscope-reorder")
 
 
 @nox.session(venv_backend="none")

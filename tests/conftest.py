@@ -1,9 +1,35 @@
 """What holds for all tests."""
 
+import shutil
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipebench.tracking import connection
 
 
 def pytest_configure() -> None:
     """Hear Ctrl-C, and let processes that are started hear it: a shell lets what runs in its background ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tables_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fill new stores with the tables that MLflow made in the first: making them takes a second, in every folder.
+
+    Processes that tests start have them made, as users do.
+    """
+    first = tmp_path_factory.mktemp("store") / "mlflow.db"
+    make_tables = connection._make_tables
+
+    def copy(path: Path) -> None:
+        if not first.exists():
+            make_tables(first)
+        shutil.copyfile(first, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "_make_tables", copy)
+        yield

@@ -115,5 +115,10 @@ def _make_database(path: Path) -> None:
         left_over.unlink()
     # A name of its own: MLflow keeps connections to every file that this process has named to it.
     aside = path.with_name(f".{path.name}.new-{secrets.token_hex(4)}")
-    _mlflow()(tracking_uri=f"{_SQLITE}{aside}").search_experiments(max_results=1)
+    _make_tables(aside)
     files.rename(aside, path)
+
+
+def _make_tables(path: Path) -> None:
+    """Have MLflow make its tables in a new file, which takes it a second: it migrates all its versions' one by one."""
+    _mlflow()(tracking_uri=f"{_SQLITE}{path}").search_experiments(max_results=1)

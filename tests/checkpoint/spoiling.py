@@ -1,6 +1,7 @@
 """Ways to spoil what a run has left on the disk: seals broken, or, as by somebody who knows how, made to fit again.
 
-Run as a program it spoils copies of a run one after the other and resumes each, in one process: a crash would be seen.
+Run as a program it makes two runs, spoils copies of them one after the other and resumes each, all in one process: a
+crash would be seen.
 """
 
 import functools
@@ -37,7 +38,9 @@ cluster: {name: cluster-a}
 parallelism: {mode: pipedream, plan: 2-1, cuts: [head]}
 engine: {kind: virtual, device: cpu}
 """
-LAST = 16
+TABLES = "tests.checkpoint.test_spoilt"
+BEFORE, LAST = "step-00000012", 16
+CHANGE = "TEST_CHANGE"  # the environment variable that says how the model's code was changed
 
 
 class Small(nn.Module):
@@ -56,7 +59,7 @@ class Small(nn.Module):
 def small() -> nn.Module:
     """Return the model; other ones stand for code that was changed, as the environment says."""
     model: Any = Small()
-    change = os.environ.get("TEST_CHANGE", "")
+    change = os.environ.get(CHANGE, "")
     if change == "renamed":
         model.head.register_buffer("extra", torch.zeros(3))
     if change == "wider":
@@ -127,15 +130,27 @@ def weights_hash(run: Path) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in tensors)).hexdigest()
 
 
-def spoil_all(ways: Mapping[str, Callable[[Left], object]], source: Path, room: Path, *words: str) -> None:
+def make_run(folder: Path, *words: str) -> Path:
+    """Make a run of two checkpoints in a new folder, and return the run's own."""
+    folder.mkdir()
+    os.chdir(folder)
+    Path("small.yaml").write_text(RECIPE)
+    done = CliRunner().invoke(cli, ["run", "small.yaml", *words])
+    assert done.exit_code == 0, done.stderr
+    (run,) = (folder / "pipebench-runs").iterdir()
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [BEFORE, f"step-{LAST:08d}"]
+    return run
+
+
+def spoil_all(table: str, source: Path, room: Path) -> None:
     """Spoil a copy of a run's folder in each way, resume it, and print what that said, a JSON object per line.
 
     Args:
-        ways: by name.
+        table: of ways by name, in the test module.
         source: the folder with the run's `pipebench-runs`.
         room: where the copies go.
-        words: what follows `pipebench run --resume RUN`.
     """
+    ways: Mapping[str, Callable[[Left], object]] = getattr(importlib.import_module(TABLES), table)
     for name, way in ways.items():
         folder = room / name.replace(" ", "-").replace("/", "-")
         shutil.copytree(source, folder, symlinks=True)
@@ -144,19 +159,29 @@ def spoil_all(ways: Mapping[str, Callable[[Left], object]], source: Path, room: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of quantized tensors
             way(Left(run))
-        found = CliRunner().invoke(cli, ["run", "--resume", run.name, *words])
-        answer: dict[str, Any] = {"name": name, "code": found.exit_code, "said": found.stderr}
+        found = CliRunner().invoke(cli, ["run", "--resume", run.name])
+        answer: dict[str, Any] = {"table": table, "name": name, "code": found.exit_code, "said": found.stderr}
         if found.exit_code == 0:
             answer["weights"] = weights_hash(run)
         print(json.dumps(answer), flush=True)
+        os.environ.pop(CHANGE, None)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(table: str, source: str, room: str, *words: str) -> None:
-    """Spoil in the ways that a test module's table names: `module:TABLE`."""
-    module, _, name = table.partition(":")
-    ways = getattr(importlib.import_module(module), name)
-    spoil_all(ways, Path(source), Path(room), *words)
+def main(room: Path) -> None:
+    """Make the runs in `room`, one of them in processes, and spoil them in all ways of the test module's tables."""
+    source, alone, in_processes = (room / name for name in ("source", "alone", "in-processes"))
+    make_run(source)
+    make_run(in_processes, "engine.kind=distributed")
+    shutil.copytree(source, alone)
+    shutil.rmtree(next(alone.glob(f"pipebench-runs/*/checkpoints/{BEFORE}")))
+    for table, folder in (
+        ("WAYS", alone),
+        ("PASSED_OVER", source),
+        ("CHANGES", source),
+        ("DECISION_WAYS", in_processes),
+    ):
+        spoil_all(table, folder, room)
 
 
 # Ways to spoil tensors: what a tensor is replaced by.
@@ -215,6 +240,11 @@ def in_file(name: str, key: str, value: Any) -> Callable[[Left], None]:
     return lambda left: change_json(left.folder / name, change)
 
 
+def with_code(change: str) -> Callable[[Left], None]:
+    """Return a way to leave the files, and change the model's code."""
+    return lambda left: os.environ.update({CHANGE: change})
+
+
 def in_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Left], None]:
     """Return a way to spoil the manifest, sealed again."""
     return lambda left: left.change_manifest(change)
@@ -255,4 +285,4 @@ def nested() -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]))

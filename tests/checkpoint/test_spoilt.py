@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.checkpoint.spoiling import (
+    BEFORE,
     LAST,
-    RECIPE,
     Bomb,
     Left,
     change_json,
@@ -28,6 +28,7 @@ from tests.checkpoint.spoiling import (
     replaced,
     strided,
     weights_hash,
+    with_code,
     with_part,
 )  # fmt: skip
 
@@ -312,15 +313,20 @@ DECISIONS: Mapping[str, tuple[Way, str]] = {
     "profile of other sizes": (profile(drop_sizes), "has no times for 500"),
 }  # fmt: skip
 DECISION_WAYS = {name: way for name, (way, _) in DECISIONS.items()}
+CHANGED: Mapping[str, tuple[Way, str]] = {
+    "renamed": (with_code("renamed"), "buffer head.extra: is in the model, but not in the checkpoint"),
+    "wider": (with_code("wider"), "parameter norm.bias: is in the checkpoint, but not in the model"),
+}
+CHANGES = {name: way for name, (way, _) in CHANGED.items()}
 
 
-def environment(room: Path) -> dict[str, str]:
-    return {**os.environ, "PIPEBENCH_CACHE": str(room), "MLFLOW_TRACKING_URI": f"sqlite:///{room / 'mlflow.db'}"}
+Said = Mapping[str, Mapping[str, dict[str, Any]]]
 
 
 def in_subprocess(room: Path, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    places = {"PIPEBENCH_CACHE": str(room), "MLFLOW_TRACKING_URI": f"sqlite:///{room / 'mlflow.db'}"}
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment(room), capture_output=True, text=True, check=False
+        [sys.executable, *words], cwd=cwd, env={**os.environ, **places}, capture_output=True, text=True, check=False
     )
 
 
@@ -330,96 +336,62 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(room: Path) -> Path:
-    """A folder with an ended run of two checkpoints."""
-    folder = room / "source"
-    folder.mkdir()
-    (folder / "small.yaml").write_text(RECIPE)
-    done = in_subprocess(room, "-m", "pipebench", "run", "small.yaml", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    (run,) = (folder / "pipebench-runs").iterdir()
-    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000012", f"step-{LAST:08d}"]
-    return folder
-
-
-def answers(table: str, source: Path, room: Path, *words: str) -> dict[str, dict[str, Any]]:
-    place = room / table.partition(":")[2]
-    done = in_subprocess(
-        room, "-X", "faulthandler", "-m", "tests.checkpoint.spoiling", table, str(source), str(place), *words
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+def said(room: Path) -> Said:
+    """What is said of every way, by table and name, by one process."""
+    done = in_subprocess(room, "-X", "faulthandler", "-m", "tests.checkpoint.spoiling", str(room))
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"table"')]
     assert done.returncode == 0, f"after {found[-1:]}: {done.stderr}"
-    return {answer["name"]: answer for answer in found}
+    tables: dict[str, dict[str, dict[str, Any]]] = {}
+    for answer in found:
+        tables.setdefault(answer["table"], {})[answer["name"]] = answer
+    return tables
 
 
-@pytest.fixture(scope="module")
-def alone(source: Path, room: Path) -> dict[str, dict[str, Any]]:
-    """What is said where the spoilt checkpoint is the only one."""
-    folder = room / "alone"
-    shutil.copytree(source, folder)
-    shutil.rmtree(next(folder.glob("pipebench-runs/*/checkpoints/step-00000012")))
-    return answers(f"{__name__}:WAYS", folder, room)
+def refusal(answer: Mapping[str, Any]) -> str:
+    """Return the one sentence of a user's mistake."""
+    assert answer["code"] == 2, answer
+    [line] = answer["said"].splitlines()
+    assert isinstance(line, str)
+    assert line.startswith("pipebench: error: ")
+    return line
 
 
 @pytest.mark.parametrize("way", EXPECTED)
-def test_a_spoilt_run_is_refused_in_one_sentence(alone: dict[str, dict[str, Any]], way: str) -> None:
-    answer = alone[way]
-    assert answer["code"] == 2, answer
-    [line] = answer["said"].splitlines()
-    assert line.startswith("pipebench: error: ")
-    assert EXPECTED[way][1] in line
-
-
-@pytest.fixture(scope="module")
-def older(source: Path, room: Path) -> dict[str, dict[str, Any]]:
-    """What is said where there is a good checkpoint before the spoilt one."""
-    return answers(f"{__name__}:PASSED_OVER", source, room)
+def test_a_spoilt_run_is_refused_in_one_sentence(said: Said, way: str) -> None:
+    """The spoilt checkpoint is the only one."""
+    assert EXPECTED[way][1] in refusal(said["WAYS"][way])
 
 
 @pytest.mark.parametrize("way", PASSED_OVER)
-def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(
-    older: dict[str, dict[str, Any]], source: Path, way: str
-) -> None:
-    answer = older[way]
+def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, room: Path, way: str) -> None:
+    answer = said["PASSED_OVER"][way]
     assert answer["code"] == 0, answer
     [line] = answer["said"].splitlines()
     assert line.startswith(f"pipebench: skipped the checkpoint of step {LAST}: ")
     assert EXPECTED[way][1] in line
-    (run,) = (source / "pipebench-runs").iterdir()
+    (run,) = (room / "source" / "pipebench-runs").iterdir()
     assert answer["weights"] == weights_hash(run)
 
 
-@pytest.fixture(scope="module")
-def in_processes(room: Path) -> Path:
-    """A folder with an ended run in processes."""
-    folder = room / "in-processes"
-    folder.mkdir()
-    (folder / "small.yaml").write_text(RECIPE)
-    done = in_subprocess(room, "-m", "pipebench", "run", "small.yaml", "engine.kind=distributed", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def decisions(in_processes: Path, room: Path) -> dict[str, dict[str, Any]]:
-    """What is said of spoilt decisions, before any process is started."""
-    return answers(f"{__name__}:DECISION_WAYS", in_processes, room)
-
-
 @pytest.mark.parametrize("way", DECISIONS)
-def test_a_spoilt_decision_is_refused_in_one_sentence(decisions: dict[str, dict[str, Any]], way: str) -> None:
-    answer = decisions[way]
-    assert answer["code"] == 2, answer
-    [line] = answer["said"].splitlines()
-    assert line.startswith("pipebench: error: ")
-    assert DECISIONS[way][1] in line
+def test_a_spoilt_decision_is_refused_in_one_sentence(said: Said, way: str) -> None:
+    """Before any process is started."""
+    assert DECISIONS[way][1] in refusal(said["DECISION_WAYS"][way])
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_model_whose_code_has_changed_is_told_in_one_sentence(said: Said, change: str) -> None:
+    line = refusal(said["CHANGES"][change])
+    assert CHANGED[change][1] in line
+    assert line.endswith(", nor can the older one be used")
 
 
 @pytest.mark.slow
-def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(in_processes: Path, room: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("said")
+def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(room: Path, tmp_path: Path) -> None:
     """First there is one before it, then none."""
     folder = tmp_path / "copy"
-    shutil.copytree(in_processes, folder)
+    shutil.copytree(room / "in-processes", folder)
     (run,) = (folder / "pipebench-runs").iterdir()
     undisturbed = weights_hash(run)
     WAYS["state shape"](Left(run))
@@ -430,31 +402,10 @@ def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(in_processes: Path
     assert f"{run.name} goes on from minibatch 12" in done.stderr
     assert weights_hash(run) == undisturbed
 
-    shutil.rmtree(run / "checkpoints/step-00000012")
+    shutil.rmtree(run / "checkpoints" / BEFORE)
     WAYS["state expanded"](Left(run))
     done = in_subprocess(room, *resume, cwd=folder)
     assert done.returncode == 2, done.stderr
     [line] = done.stderr.splitlines()
     assert line.startswith(f"pipebench: error: --resume: run {run.name} has no checkpoint to go on from: skipped the")
     assert EXPECTED["state expanded"][1] in line
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("renamed", "buffer head.extra: is in the model, but not in the checkpoint"),
-        ("wider", "parameter norm.bias: is in the checkpoint, but not in the model"),
-    ],
-)
-def test_a_model_whose_code_has_changed_is_told_in_one_sentence(
-    source: Path, room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, reason: str
-) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(source, folder)
-    (run,) = (folder / "pipebench-runs").iterdir()
-    monkeypatch.setenv("TEST_CHANGE", change)
-    done = in_subprocess(room, "-m", "pipebench", "run", "--resume", run.name, cwd=folder)
-    assert done.returncode == 2, done.stderr
-    [line] = done.stderr.splitlines()
-    assert reason in line
-    assert line.endswith(", nor can the older one be used")

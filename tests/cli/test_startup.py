@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipebench.cli.main import cli
 from pipebench.recipe.weightless import weightless
 
 SLOW = {"torch._dynamo", "sympy", "mlflow", "matplotlib", "torchvision", "pandas"}
@@ -48,7 +49,10 @@ def python(code: str, *words: str, cache: Path) -> str:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a cache that has the quick start's profile: computing one takes what torch has in Python only."""
     folder = tmp_path_factory.mktemp("cache")
-    python(CODE, "plan", "quickstart", cache=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPEBENCH_CACHE", str(folder))
+        cli.main(["plan", "quickstart"], standalone_mode=False)
+    assert any(folder.iterdir())
     return folder
 
 

@@ -249,7 +249,7 @@ def test_evaluation_sees_every_sample_once_and_leaves_no_trace() -> None:
     assert counts["evaluation", "server"] > 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
     st.integers(1, 13),
@@ -302,7 +302,7 @@ def random_pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[
     return reads, starts, draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(random_pipelines(), st.integers(1, 9), st.integers(1, 3), st.one_of(st.booleans(), st.sets(st.integers(0, 20))))
 def test_random_graphs_cuts_and_replicas_equal_sequential_training(
     drawn: tuple[list[list[int]], list[int], list[int]],

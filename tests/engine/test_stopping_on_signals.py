@@ -9,8 +9,7 @@ from pipebench.engine.gate import StopRequest
 from pipebench.engine.stopping import STOPPING, stopping_on_signals
 from reports.studies.watched_run import WatchedRun, recorded
 from tests.checkpoint.spoiling import RECIPE
-
-LIMIT_S = 300.0
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -40,9 +39,9 @@ def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(RECIPE)
     words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=1000")
     with WatchedRun(tmp_path, words) as run:
-        assert run.wait_until(lambda: "epoch 1" in run.output, LIMIT_S, "the first evaluation")
+        assert run.wait_until(lambda: "epoch 1" in run.output, PATIENCE_S, "the first evaluation")
         run.signal(signal.SIGINT, [run.process.pid])
-        assert run.wait(LIMIT_S) == 130, run.output
+        assert run.wait(PATIENCE_S) == 130, run.output
         assert run.run_folder is not None
         run_id, step = run.run_folder.name, max(run.steps())
         hint = f"pipebench: its checkpoints are kept: pipebench run --resume {run_id}"
@@ -54,7 +53,7 @@ def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
 
     epochs = step // 8 + 2
     with WatchedRun(tmp_path, ("--resume", run_id, f"train.max_epochs={epochs}")) as run:
-        assert run.wait(LIMIT_S) == 0, run.output
+        assert run.wait(PATIENCE_S) == 0, run.output
         assert f"trained {epochs} epochs" in run.output
         assert max(run.steps()) == 8 * epochs
     record = recorded(tmp_path)

@@ -76,7 +76,7 @@ def test_skip_connections_at_every_pair_of_cuts(again: float) -> None:
     expected = whole(SkipNet(), x, target)
     pairs = list(itertools.combinations(range(1, len(graph.layers)), 2))
     assert len(pairs) > 100
-    for starts in pairs:
+    for starts in pairs if again == 0 else draw.sample(pairs, 40):
         memory = ["recompute" if draw.random() < again else "keep" for _ in graph.layers]
         plan = make_plan(graph, starts, [1, 1, 1], memory=memory)
         assert_same(expected, cut(graph, plan, x, target))

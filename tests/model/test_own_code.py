@@ -309,18 +309,18 @@ def test_other_commands_refuse_alike(command: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_worker_processes_tell_once(here: Path) -> None:
+def test_worker_processes_tell_once(capfd: pytest.CaptureFixture[str]) -> None:
     """What only fails in a worker: exit code 2, one sentence, no restart; the traceback on request."""
     words = [
-        *("run", "r.yaml", "model.fails=late", "engine.kind=distributed", "engine.device=cpu"),
+        *("model.fails=late", "engine.kind=distributed", "engine.device=cpu"),
         *("parallelism.mode=pipedream", "parallelism.plan=1-1"),
     ]
-    result = pipebench(*words)
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    result = run(*words)
+    assert result.exit_code == 2
+    (line,) = (result.stderr + capfd.readouterr().err).splitlines()
     assert "tired" in line
     assert f"{OWN}.py:" in line
-    verbose = pipebench(*words, "--verbose").stderr
+    verbose = run(*words, "--verbose").stderr + capfd.readouterr().err
     assert "Traceback" in verbose
     assert "restart" not in verbose
 

@@ -182,7 +182,7 @@ def random_reads(draw: Any) -> list[list[int]]:
     return reads
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(reads=random_reads(), seed=st.integers(0, 10**6), num_workers=st.integers(1, 5), power=st.floats(6, 11))
 def test_flat_plans_of_random_graphs(reads: list[list[int]], seed: int, num_workers: int, power: float) -> None:
     _check_flat(graph(reads, seed), num_workers, 10**power)

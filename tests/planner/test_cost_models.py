@@ -47,7 +47,7 @@ def _searches(draw: Any, num_terms: int) -> tuple[list[tuple[float, float, float
     return terms, limit_s * draw(st.sampled_from([1.0, 1.0, 1 - 1e-6, 1 + 1e-6])), draw(st.integers(1, 40))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(search=_searches(1))
 def test_the_least_replicas_of_a_term_are_those_of_a_search(
     search: tuple[list[tuple[float, float, float]], float, int],
@@ -63,7 +63,7 @@ def test_the_least_replicas_of_a_term_are_those_of_a_search(
     _check_least(base, limit_s, at_least, math.inf if least >= 1e15 else least)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(search=_searches(3), fixed=st.sampled_from([0.0, 0.0, 0.5]))
 def test_the_least_replicas_of_several_terms_satisfy_all(
     search: tuple[list[tuple[float, float, float]], float, int], fixed: float
@@ -95,7 +95,7 @@ def test_replicas_that_one_term_asks_for_may_be_too_many_for_a_term_before_it() 
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) -> None:
     case = data.draw(cases(model))

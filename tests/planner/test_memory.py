@@ -15,7 +15,7 @@ from tests.oracles import planning
 from tests.planner.problems import as_set, cases, graphs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_fewest(data: st.DataObject) -> None:
     case = data.draw(cases("sosp19").filter(lambda case: case.memory is not None))
@@ -41,7 +41,7 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
                 assert fits == case.search.given.fits(before, after, m, Fraction(workers), rule)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_is_computed_again_is_kept_once_and_what_it_reads_is_kept_in_its_place(data: st.DataObject) -> None:
     rows = data.draw(graphs())

@@ -19,7 +19,7 @@ def _sets(states: States) -> list[list[int]]:
     return [sorted(as_set(members)) for members in states.members]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=graphs())
 def test_states_and_their_sums_are_the_oracles(rows: tuple[LayerProfile, ...]) -> None:
     for states, expected in ((antichains(rows), planning.grown(rows)), (prefixes(rows), planning.in_order(rows))):

@@ -161,7 +161,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     return Profile("m", "d", "measured", "n", {2: tuple(rows)}, 1e-9, 0.0, {2: draw(SECONDS)}, {2: 1.0})
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(profiles().filter(lambda profile: any(row.forward_s or row.backward_s for row in profile.layers[2])))
 def test_written_and_read_back(profile: Profile) -> None:
     text = write_graph_txt(profile, 2)
@@ -218,7 +218,7 @@ def test_nothing_but_a_profile_error_comes_out(data: st.DataObject) -> None:
     _read_or_refuse("".join(lines))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.text(max_size=80) | st.binary(max_size=80).map(lambda b: b.decode("latin-1")))
 def test_garbage(text: str) -> None:
     _read_or_refuse(text)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipebench.cli.main import cli
 from tests.recipe.conftest import VALID
 
-FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 ODD: list[Any] = [
     None,
     True,

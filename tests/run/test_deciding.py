@@ -20,9 +20,15 @@ from pipebench.run.request import RunRequest
 from pipebench.train.job import Decision, Job
 from pipebench.train.prepare import prepare
 
-SMALL = (
-    "model.width=0.05", "parallelism.plan=1-1", "train.target=null", "train.max_epochs=1", "train.minibatch_size=250",
-)  # fmt: skip
+# Of few layers: these are measured again and again.
+SMALL = """\
+name: small
+model: {name: uniform, num_layers: 4}
+dataset: {name: synthetic, shape: [64], num_classes: 64, num_train: 4000, num_eval: 250}
+train: {minibatch_size: 250, optimizer: {lr: 0.1}, max_epochs: 1}
+cluster: {name: cluster-a}
+parallelism: {mode: pipedream, plan: 1-1}
+"""
 ENDING = """\
 name: ending
 model: {target: "ending:HOW"}
@@ -53,11 +59,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "ending.py").write_text(MODEL)
+    (tmp_path / "small.yaml").write_text(SMALL)
     return tmp_path
 
 
 def decide(*words: str) -> tuple[Decision, list[tuple[int, int]]]:
-    loaded = load("quickstart/pipedream", [*SMALL, *words])
+    loaded = load("small.yaml", words)
     cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
     told: list[tuple[int, int]] = []
     return decided_apart(loaded.recipe, cluster, lambda done, total: told.append((done, total))), told
@@ -79,7 +86,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("here", "gpu")
 def test_starting_a_run_in_processes_touches_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     """From the command line to the record, with real processes; they see no GPU, so they measure the processor."""
-    words = ["run", "quickstart/pipedream", *SMALL, "engine.kind=distributed", "cluster.name=local"]
+    words = ["run", "small.yaml", "engine.kind=distributed", "cluster.name=local"]
     result = CliRunner().invoke(cli, words)
     said = capfd.readouterr()
     assert result.exit_code == 0, result.output + said.err
@@ -102,14 +109,14 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(deciding, "decided_apart", apart)
     monkeypatch.setattr(processes, "run_in_processes", run_in_processes)
-    words = ["quickstart/pipedream", *SMALL, "engine.kind=distributed", "cluster.name=local"]
+    words = ["small.yaml", "engine.kind=distributed", "cluster.name=local"]
     CliRunner().invoke(cli, ["run", *words, "--seeds", "1,2"])
-    assert asked == ["quickstart-pipedream"]
-    assert started == [("quickstart-pipedream-seed1", 1, True)]
+    assert asked == ["small"]
+    assert started == [("small-seed1", 1, True)]
 
 
 def prepare_here(*words: str) -> Decision:
-    loaded = load("quickstart/pipedream", [*SMALL, *words])
+    loaded = load("small.yaml", words)
     cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
     return decision_of(prepare(loaded.recipe, cluster, trains=False))
 
@@ -180,7 +187,7 @@ def test_ctrl_c_ends_the_process_that_decides(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "Popen", Spied)
-    loaded = load("quickstart/pipedream", [*SMALL, "cluster.name=local"])
+    loaded = load("small.yaml", ["cluster.name=local"])
     with pytest.raises(KeyboardInterrupt):
         decided_apart(loaded.recipe, load_cluster("local", 1), interrupt)
     ((process, group),) = started

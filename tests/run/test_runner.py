@@ -14,7 +14,10 @@ from pipebench.schedule.modes import MODES
 from pipebench.show import memory_picture, occupancy_picture
 from pipebench.tracking import Tracking
 
-SHORT = ["train.max_epochs=1", "train.target.value=0.999", "train.evaluate_every.minibatches=60", "model.width=0.05"]
+SHORT = [
+    *("model.width=0.05", "train.minibatch_size=200", "train.max_epochs=1"),
+    *("train.target.value=0.999", "train.evaluate_every.minibatches=10"),
+]
 
 
 def invoke(*words: str) -> Result:

@@ -35,14 +35,14 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(pipelines(), st.integers(1, 30), st.data())
 def test_no_pipeline_deadlocks(pipeline: Pipeline, num_minibatches: int, data: st.DataObject) -> None:
     durations = st.lists(st.integers(1, 3), min_size=pipeline.num_stages, max_size=pipeline.num_stages)
     draw_cells(pipeline, num_minibatches, data.draw(durations), data.draw(durations))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(pipelines(), st.integers(1, 30))
 def test_every_unit_once_forward_and_backward_on_its_replica(pipeline: Pipeline, num_minibatches: int) -> None:
     for worker, program in enumerate(programs(pipeline, num_minibatches)):
@@ -64,7 +64,7 @@ def test_every_unit_once_forward_and_backward_on_its_replica(pipeline: Pipeline,
             before = places
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(pipelines(), st.integers(1, 30))
 def test_in_flight_stays_within_the_depth(pipeline: Pipeline, num_minibatches: int) -> None:
     for worker, program in enumerate(programs(pipeline, num_minibatches)):
@@ -81,7 +81,7 @@ def test_in_flight_stays_within_the_depth(pipeline: Pipeline, num_minibatches: i
             assert most <= max(pipeline.depth, pipeline.warmups[stage])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(pipelines(), st.integers(1, 30))
 def test_every_round_is_reduced_once_by_every_replica(pipeline: Pipeline, num_minibatches: int) -> None:
     for worker, program in enumerate(programs(pipeline, num_minibatches)):
@@ -93,7 +93,7 @@ def test_every_round_is_reduced_once_by_every_replica(pipeline: Pipeline, num_mi
         assert joined == (list(range(rounds)) if pipeline.replicas[stage] > 1 else [])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(pipelines(), st.integers(1, 30))
 def test_every_send_meets_one_receive(pipeline: Pipeline, num_minibatches: int) -> None:
     sent: dict[tuple[str, int, int, int], int] = defaultdict(int)

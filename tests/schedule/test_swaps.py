@@ -70,7 +70,7 @@ def test_asynchronous_replicas_copy_as_well() -> None:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(pipelines(), st.integers(1, 20), st.data())
 def test_rules(pipeline: Pipeline, num_minibatches: int, data: st.DataObject) -> None:
     stages = st.sets(st.integers(0, pipeline.num_stages - 1))

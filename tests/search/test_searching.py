@@ -1,6 +1,8 @@
 """Searches as they are run: history, weights, restarts, whatever the pipeline."""
 
 import dataclasses
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ PLANS: dict[str, dict[str, Any]] = {
 def asked(**train: Any) -> Recipe:
     train = {"target": None, "max_epochs": 5, "evaluate_every": PeriodRecipe(minibatches=6)} | train
     return dataclasses.replace(recipe(**train), search=RULES)
+
+
+SAVING = asked(checkpoint_every=PeriodRecipe(minibatches=3))
 
 
 def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | None = None, seed: int = 0) -> Job:
@@ -135,24 +140,32 @@ class Stopping(Silent):
             self._stop.reason = "stopped by the test"
 
 
-@pytest.mark.parametrize("after", [1, 6, 7, 20, 33])
-@pytest.mark.parametrize("weights", ["one", "stash"])
+@functools.cache
+def undisturbed(weights: str) -> tuple[RunResult, dict[str, Any]]:
+    """Return the result and the bits of a search that goes through, and saves as often as one that stops."""
+    with tempfile.TemporaryDirectory() as folder:
+        found, engine = run(job(whole(weights=weights), SAVING), CheckpointPolicy(Checkpoints(Path(folder), keep=2)))
+        return found, bits(captured(engine))
+
+
+@pytest.mark.parametrize(
+    ("weights", "after"), [("one", 6), ("one", 33), *(("stash", after) for after in (1, 6, 7, 20, 33))]
+)
 def test_a_search_that_was_stopped_and_goes_on_ends_as_if_nothing_had_happened(
-    after: int, weights: str, tmp_path: Path
+    weights: str, after: int, tmp_path: Path
 ) -> None:
-    given = asked(checkpoint_every=PeriodRecipe(minibatches=3))
-    whole_run, engine = run(job(whole(weights=weights), given), CheckpointPolicy(Checkpoints(tmp_path / "a", keep=2)))
-    stop, place = StopRequest(), Checkpoints(tmp_path / "b", keep=2)
-    stopped, _ = run(job(whole(weights=weights), given), CheckpointPolicy(place), stop, Stopping(stop, after))
+    expected, expected_bits = undisturbed(weights)
+    stop, place = StopRequest(), Checkpoints(tmp_path, keep=2)
+    stopped, _ = run(job(whole(weights=weights), SAVING), CheckpointPolicy(place), stop, Stopping(stop, after))
     assert stopped.outcome == INTERRUPTED
-    again = job(whole(weights=weights), given)
+    again = job(whole(weights=weights), SAVING)
     found = place.latest()[0]
     assert found is not None
     result, other = run(again, CheckpointPolicy(place, resume_point(found, again)))
-    assert history(result) == history(whole_run)
-    for mine, theirs in zip(result.points, whole_run.points, strict=True):  # losses are summed in other parts
+    assert history(result) == history(expected)
+    for mine, theirs in zip(result.points, expected.points, strict=True):  # losses are summed in other parts
         assert mine.metrics == {**theirs.metrics, "train_loss": pytest.approx(theirs.metrics["train_loss"])}
-    assert bits(captured(other)) == bits(captured(engine))
+    assert bits(captured(other)) == expected_bits
 
 
 def test_a_trace_is_followed_at_the_evaluation_after_each_change() -> None:

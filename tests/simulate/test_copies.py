@@ -109,7 +109,7 @@ def swapping_pipelines(draw: st.DrawFn) -> Pipeline:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=40)
 @given(swapping_pipelines(), st.integers(1, 7), st.integers(0, 10**6))
 def test_times_are_those_of_recurrences(pipeline: Pipeline, count: int, seed: int) -> None:
     chosen = random.Random(seed)
@@ -139,7 +139,7 @@ def test_times_are_those_of_recurrences(pipeline: Pipeline, count: int, seed: in
     assert all(e.stall_s == 0 for e in events if e.instruction.op in (Op.SWAP_OUT, Op.BACKWARD, Op.BACKWARD_INPUT))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(swapping_pipelines(), st.integers(1, 6))
 def test_events_come_in_an_order_in_which_they_can_be_carried_out(pipeline: Pipeline, count: int) -> None:
     stages = [stage(1.0, 2.0, 25)] * pipeline.num_stages
