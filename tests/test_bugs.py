@@ -31,9 +31,11 @@ from pipebench.simulate.drawing import draw_cells
 from pipebench.tracking.run_log import _one_line
 from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
+from pipebench.train.watch import Watch
 from tests.models import SkipNet
 from tests.recipe.conftest import VALID
 from tests.support import Blobs, make_engine, make_setup, unit_profile
+from tests.train.test_simulated_search import job as searching_job
 
 
 def test_short_group_of_a_replicated_flush_deadlocked() -> None:
@@ -217,3 +219,13 @@ def test_an_element_of_a_sweep_that_the_environment_lacks_crashed_show(
     answer = CliRunner().invoke(cli, ["show", "r.yaml", "model.width=['${oc.env:PB_LACKING}']"])
     assert answer.exit_code == 2, answer.output
     assert "model.width: got a list, one value is needed here" in answer.stderr
+
+
+def test_memory_of_a_worker_all_of_whose_layers_are_idle_could_not_be_told(tmp_path: Path) -> None:
+    """0.1.0: it keeps nothing, so it had no moment at all, and its curve's last one was asked for."""
+    given = searching_job(tmp_path, [{"minibatch": 0, "cells": ["groups.1.*"]}])
+    empty = given.setup.plan.stages[1]
+    assert all(layer.idle for layer in given.setup.graph.layers[empty.start : empty.stop])
+    memory = Watch.over(given).memory
+    assert [peak.worker for peak in memory.peaks] == [0, 1, 2, 3]
+    assert memory.peaks[1].num_bytes == 0

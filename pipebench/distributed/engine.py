@@ -28,6 +28,7 @@ from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.gate import admitted_program
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.monitor import monitors
+from pipebench.engine.movable import Movable
 from pipebench.engine.pace import Pace
 from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.protocols import UnitLoss
@@ -39,7 +40,6 @@ from pipebench.engine.worker import Worker, host_peaks
 from pipebench.errors import DivergedError
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
-from pipebench.schedule.moves import Move
 from pipebench.schedule.programs import forward_programs, programs
 from pipebench.schedule.routes import Routes
 from pipebench.simulate.meter import PREDICTION, Measured
@@ -49,7 +49,7 @@ from pipebench.simulate.timeline import MIGRATION, Transfer
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
 
 
-class DistributedEngine:
+class DistributedEngine(Movable):
     """Trains this process's worker. `train` and `evaluate` leave the pipeline drained; all processes call them alike.
 
     Args:
@@ -76,6 +76,7 @@ class DistributedEngine:
         on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
     ) -> None:
+        super().__init__()
         self.setup = setup
         self.world = world
         self._control = control
@@ -94,8 +95,6 @@ class DistributedEngine:
         self._segment = 0
         self._num_losses = 0
         self._stop: str | None = None
-        self._phases: Phases | None = None
-        self._decisions: list[Move] = []
         self._monitor()
         self._watch = (DeviceWatch if on_gpu else HostWatch)(self.worker.index, self.clock, self._note)
         self._transport = ChannelTransport(setup, world, self.worker.index, self.clock, self.meter, self.num_bytes)
@@ -190,29 +189,10 @@ class DistributedEngine:
         self.settle()
         return done
 
-    def announce(self, move: Move) -> None:
-        """Let layers move while training goes on: all workers announce the same, before any has come to that place.
-
-        Between two segments the move is for the next one.
-
-        Raises:
-            PlanError: layers can't move so, or not from that minibatch on.
-        """
-        self._phases = self._phases or Phases(self.setup)
-        self._phases.announce(move)
-
-    def take_decisions(self) -> list[Move]:
-        """Return what was decided to balance the stages since this was last asked, numbered since the drain before."""
-        taken, self._decisions = self._decisions, []
-        return taken
-
-    def _decided(self, move: Move) -> None:
-        """This worker has heard of a decision."""
-        self._decisions.append(move)
-        if self.setup.live:
-            self.announce(move)
-        elif self._control is not None:
-            self._control.end_at(move.at)
+    def _end_at(self, minibatch: int) -> None:
+        """Let the segment end before a minibatch that nobody has begun."""
+        if self._control is not None:
+            self._control.end_at(minibatch)
 
     def _note(self, event: Event) -> None:
         """Take note of one instruction of this worker."""

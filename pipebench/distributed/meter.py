@@ -174,7 +174,7 @@ def _busy_s(totals: MeterTotals) -> float:
 
 
 def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]:
-    """Return a worker's row. compute, waiting, sending, swapping and other add up to the training time."""
+    """Return a worker's row: compute, waiting, sending, swapping where stages swap, and other are the training time."""
     worker, totals = share.worker, share.state.training
     stages = pipeline.stages_of(worker)
     busy_s = _busy_s(totals)
@@ -192,7 +192,7 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
         **{column: totals.seconds[op.name] for op, column in _WAIT_COLUMNS.items()},
         "stall_s": totals.stall_s,
         "sending_s": sending_s,
-        "swapping_s": swapping_s,
+        **({"swapping_s": swapping_s} if pipeline.swaps else {}),
         "other_s": max(0.0, training_s - busy_s - waiting_s - sending_s - swapping_s),
         "all_reduce_s": totals.all_reduce_s,
         "evaluation_compute_s": _busy_s(share.state.evaluation),
@@ -203,7 +203,7 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return worker seconds by what they went to, summed over the workers."""
     columns = ("compute_s", "waiting_s", *_WAIT_COLUMNS.values(), "sending_s", "swapping_s", "other_s")
-    return {column: sum(row[column] for row in rows) for column in columns}
+    return {column: sum(row[column] for row in rows) for column in columns if column in rows[0]}
 
 
 def _transfer_metrics(totals: Sequence[MeterTotals]) -> dict[str, float]:

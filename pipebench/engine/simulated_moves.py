@@ -15,6 +15,7 @@ from pipebench.checkpoint.handover import Claim, Key, asked
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.mailbox import Mailbox
 from pipebench.engine.monitor import ENOUGH, EVERY, Monitor, monitors
+from pipebench.engine.movable import Movable
 from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.setup import Setup, share_of
@@ -57,7 +58,7 @@ def simulate_moves(
     return _Segment(setup, phases, first, num_minibatches, 0.0, meter).played()
 
 
-class SimulatedEngine:
+class SimulatedEngine(Movable):
     """Plays a run, segment by segment; what it offers to a training loop is what it is called there.
 
     Args:
@@ -73,6 +74,7 @@ class SimulatedEngine:
     """
 
     def __init__(self, setup: Setup, *listeners: Listener) -> None:
+        super().__init__()
         pipeline = setup.pipeline
         self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
         self._meter = Meter(pipeline, self._listening, *listeners)
@@ -81,30 +83,15 @@ class SimulatedEngine:
         self.clock_s = 0.0
         self.totals = NOTHING
         self._shown = False  # whether the meter has seen anything
-        self._decisions: list[Move] = []
         self._begin_under(setup)
 
     def _begin_under(self, setup: Setup) -> None:
         """Go on with a setup, whose stages are measured anew."""
         self.setup = setup
-        self._phases: Phases | None = None
+        self._phases = None
         self._monitors = monitors(setup, self._decided) if setup.balances else []
         self._quiet = 0  # minibatches since which nothing has been decided
         self._known: dict[tuple[int, int], Totals] = {}
-
-    def announce(self, move: Move) -> None:
-        """Let layers move in the next segment, or in the one that is played now, while it goes on.
-
-        Raises:
-            PlanError: layers can't move so, or not from that minibatch on.
-        """
-        self._phases = self._phases or Phases(self.setup)
-        self._phases.announce(move)
-
-    def take_decisions(self) -> list[Move]:
-        """Return what was decided since this was last asked, numbered since the drain before."""
-        taken, self._decisions = self._decisions, []
-        return taken
 
     def train(self, first: int, num_minibatches: int) -> int:
         """Play a segment; return how many minibatches it had: fewer than asked for where it was drained to move."""
@@ -182,15 +169,13 @@ class SimulatedEngine:
         return max(1, enough - self._quiet) if self._monitors else 8 * pipeline.depth
 
     def _decided(self, move: Move) -> None:
-        """One stage after the other hears of a decision: the first of them tells all."""
-        if move in self._decisions:
-            return
-        self._decisions.append(move)
+        """A stage hears of a decision: after it the next one takes a while."""
+        super()._decided(move)
         self._quiet = 0
-        if self.setup.live:
-            self.announce(move)
-        else:
-            self._segment.end_at(move.at)
+
+    def _end_at(self, minibatch: int) -> None:
+        """Let the segment end before a minibatch that nobody has begun."""
+        self._segment.end_at(minibatch)
 
     def _steady(self, first: int, num_minibatches: int) -> Totals:
         """Return what a segment comes to under the cuts there are, if nothing moves in it."""

@@ -22,6 +22,7 @@ from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_prog
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.mailbox import Mailbox
 from pipebench.engine.monitor import monitors
+from pipebench.engine.movable import Movable
 from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.replica import Replica
@@ -32,7 +33,6 @@ from pipebench.engine.worker import Worker, host_peaks
 from pipebench.model.plan import Plan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.moves import Move
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
 from pipebench.schedule.pushes import Turns
@@ -48,7 +48,7 @@ OnLoss = Callable[[torch.Tensor, int, float, float], None]
 OnUnit = Callable[[int, float, float], None]
 
 
-class VirtualEngine:
+class VirtualEngine(Movable):
     """Trains on a virtual clock. `train` and `evaluate` leave the pipeline drained.
 
     Args:
@@ -73,6 +73,7 @@ class VirtualEngine:
         meter: Meter | None = None,
         stop: StopRequest | None = None,
     ) -> None:
+        super().__init__()
         self.network = network
         self.clock_s = 0.0  # at the last drain
         self.now_s = 0.0
@@ -83,13 +84,12 @@ class VirtualEngine:
         self._on_unit = on_unit
         self._meter = meter or Meter(setup.pipeline, costs=setup.costs)
         self._stop = stop or StopRequest()
-        self._decisions: list[Move] = []
         self._cut_stages(setup)
 
     def _cut_stages(self, setup: Setup) -> None:
         """Cut the stages of a setup, with their initial weights and nothing in flight."""
         self.setup = setup
-        self._phases: Phases | None = None
+        self._phases = None
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
         if setup.balances:
             for worker, monitor in zip(self.workers, monitors(setup, self._decided), strict=True):
@@ -242,30 +242,9 @@ class VirtualEngine:
             self.clock_s = self._drain.average()
         return admission.limit
 
-    def announce(self, move: Move) -> None:
-        """Let layers move while training goes on: in the segment that runs now, which who hears of its events may call.
-
-        Between two segments the move is for the next one.
-
-        Raises:
-            PlanError: layers can't move so, or not from that minibatch on.
-        """
-        self._phases = self._phases or Phases(self.setup)
-        self._phases.announce(move)
-
-    def take_decisions(self) -> list[Move]:
-        """Return what was decided to balance the stages since this was last asked, numbered since the drain before."""
-        taken, self._decisions = self._decisions, []
-        return taken
-
-    def _decided(self, move: Move) -> None:
-        """One worker after the other hears of a decision: the first of them tells all."""
-        if move not in self._decisions:
-            self._decisions.append(move)
-            if self.setup.live:
-                self.announce(move)
-            else:
-                self._admission.end_at(move.at)
+    def _end_at(self, minibatch: int) -> None:
+        """Let the segment end before a minibatch that nobody has begun."""
+        self._admission.end_at(minibatch)
 
     def _cut(self, num_minibatches: int) -> None:
         """Let the segment end early."""

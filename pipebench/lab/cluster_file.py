@@ -15,10 +15,12 @@ def cluster_text(bandwidth_bytes_per_s: float, latency_s: float, workers_per_hos
         latency_s: half of a small message's way there and back, measured.
         workers_per_host: processes on each host.
     """
-    inside = _level("host", workers_per_host, _inside()) if workers_per_host > 1 else ""
+    local = load_cluster("local", 1)  # whose loopback interface joins the processes of one host
+    inside = _level("host", workers_per_host, local.levels[0]) if workers_per_host > 1 else ""
     return f"""# a lab: network namespaces of this machine, joined by wires of limited bandwidth
 device: {{value: local, assumed: "the machine pipebench runs on"}}
 memory: {{value: null, assumed: "all hosts share the machine's memory"}}
+pcie: {{value: {local.pcie_bytes_per_s!r} B/s, assumed: "as on cluster local"}}
 levels:
 {inside}  - name: {LEVEL}
     count: {{value: 1, assumed: "times the recipe's `servers`"}}
@@ -26,11 +28,6 @@ levels:
     latency: {{value: {latency_s!r} s, assumed: "half of a small message's way there and back, measured without limit"}}
     efficiency: {{value: {EFFICIENCY!r}, assumed: "TCP in frames: {PAYLOAD_BYTES} bytes of payload in {FRAME_BYTES}"}}
 """
-
-
-def _inside() -> Level:
-    """Return what joins processes of one host: the loopback interface, as on cluster `local`."""
-    return load_cluster("local", 1).levels[0]
 
 
 def _level(name: str, count: int, level: Level) -> str:

@@ -4,6 +4,7 @@ One JSON file per key under `$PIPEBENCH_CACHE/profiles`, or else under the user'
 be read is made again; a cache that can't be written costs time, never a result.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -33,6 +34,13 @@ def cached(key_parts: Mapping[str, object], make: Callable[[], Profile]) -> Prof
         found = make()
         _write(path, found)
     return found
+
+
+@functools.cache
+def own_hash() -> str:
+    """Return a hash of the code and constants that compute a profile."""
+    files_of_room = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files_of_room)).hexdigest()
 
 
 def cache_directory() -> Path:

@@ -3,7 +3,6 @@
 Times of this machine are never combined with another cluster's links.
 """
 
-import functools
 import hashlib
 import importlib
 import inspect
@@ -23,7 +22,7 @@ from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.profile.analytic import analytic_profile
-from pipebench.profile.cache import cached
+from pipebench.profile.cache import cached, own_hash
 from pipebench.profile.devices import DEVICES, device_of, is_computed, local_device_name
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.lengths import of_every_length
@@ -83,7 +82,7 @@ def _profile_for(
             )
         spec = device_of(cluster)
         return cached(
-            {**_model_parts(recipe, graph, sizes), "computed for": asdict(spec), "by": _own_hash()},
+            {**_model_parts(recipe, graph, sizes), "computed for": asdict(spec), "by": own_hash()},
             lambda: analytic_profile(graph, dataset, sizes, spec, optimizer, text, on_progress),
         )
     if timing != "measured":
@@ -291,13 +290,6 @@ def _model_parts(recipe: Recipe, graph: LayerGraph, sizes: Sequence[int]) -> dic
         "optimizer": asdict(recipe.train.optimizer),
         "torch": torch.__version__,
     }
-
-
-@functools.cache
-def _own_hash() -> str:
-    """Return a hash of the code and constants that compute a profile."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:

@@ -5,13 +5,17 @@ for its backward depends on what its neighbours keep.
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+
+import torch
 
 from pipebench.cluster import Cluster
 from pipebench.model.graph import LayerGraph
 from pipebench.profile.analytic import analytic_profile
+from pipebench.profile.cache import cached, own_hash
 from pipebench.profile.devices import DEVICES, device_of
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.stored import write_profile
 from pipebench.recipe.schema import OptimizerRecipe
 from zoo.registry import Dataset
 
@@ -39,7 +43,13 @@ def profile_without(
     is_computed = profile.source == "analytic"
     # Any device will do where only bytes are taken: they are the same on all.
     device = device_of(cluster) if is_computed else next(iter(DEVICES.values()))
-    found = analytic_profile(graph, dataset, sorted(profile.layers), device, optimizer, profile.model)
+    sizes = sorted(profile.layers)
+    # What the whole model costs tells its options, data and precision; the graph, which of its cells are there.
+    key = {
+        "whole": write_profile(profile), "graph": str(graph.graph), "optimizer": asdict(optimizer),
+        "computed for": asdict(device), "by": own_hash(), "torch": torch.__version__,
+    }  # fmt: skip
+    found = cached(key, lambda: analytic_profile(graph, dataset, sizes, device, optimizer, profile.model))
     if is_computed:
         return replace(found, precision=profile.precision)
     lengths = tuple(

@@ -18,6 +18,7 @@ PICTURES: Mapping[str, tuple[str, ...]] = {
     "scatter": ("measures",),
     "lines": ("measure", "x", "group", "bound"),
     "curves": ("runs", "metric", "over", "row"),
+    "phases": ("runs", "metric", "bound"),
     "stages": ("runs", "metric", "row"),
     "schedule": ("run", "row"),
 }  # kinds of pictures, and the keys that each takes
@@ -175,11 +176,11 @@ class Picture:
     Attributes:
         kind: one of PICTURES.
         measures: of bars and scatter; of lines the one.
-        bound: of bars and lines, the measure that none of them can exceed, drawn black; "" for none.
+        bound: of bars and lines, the measure that none of them can exceed, of phases the run; drawn black; "" for none.
         x: of lines, the key of the rows' `at` along the axis.
         group: of lines, the key of the rows' `at` that has a line per value; "" for one line.
-        runs: of curves, stages and a schedule.
-        metric: of curves; of stages, what each stage has.
+        runs: of curves, stages and a schedule; of phases, those of every row.
+        metric: of curves and phases; of stages, what each stage has.
         over: of curves, what they are drawn over, one picture each.
         row: of curves, stages and a schedule, the row whose runs they are.
     """

@@ -12,6 +12,7 @@ from pipebench.report.page import Image
 from pipebench.report.plot_bars import bars_figure
 from pipebench.report.plot_curves import curves_figure
 from pipebench.report.plot_lines import lines_figure
+from pipebench.report.plot_phases import phases_figure
 from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
 
@@ -24,6 +25,7 @@ _FIGURES: Mapping[str, Callable[[Evaluated, Picture], "Figure | None"]] = {
     "lines": lines_figure,
     "curves": curves_figure,
     "stages": stages_figure,
+    "phases": phases_figure,
 }
 _TOLD = {
     "bars": "every row",
@@ -31,6 +33,7 @@ _TOLD = {
     "lines": "along {x}",
     "curves": "{metric} as it was trained",
     "stages": "{metric} of every stage",
+    "phases": "{metric} from phase to phase",
 }
 _DOTS_PER_INCH = 100
 _PALETTE = 128

@@ -78,11 +78,12 @@ def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], k
     if "measures" in wanted or "measure" in wanted:
         named.append(("measures" if "measures" in wanted else "measure", picture.measures, measures))
     if picture.bound:
-        named.append(("bound", (picture.bound,), measures))
+        named.append(("bound", (picture.bound,), [*picture.runs] if "runs" in wanted else measures))
     if "x" in wanted:
         named += [("x", (picture.x,), [*at]), ("group", (picture.group,) if picture.group else ("",), ["", *at])]
     if "row" in wanted:
         named.append(("row", (picture.row,), [each.name for each in rows]))
+    if "runs" in wanted or "run" in wanted:
         runs = [*row.runs] if row else list(dict.fromkeys(run for each in rows for run in each.runs))
         named.append(("runs" if "runs" in wanted else "run", picture.runs, runs))
     if "over" in wanted:

@@ -51,6 +51,7 @@ _WORKER_COLUMNS = (
     ("compute", "compute_s", seconds),
     ("waiting", "waiting_s", seconds),
     ("sending", "sending_s", seconds),
+    ("swapping", "swapping_s", seconds),
     ("other", "other_s", seconds),
     ("all-reduce", "all_reduce_s", seconds),
     ("bubble", "bubble_fraction", percent),

@@ -21,7 +21,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.holding import Change, Holding
-from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, StageMemory
+from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemory
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
 
@@ -137,6 +137,7 @@ class MemoryMeter:
         self._overflow: Moment | None = None
         self._end_s = 0.0
         for worker, holdings in enumerate(self._holdings):
+            self._add(0.0, worker, WEIGHTS, 0, None)  # a worker all of whose layers are idle never keeps more
             for holding in holdings.values():
                 self._note(worker, holding.before(), 0.0, 0.0, None)
 

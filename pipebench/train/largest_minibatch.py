@@ -2,7 +2,8 @@
 
 vPipe (TPDS'21, section 6) gives every system "the largest batch that fits in all GPUs", and doesn't say how that is
 found. Here the simulator says of a size what the fullest worker keeps, and sizes are tried: powers of two, then what
-lies between the largest that fits and the smallest that doesn't, in steps of an eighth of the former.
+lies between the largest that fits and the smallest that doesn't, in steps of an eighth of the former. What a trace of
+architectures comes to has to fit with each of them.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.schema import Recipe
 from pipebench.train.prepare import prepare
+from pipebench.train.simulated_search import architectures_of
 from pipebench.train.watch import Watch
 
 _STEPS: Final = 8  # from one power of two to the next
@@ -94,9 +96,10 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     assert limit is not None, "who asks has checked"
     try:
         job = prepare(recipe, loaded.cluster, trains=False, whole_only=True)
+        follows = job.search is not None and job.search.steps is not None
+        peak = max(Watch.over(each).memory.fullest.num_bytes for each in (architectures_of(job) if follows else [job]))
     except PlanError as error:
         return Trial(minibatch_size, None, False, str(error))
-    peak = Watch.over(job).memory.fullest.num_bytes
     return Trial(minibatch_size, peak, peak <= limit)
 
 

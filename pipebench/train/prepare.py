@@ -67,6 +67,7 @@ def prepare(
         PlanError, GraphError, ProfileError: what the model turns out not to allow.
     """
     trains = trains and engine_kind(recipe).trains
+    whole_only |= recipe.search is not None and not trains  # each architecture is profiled at every size
     profile = None if kept is None else kept.profile
     known = profile_model(recipe, cluster, on_progress, trains=trains, kept=profile, whole_only=whole_only)
     dataset, graph, profile = known.dataset, known.graph, known.profile

@@ -1,36 +1,39 @@
 """A trace of architectures on the simulated engine: how fast training is between one change and the next.
 
-Every change is at a drain. Each phase between two is simulated as a segment of its own, fill and drain included, under
-the cuts there are: what the work in a stage comes to changes with its cells, the cuts don't.
-
-With vPipe every stage decides anew what its layers do so that they fit in memory; and where it repartitions, layers
-move to the cuts that its algorithms come to for the times that there are now. They move at the drain, and take the time
-that their weights and the optimizer's state take on the links; what Algorithm 1 needs to find out isn't simulated.
+Every change is at a drain, under the cuts there are: what the work in a stage comes to changes with its cells, the cuts
+don't. With vPipe every stage then decides anew what its layers do so that they fit in memory; where it repartitions,
+Algorithm 1 moves layers while the next phase goes on, or at drains of their own, as in any simulated run. Memory is
+foretold of every architecture, under the cuts that it begins and ends with.
 """
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from pipebench.engine.setup import Setup
-from pipebench.model.plan import stage_of_layers
+from pipebench.engine.simulated_moves import SimulatedEngine
+from pipebench.formats import seconds
 from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
-from pipebench.schedule.modes import AUTO
 from pipebench.schedule.notation import STRAIGHT
 from pipebench.search.architectures import Cells
 from pipebench.search.search import SearchSetup
 from pipebench.search.trace import Step
-from pipebench.simulate.meter import Meter, fractions
-from pipebench.simulate.steady import Totals, simulate_segment
+from pipebench.simulate.meter import MEMORY, Meter
+from pipebench.simulate.steady import simulate_segment
+from pipebench.simulate.throughput import Finishes, throughput
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
-from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
+from pipebench.train.largest import most_within
+from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
+from pipebench.train.moves import cuts_of
 from pipebench.train.periods import Periods
 from pipebench.train.plan import choose_plan
+from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
+from pipebench.train.simulated import totalled
 from pipebench.train.watch import Watch
+
+_WINDOW_S = 10.0  # while layers may move, how often throughput is told
 
 
 class Phase(NamedTuple):
@@ -38,23 +41,21 @@ class Phase(NamedTuple):
 
     Attributes:
         cells: the architecture.
-        setup: what is run.
+        setups: what is run in the beginning, and in the end.
         begins_s: on the run's clock.
+        ends_s: likewise.
         first: minibatches of the run before it.
         num_minibatches: of it.
-        totals: what it comes to.
-        moved_bytes: what moved to other stages before it.
-        moving_s: how long that took.
+        windows: samples per second while layers may move, in parts of ten seconds; nothing where they can't.
     """
 
     cells: Cells
-    setup: Setup
+    setups: tuple[Setup, Setup]
     begins_s: float
+    ends_s: float
     first: int
     num_minibatches: int
-    totals: Totals
-    moved_bytes: int = 0
-    moving_s: float = 0.0
+    windows: Sequence[float]
 
 
 def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
@@ -62,140 +63,164 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
 
     Args:
         job: has a search with a trace.
-        watch: foretells the peaks of memory of the first architecture.
+        watch: watches a segment of the first architecture; then memory is foretold of all.
     """
-    search, setup = job.search, job.setup
+    search, sampler = job.search, job.setup.sampler
     assert search is not None
-    meter = Meter(setup.pipeline, *(watch.listeners if watch else ()))
-    phases = [*_phases(job, search, meter)]
-    end_s = phases[-1].begins_s + phases[-1].totals.end_s
-    samples = [setup.sampler.samples_before(phase.first + phase.num_minibatches) for phase in phases]
-    rates = [
-        (after - before) / phase.totals.end_s
-        for phase, before, after in zip(phases, [0, *samples], samples, strict=False)
-    ]
+    finishes = Finishes(job.setup.pipeline)
+    meter = Meter(job.setup.pipeline, finishes)
+    engine = SimulatedEngine(job.setup, meter)
+    moves = Repartitioning(job, engine, lambda sentence: None)
+    phases = [*_phases(job, search, engine, moves, finishes)]
+    samples = [sampler.samples_before(phase.first + phase.num_minibatches) for phase in phases]
+    before = [0, *samples[:-1]]
+    rates = [(b - a) / (phase.ends_s - phase.begins_s) for phase, a, b in zip(phases, before, samples, strict=True)]
     layers = [search.architectures.num_layers(phase.cells) for phase in phases]
-    points = tuple(
-        Point(
-            after,
-            phase.begins_s + phase.totals.end_s,
-            {"throughput_samples_per_s": rate, "active_layers": count},
-        )
-        for phase, after, rate, count in zip(phases, samples, rates, layers, strict=True)
-    )
-    busy_s, stall_s, again_s = (
-        sum(getattr(p.totals, name) for p in phases) for name in ("busy_s", "stall_s", "again_s")
-    )
-    num_bytes: Counter[tuple[str, str]] = sum((phase.totals.num_bytes for phase in phases), Counter())
+    points = [
+        point
+        for phase, seen, count, rate in zip(phases, before, layers, rates, strict=True)
+        for point in _points(phase, seen, count, rate)
+    ]
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
         sentence=f"simulated {len(phases)} architectures, one after the other; nothing was trained or scored",
-        metrics={
-            "total_time_s": end_s,
-            "throughput_samples_per_s": samples[-1] / end_s,
+        metrics=totalled(job.setup, samples[-1], engine.totals)
+        | {
             "slowest_throughput_samples_per_s": min(rates),
-            "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
-            "num_workers": setup.pipeline.num_workers,
-            **byte_metrics(num_bytes, samples[-1]),
-            **({} if job.recipe.parallelism.vpipe is None else _moves(phases)),
-            **fractions(busy_s, stall_s, setup.pipeline.num_workers, end_s, again_s=again_s),
-        },
-        points=points,
+            "least_throughput_samples_per_s": min(point.metrics["throughput_samples_per_s"] for point in points),
+        }
+        | ({} if job.recipe.parallelism.vpipe is None else move_metrics(moves.made, engine.totals.num_bytes)),
+        points=tuple(points),
         stages=tuple(describe_stages(job)),
+        moves=tuple(moves.made),
         notes=recipe_notes(job),
-        search=_file(search, phases, [0, *samples], layers),
+        search=_file(search, phases, before, layers),
     )
-    return watch.with_peaks(result) if watch else result, meter.timeline()
+    return _with_peaks(job, watch, phases, layers, result) if watch else result, meter.timeline()
 
 
-def _moves(phases: Sequence[Phase]) -> dict[str, float]:
-    """Return metrics of what moved."""
-    moving = [phase for phase in phases if phase.moved_bytes]
-    return {
-        "repartitions": len(moving),
-        "migration_bytes": sum(phase.moved_bytes for phase in moving),
-        "migration_stall_s": sum(phase.moving_s for phase in moving),
-    }
+def architectures_of(job: Job) -> Iterator[Job]:
+    """Yield a job as it is under each architecture of its trace, under its first cuts, the first one first."""
+    assert job.search is not None
+    assert job.search.steps is not None
+    yield job
+    for step in job.search.steps:
+        job = replace(job, setup=_chosen(job, job.search.architectures.setup(job.setup, step.cells)))
+        yield job
 
 
-def _phases(job: Job, search: SearchSetup, meter: Meter) -> Iterator[Phase]:
+def _phases(
+    job: Job, search: SearchSetup, engine: SimulatedEngine, moves: Repartitioning, finishes: Finishes
+) -> Iterator[Phase]:
     """Yield the phases of a run."""
     assert search.steps is not None
     total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     steps = [step for step in search.steps if step.minibatch or step.second]
-    cells, setup, clock_s, first, moved_bytes, moving_s = search.first, job.setup, 0.0, 0, 0, 0.0
+    cells, done = search.first, 0
     for step in [*steps, Step(None if search.end_second else total, search.end_second, search.first)]:
-        listener = meter if first == 0 else None
-        count = min(total - first, _minibatches_until(step, setup, first, clock_s))
+        begins_s, first, setup, before = engine.clock_s, done, engine.setup, len(finishes.units)
+        count = min(total - done, _minibatches_until(step, job, engine, done))
         if count > 0:
-            totals = _simulated(setup, count, listener)
-            yield Phase(cells, setup, clock_s, first, count, totals, moved_bytes, moving_s)
-            first, clock_s = first + count, clock_s + totals.end_s
-        before = search.architectures.setup(setup, step.cells)
-        cells, setup = step.cells, _replanned(job, before)
-        moved_bytes, moving_s = _moved(before, setup)
-        clock_s += moving_s
+            done = _train(job, engine, moves, first, first + count)
+            played = [unit._replace(end_s=unit.end_s - begins_s) for unit in finishes.units[before:]]
+            length_s = played[-1].end_s if setup.balances and played else 0.0
+            windows = throughput(played, _WINDOW_S, length_s)
+            yield Phase(cells, (setup, engine.setup), begins_s, engine.clock_s, first, done - first, windows)
+        if done < total:
+            cells = step.cells
+            engine.take_up(_chosen(job, search.architectures.setup(engine.setup, cells)))
 
 
-def _replanned(job: Job, setup: Setup) -> Setup:
-    """Return the setup of a new architecture as vPipe would have it; without vPipe, as it is.
+def _train(job: Job, engine: SimulatedEngine, moves: Repartitioning, done: int, stop: int) -> int:
+    """Go through the drains of a run up to one after so many minibatches, which are returned."""
+    periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
+    while done < stop:
+        first, drain = done, moves.next_drain(done, min(stop, periods.next_drain(done)))
+        moves.announce(first, drain)
+        done += engine.train(first, drain - first)
+        moves.note(first, done)
+        if done < stop:
+            moves.replan(done)
+    return done
+
+
+def _chosen(job: Job, setup: Setup) -> Setup:
+    """Return the setup of a new architecture with what vPipe's stages choose that their layers do, under their cuts.
 
     Raises:
         PlanError: a stage doesn't fit in memory any more, whatever its layers do.
     """
     vpipe, asked = job.recipe.parallelism.vpipe, job.recipe.parallelism
-    if vpipe is None:
+    if vpipe is None or not vpipe.policies:
         return setup
-    if vpipe.balances:
-        # Cut for the times that the chosen policies make; where nothing is chosen, auto needn't be a straight pipeline.
-        asked = replace(asked, plan=AUTO if vpipe.policies else STRAIGHT, cuts=None)
-    else:
-        names = [layer.name for layer in setup.graph.layers]
-        asked = replace(asked, plan=STRAIGHT, cuts=[names[stage.start] for stage in setup.plan.stages[1:]])
-    recipe = replace(job.recipe, parallelism=asked)
-    plan = choose_plan(recipe, job.cluster, setup.graph, setup.profile, setup.dataset)
+    asked = replace(asked, plan=STRAIGHT, cuts=[*cuts_of(setup.graph, setup.plan)])
+    plan = choose_plan(replace(job.recipe, parallelism=asked), job.cluster, setup.graph, setup.profile, setup.dataset)
     return setup.under(replace(plan, depth=setup.plan.depth).on(setup.devices))
 
 
-def _moved(before: Setup, after: Setup) -> tuple[int, float]:
-    """Return the bytes that move to other stages with their layers, and how long all links together take for it."""
-    rows = next(iter(after.profile.layers.values()))
-    old, new = stage_of_layers(before.plan.stages), stage_of_layers(after.plan.stages)
-    sent: Counter[tuple[int, int]] = Counter()
-    for index, (source, target) in enumerate(zip(old, new, strict=True)):
-        if source != target:
-            per_byte = 1 + after.profile.state_bytes_per_byte
-            sent[source, target] += sum(rows[index].parameter_sizes.values()) * per_byte
-    firsts = after.pipeline.first_workers
-    links = {edge: after.level_between(firsts[edge[0]], firsts[edge[1]]) for edge in sent}
-    times = (links[edge].latency_s + count / links[edge].goodput_bytes_per_s for edge, count in sent.items())
-    return sum(sent.values()), max(times, default=0.0)
+def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int) -> int:
+    """Return how many minibatches are trained on until a change: whole ones, the last of which ends after it.
 
-
-def _minibatches_until(step: Step, setup: Setup, first: int, clock_s: float) -> int:
-    """Return how many minibatches are trained on until a change: whole ones, the last of which ends after it."""
+    Where layers may move it is tried out how: from the last move on the time grows as under the last cuts alone.
+    """
     if step.minibatch is not None:
         return step.minibatch - first
     assert step.second is not None
-    per_epoch = setup.sampler.minibatches_per_epoch
-    counts = range(1, per_epoch + 1)
-    epochs, rest_s = divmod(step.second - clock_s, simulate_segment(setup, per_epoch).end_s)
-    rest = counts[bisect_left(counts, rest_s, key=lambda count: simulate_segment(setup, count).end_s)]
-    return max(1, int(epochs) * per_epoch + rest)
+    left_s, setup, later_s = step.second - engine.clock_s, engine.setup, 0.0
+    guess = max(1, int(left_s / _pace_s(setup)))
+    if setup.balances:
+        trial = SimulatedEngine(setup)
+        _train(job, trial, Repartitioning(job, trial, lambda sentence: None), first, first + guess)
+        setup = replace(trial.setup, balances=False)
+        later_s = trial.clock_s - _takes_s(job, setup, first, guess)
+        guess = max(1, int((left_s - later_s) / _pace_s(setup)))
+    return 1 + most_within(left_s - later_s, lambda count: _takes_s(job, setup, first, count), 2 * guess)
 
 
-def _simulated(setup: Setup, num_minibatches: int, meter: Meter | None) -> Totals:
-    """Return what a phase comes to, epoch by epoch where it is longer than one."""
+def _pace_s(setup: Setup) -> float:
+    """Return about what a minibatch takes, filling and emptying aside."""
     per_epoch = setup.sampler.minibatches_per_epoch
-    epochs, rest = divmod(num_minibatches, per_epoch)
-    parts = [simulate_segment(setup, per_epoch, meter)] * epochs if epochs else []
-    if rest:
-        parts.append(simulate_segment(setup, rest, None if parts else meter))
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole.extended(part, 1)
-    return whole
+    return simulate_segment(setup, per_epoch).end_s / per_epoch
+
+
+def _takes_s(job: Job, setup: Setup, first: int, count: int) -> float:
+    """Return how long so many minibatches take if nothing moves."""
+    engine = SimulatedEngine(setup)
+    _train(job, engine, Repartitioning(job, engine, lambda sentence: None), first, first + count)
+    return engine.clock_s
+
+
+def _points(phase: Phase, seen: int, layers: int, rate: float) -> Iterator[Point]:
+    """Yield what there is to tell of a phase: its pace while layers may move, and then.
+
+    Args:
+        phase: that.
+        seen: samples of the run before it.
+        layers: that there are.
+        rate: samples per second of all of it.
+    """
+    samples, clock_s = float(seen), phase.begins_s
+    for window in phase.windows:
+        samples, clock_s = samples + window * _WINDOW_S, clock_s + _WINDOW_S
+        yield Point(round(samples), clock_s, {"throughput_samples_per_s": window, "active_layers": layers})
+    last = seen + rate * (phase.ends_s - phase.begins_s)
+    rest = (last - samples) / (phase.ends_s - clock_s)
+    yield Point(round(last), phase.ends_s, {"throughput_samples_per_s": rest, "active_layers": layers})
+
+
+def _with_peaks(job: Job, watch: Watch, phases: Sequence[Phase], layers: Sequence[int], result: RunResult) -> RunResult:
+    """Return a result with the peaks that are foretold of all architectures, and from when on there is no room."""
+    simulate_segment(job.setup, phases[0].num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
+    for phase, count in zip(phases, layers, strict=True):
+        begins, ends = phase.setups
+        for setup in (begins, ends) if ends is not begins else (begins,):
+            found = Watch.over(replace(job, setup=setup))
+            result = found.with_peaks(result)
+            if found.out_of_memory and MEMORY not in result.notes:
+                where = f"with the {count} layers that there are from {seconds(phase.begins_s)} on"
+                result = replace(result, notes={**result.notes, MEMORY: f"{where}: {found.out_of_memory}"})
+    return result
 
 
 def _file(search: SearchSetup, phases: Sequence[Phase], samples: Sequence[int], layers: Sequence[int]) -> SearchFile:

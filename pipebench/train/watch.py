@@ -27,6 +27,7 @@ from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
 _LARGEST = 4  # kinds that are named of what doesn't fit
+_PEAK, _LARGEST_PEAK = "peak_memory_bytes", "peak_memory_bytes_max"  # of a stage, and of all workers
 
 
 class Watch:
@@ -112,17 +113,14 @@ class Watch:
         )
 
     def with_peaks(self, result: RunResult) -> RunResult:
-        """Return the result of a run that trained nothing, with the peaks that are foretold."""
+        """Return the result of a run that trained nothing, with the peaks that are foretold, or those that it has."""
         workers, peaks = self._job.setup.pipeline.workers_of, self.memory.peaks
         stages = tuple(
-            {**row, "peak_memory_bytes": max(peaks[worker].num_bytes for worker in workers(row["index"]))}
+            {**row, _PEAK: max(row.get(_PEAK, 0), *(peaks[worker].num_bytes for worker in workers(row["index"])))}
             for row in result.stages
         )
-        return replace(
-            result,
-            stages=stages,
-            metrics={**result.metrics, "peak_memory_bytes_max": self.memory.fullest.num_bytes},
-        )
+        largest = max(result.metrics.get(_LARGEST_PEAK, 0), self.memory.fullest.num_bytes)
+        return replace(result, stages=stages, metrics={**result.metrics, _LARGEST_PEAK: largest})
 
 
 def _cause(moment: Moment) -> str:

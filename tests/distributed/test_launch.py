@@ -190,7 +190,8 @@ def script(folder: Path, text: str) -> list[str]:
         "from pathlib import Path\n"
         "rank, attempt = int(os.environ['RANK']), int(os.environ['PIPEBENCH_ATTEMPT'])\n"
         f"folder = Path({str(folder)!r})\n"
-        "(folder / f'up-{attempt}-{rank}').write_text(str(os.getpid()))\n"
+        "(folder / f'coming-{attempt}-{rank}').write_text(str(os.getpid()))\n"
+        "(folder / f'coming-{attempt}-{rank}').rename(folder / f'up-{attempt}-{rank}')\n"  # whole at once
     )
     file = folder / "worker.py"
     file.write_text(head + text)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ def test_every_second_of_a_worker_is_in_its_row(two: Measured) -> None:
     assert row["compute_s"] + row["waiting_s"] + row["sending_s"] + row["other_s"] == 10.0
     other = two.workers[1]
     assert (other["waiting_activation_s"], other["waiting_norm_s"], other["stall_s"]) == (2, 0.25, 6 * 0.125)
+
+
+def test_copies_are_in_the_row_where_a_stage_swaps(two: Measured) -> None:
+    meter = MeasuredMeter(replace(SINGLE, swaps=(0,)), 0, rank=0)
+    play(meter, 0, "F0:1 SO0:0.25 SI0:0.5 B0:4 U0:1")
+    found = merge([json.loads(json.dumps(meter.share()))], replace(SINGLE, swaps=(0,)), 7.0)
+    (row,) = found.workers
+    assert (row["swapping_s"], row["other_s"], found.metrics["swapping_s"]) == (0.75, 0.25, 0.75)
+    assert "swapping_s" not in two.workers[0]
+    assert "swapping_s" not in two.metrics
 
 
 def test_the_run_has_the_sums_and_fractions_of_training(two: Measured) -> None:

@@ -34,7 +34,8 @@ COUNTS = {
     "amoebanet": 8,
     "lab": 4,
     "search": 5,
-    "vpipe/search": 3,
+    "vpipe/search/transformer": 6,
+    "vpipe/search/amoebanet": 6,
     "uniform": 4,
     **dict.fromkeys(
         (f"vpipe/{name}" for name in ("amoebanet", "bert", "gnmt16", "transformer", "vgg16", "resnet50")), 4

@@ -1,6 +1,7 @@
 """What is drawn is what the cells and results say: read back from the figures."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +10,23 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
+from matplotlib.patches import StepPatch
 from matplotlib.text import Annotation
 from PIL import Image
 
-from pipebench.report.definition import Published
+from pipebench.report.definition import Picture, Published, RunReference
 from pipebench.report.evaluated import Cell, Evaluated
 from pipebench.report.plot_bars import bars_figure
 from pipebench.report.plot_curves import curves_figure
 from pipebench.report.plot_lines import lines_figure
+from pipebench.report.plot_phases import phases_figure
 from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
 from pipebench.report.plot_style import COLOURS
 from pipebench.report.plots import draw_plots
-from tests.report.made import PICTURES, REPORT, SPEEDUP, cells, evaluated
+from pipebench.train.result import Point, RunResult
+from tests.report.made import IDEAL, PICTURES, REPORT, SPEEDUP, cells, evaluated
+from tests.results import DP
 
 BARS, SCATTER, LINES, CURVES, STAGES, _ = PICTURES
 SPEEDUPS = {(cell.row, cell.column): cell.value for cell in cells() if cell.measure == "speedup"}
@@ -153,6 +158,40 @@ def test_columns_with_results_of_their_own_have_curves_of_their_own() -> None:
         "dp (4), clusters of 2019, 2 of 2 seeds reached",
         "pipedream (4), 2 of 2 seeds reached",
     ]
+
+
+def searched(rates: Sequence[float], layers: Sequence[int]) -> tuple[RunResult, ...]:
+    """A run of phases of ten seconds each."""
+    points = tuple(
+        Point(0, 10.0 * n, {"throughput_samples_per_s": rate, "active_layers": count})
+        for n, (rate, count) in enumerate(zip(rates, layers, strict=True), 1)
+    )
+    return (replace(DP, points=points),)
+
+
+def test_phases_are_steps_a_panel_per_row_with_lines_where_layers_change() -> None:
+    column, layers = IDEAL.name, (5, 7, 7)
+    results = {
+        ("vgg", "plain", column): searched((30.0, 20.0, 10.0), layers),
+        ("vgg", "ideal", column): searched((40.0, 40.0, 35.0), layers),
+        ("gnmt", "ideal", column): searched((50.0, 50.0, 50.0), layers),
+    }
+    rows = tuple(
+        replace(row, runs={run: RunReference(()) for name, run, _ in results if name == row.name})
+        for row in REPORT.rows
+    )
+    report = replace(REPORT, rows=rows, columns=(IDEAL,))
+    picture = Picture("phases", runs=("plain", "ideal"), metric="throughput_samples_per_s", bound="ideal")
+    figure = phases_figure(replace(evaluated(), report=report, results=results), picture)
+    assert figure is not None
+    first, second = figure.axes
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["VGG-16, 4x4 (A)", "GNMT-16 | 4x4 (A)"]
+    steps = {str(patch.get_label()): patch for patch in first.patches if isinstance(patch, StepPatch)}
+    values, edges, _ = steps["plain"].get_data()
+    assert ([*values], [*edges]) == ([30.0, 20.0, 10.0], [0.0, 10.0, 20.0, 30.0])
+    assert steps["ideal"].get_edgecolor() == (0.0, 0.0, 0.0, 1.0)
+    assert [xs(line)[0] for line in first.lines] == [10.0], "after 20 s the pace changes, the layers don't"
+    assert first.get_ylim() == second.get_ylim()
 
 
 def test_files_are_small_and_have_names_of_their_own(tmp_path: Path) -> None:

@@ -70,6 +70,15 @@ def test_the_summary_has_a_row_per_worker_and_the_prediction() -> None:
     assert ["prediction", "epoch", "1.50", "s", "predicted,", "1.80", "s", "measured", "(+20.0%)"] in lines
 
 
+def test_copies_have_a_column_where_a_worker_makes_them() -> None:
+    row = {"worker": 0, "stage": 1, "compute_s": 5.0, "sending_s": 0.5, "swapping_s": 0.25, "other_s": 1.5}
+    to = plain()
+    console.print_summary(replace(DP, workers=(row,)), "", "", to)
+    lines = [line.split() for line in written(to).splitlines()]
+    assert ["worker", "stage", "compute", "sending", "swapping", "other"] in lines
+    assert ["0", "1", "5.00", "s", "500", "ms", "250", "ms", "1.50", "s"] in lines
+
+
 def test_a_note_stands_beside_its_number() -> None:
     notes = {PREDICTION: "4 processes x 1 thread share 2 usable cores", WORKERS_IDLE: "times aren't known"}
     crowded = replace(DP, metrics={**DP.metrics, "predicted_epoch_time_s": 1.5}, notes=notes)

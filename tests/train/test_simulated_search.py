@@ -2,15 +2,22 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipebench.recipe.load import load_file
+from pipebench.engine.gate import StopRequest
+from pipebench.recipe.load import load, load_file
 from pipebench.run.deciding import prepare_job
+from pipebench.show.progress import Silent
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
+from pipebench.train.largest_minibatch import trial
+from pipebench.train.searching import loop_for
 from pipebench.train.simulated_search import simulate_search
+from pipebench.train.virtual import on_virtual_clock
+from pipebench.train.watch import Watch
 
 RECIPE = """
 name: trace
@@ -35,7 +42,7 @@ def job(folder: Path, events: Sequence[Mapping[str, object]], epochs: int = 5, v
     return prepare_job(load_file(path), silent=True)
 
 
-def test_phases_follow_each_other_and_each_is_a_segment_of_its_own(tmp_path: Path) -> None:
+def test_phases_follow_each_other_and_drain_where_the_run_evaluates(tmp_path: Path) -> None:
     given = job(tmp_path, [{"minibatch": 30, "delete": 12, "stage": 0}, {"minibatch": 47, "add": 6, "stage": 0}])
     result, _ = simulate_search(given)
     assert result.search is not None
@@ -44,12 +51,11 @@ def test_phases_follow_each_other_and_each_is_a_segment_of_its_own(tmp_path: Pat
     assert [row.minibatch for row in rows] == [0, 30, 47]
     assert [len(row.cells) for row in rows] == [8, 6, 7]
     clock_s = 0.0
-    for row, count in zip(rows, (20 + 10, 17, 20 + 20 + 13), strict=True):
+    for row, counts in zip(rows, ([20, 10], [10, 7], [13, 20, 20]), strict=True):
         assert row.second == pytest.approx(clock_s)
         cells = frozenset(i for i, cell in enumerate(search.architectures.cells) if cell.name in row.cells)
         setup = search.architectures.setup(given.setup, cells)
-        epochs, rest = divmod(count, 20)
-        clock_s += epochs * simulate_segment(setup, 20).end_s + (simulate_segment(setup, rest).end_s if rest else 0.0)
+        clock_s += sum(simulate_segment(setup, count).end_s for count in counts)
     assert result.metrics["total_time_s"] == pytest.approx(clock_s)
     assert [point.samples for point in result.points] == [1500, 2350, 5000]
     assert [point.clock_s for point in result.points] == pytest.approx([rows[1].second, rows[2].second, clock_s])
@@ -76,17 +82,104 @@ def test_changes_at_seconds_come_at_the_end_of_the_minibatch_in_which_they_fall(
     assert change.minibatch == pytest.approx(45, abs=2)
 
 
-def test_with_vpipe_layers_follow_the_changes_and_what_moves_takes_its_time(tmp_path: Path) -> None:
-    events = [{"minibatch": 40, "delete": 12, "stage": 3}]
-    vpipe = "{{swap: false, recompute: false, repartition: {}}}"
-    stays, follows = (job(tmp_path, events, vpipe=vpipe.format(word)) for word in ("false", "true"))
-    (fixed, _), (moved, _) = simulate_search(stays), simulate_search(follows)
-    first, second = ([point.metrics["throughput_samples_per_s"] for point in each.points] for each in (fixed, moved))
-    assert first[0] == second[0]
-    assert second[1] > 1.05 * first[1], "three stages had all the work"
-    assert (fixed.metrics["repartitions"], moved.metrics["repartitions"]) == (0, 1)
-    assert fixed.metrics["migration_bytes"] == 0 < moved.metrics["migration_bytes"]
-    assert moved.search is not None
-    gap_s = moved.search.individuals[1].second - moved.points[0].clock_s
-    assert moved.metrics["migration_stall_s"] == pytest.approx(gap_s)
-    assert gap_s > follows.cluster.levels[0].latency_s
+@pytest.mark.parametrize("live", [True, False])
+def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, live: bool) -> None:
+    """The moves are those of the virtual engine, which trains the same architectures: to minibatch and layer."""
+    events = [{"minibatch": 100, "delete": 12, "stage": 3}]
+    vpipe = f"{{swap: false, recompute: false, live: {str(live).lower()}}}"
+    given = job(tmp_path, events, epochs=10, vpipe=vpipe)
+    simulated, _ = simulate_search(given)
+    training = prepare_job(load(str(tmp_path / "r.yaml"), ["engine={kind: virtual, threads: 1}"]), silent=True)
+    found, _ = loop_for(training, on_virtual_clock(training, StopRequest()), Silent(), lambda point: None).run()
+    assert [(m.minibatch, m.cuts, m.live) for m in simulated.moves] == [
+        (m.minibatch, m.cuts, m.live) for m in found.moves
+    ]
+    assert {move.minibatch > 100 for move in simulated.moves} == {False, True}, "the first cuts aren't balanced either"
+    for name in ("repartitions", "migration_stall_s", "comm_bytes_activation"):
+        assert simulated.metrics[name] == pytest.approx(found.metrics[name])
+    assert (simulated.metrics["migration_stall_s"] > 0) is not live
+    stays, _ = simulate_search(
+        job(tmp_path, events, epochs=10, vpipe="{swap: false, recompute: false, repartition: false}")
+    )
+    assert stays.metrics["repartitions"] == stays.metrics["migration_bytes"] == 0 < simulated.metrics["migration_bytes"]
+    rates = [result.points[-1].metrics["throughput_samples_per_s"] for result in (stays, simulated)]
+    assert rates[1] > 1.05 * rates[0], "three stages had all the work"
+
+
+def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> None:
+    vpipe = "{swap: false, recompute: false}"
+    whole, _ = simulate_search(job(tmp_path, [{"minibatch": 150, "delete": 6, "stage": 0}], 10, vpipe))
+    assert whole.moves
+    assert whole.search is not None
+    moment_s = whole.search.individuals[1].second
+    asked_s = moment_s * (1 - 1e-9)
+    found = simulate_search(job(tmp_path, [{"second": asked_s, "delete": 6, "stage": 0}], 10, vpipe))[0].search
+    assert found is not None
+    assert found.individuals[1].minibatch == 150
+    assert found.individuals[1].second == pytest.approx(moment_s)
+
+
+def test_what_is_told_of_a_phase_while_layers_move_adds_up_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipebench.train.simulated_search._WINDOW_S", 0.01)
+    events = [{"minibatch": 100, "delete": 12, "stage": 3}]
+    result, _ = simulate_search(job(tmp_path, events, 10, "{swap: false, recompute: false}"))
+    assert len(result.points) > 4
+    times = [0.0, *(point.clock_s for point in result.points)]
+    samples = [
+        point.metrics["throughput_samples_per_s"] * (b - a)
+        for point, a, b in zip(result.points, times, times[1:], strict=False)
+    ]
+    assert sum(samples) == pytest.approx(10_000, rel=1e-6)
+    assert min(point.metrics["throughput_samples_per_s"] for point in result.points) == pytest.approx(
+        result.metrics["least_throughput_samples_per_s"]
+    )
+
+
+def peaks_of(given: Job, cells: Sequence[str]) -> int:
+    """What the fullest worker keeps at most while these cells are trained, which no trace is asked for."""
+    assert given.search is not None
+    found = given.search.architectures
+    setup = found.setup(given.setup, found.named(cells, "here"))
+    return Watch.over(replace(given, setup=setup)).memory.fullest.num_bytes
+
+
+def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
+    """It grows: the first architecture fits in what a device has, the last one doesn't."""
+    few, all_cells = ["groups.1.*"], ["groups.*.cell*"]
+    events = [{"minibatch": 20, "cells": all_cells}]
+    given = job(tmp_path, [{"minibatch": 0, "cells": few}, *events])
+    least, most = peaks_of(given, few), peaks_of(given, all_cells)
+    assert least < most
+    cluster = replace(given.cluster, memory_bytes=(least + most) // 2)
+    small = replace(given, cluster=cluster, setup=replace(given.setup, cluster=cluster))
+    result, _ = simulate_search(small, Watch(small, 20))
+    assert result.metrics["peak_memory_bytes_max"] == max(row["peak_memory_bytes"] for row in result.stages) == most
+    layers, second = result.points[1].metrics["active_layers"], result.points[0].clock_s
+    told = f"with the {layers} layers that there are from {1e3 * second:.1f} ms on: out of memory at "
+    assert result.notes["memory"].startswith(told)
+
+
+def test_the_largest_minibatch_fits_with_every_architecture(tmp_path: Path) -> None:
+    few, all_cells = ["groups.1.*"], ["groups.*.cell*"]
+    given = job(tmp_path, [{"minibatch": 0, "cells": few}, {"minibatch": 20, "cells": all_cells}])
+    found = trial(load(str(tmp_path / "r.yaml")), 50)
+    assert found.peak_bytes == peaks_of(given, all_cells) > peaks_of(given, few)
+
+
+def test_what_an_architecture_costs_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [{"minibatch": 30, "delete": 12, "stage": 0}]
+    first, _ = simulate_search(job(tmp_path, events))
+    monkeypatch.delattr("pipebench.profile.without.analytic_profile")
+    again, _ = simulate_search(job(tmp_path, events))
+    assert [point.metrics for point in again.points] == [point.metrics for point in first.points]
+
+
+def test_what_fills_no_minibatch_is_left_out_of_every_architecture(tmp_path: Path) -> None:
+    """Else each would be profiled at one more size, or two."""
+    given = job(tmp_path, [{"minibatch": 30, "delete": 12, "stage": 0}])
+    other = prepare_job(load(str(tmp_path / "r.yaml"), ["train.minibatch_size=48"]), silent=True)
+    assert [*given.profile.layers] == [50]
+    assert [*other.profile.layers] == [48]
+    assert other.setup.sampler.minibatches_per_epoch == 1000 // 48

@@ -1,0 +1,97 @@
+"""Phases: a metric as steps over a run's time, a panel per row, with lines where what is run changes.
+
+A run that is made of phases has a point at the end of each. Panels are drawn to one scale, so that rows compare.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pipebench.report.definition import Picture, Row
+from pipebench.report.evaluated import Evaluated
+from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, plain
+from pipebench.train.result import Point, RunResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH_IN, _PANEL_IN, _FRAME_IN = 8.0, 2.5, 0.8
+_STYLES = ("-", "--", "-.", ":")  # of the columns
+_LAYERS = "active_layers"  # where this changes, what is run does
+
+
+def phases_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
+    """Return the picture; None if none of the runs has points with the metric."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    drawn = [(row, lines) for row in evaluated.report.rows if (lines := [*_lines(evaluated, picture, row)])]
+    if not drawn:
+        return None
+    figure = Figure(figsize=(_WIDTH_IN, _FRAME_IN + _PANEL_IN * len(drawn)), layout="constrained")
+    panels = figure.subplots(len(drawn), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (row, lines) in zip(panels, drawn, strict=True):
+        for run, column, label, result in lines:
+            _draw(axes, result, picture, run, column, label)
+        _draw_changes(axes, [result for *_, result in lines])
+        axes.set_title(plain(row.title), fontsize=NORMAL, loc="left")
+        axes.yaxis.set_major_formatter(EngFormatter())
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        finish(axes)
+    panels[-1].set_xlabel("time of the run [s]", fontsize=NORMAL)
+    figure.supylabel(plain(picture.metric.replace("_per_s", " per second").replace("_", " ")), fontsize=NORMAL)
+    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        found.values(), found.keys(), loc="outside upper left", ncols=min(len(found), 6), frameon=False, fontsize=SMALL
+    )
+    return figure
+
+
+def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[str, int, str, RunResult]]:
+    """Yield what a row has of the runs: its name, its column's position, what it is called, and what it came to.
+
+    Of several seeds the first is drawn, since phases depend on none; what columns share is drawn once.
+    """
+    for run in picture.runs:
+        seen: list[RunResult] = []
+        for number, column in enumerate(evaluated.report.columns):
+            results = evaluated.results.get((row.name, run, column.name), ())
+            told = next((each for each in results if any(picture.metric in p.metrics for p in each.points)), None)
+            if told is not None and told not in seen:
+                where = f", {column.title}" if seen else ""
+                yield run, number, plain(f"{run.replace('_', ' ')}{where}", 60), told
+                seen.append(told)
+
+
+def _draw(axes: "Axes", result: RunResult, picture: Picture, run: str, column: int, label: str) -> None:
+    points = [point for point in result.points if picture.metric in point.metrics]
+    values, edges = [point.metrics[picture.metric] for point in points], _edges(points)
+    is_bound = run == picture.bound
+    axes.stairs(
+        values, edges, baseline=None, label=label,
+        color="black" if is_bound else colour(picture.runs.index(run)),
+        linestyle="--" if is_bound else _STYLES[column % len(_STYLES)], linewidth=1.2 if is_bound else 1.6,
+    )  # fmt: skip
+
+
+def _draw_changes(axes: "Axes", results: Sequence[RunResult]) -> None:
+    """Mark where layers come and go, once where several runs agree but for the end of a minibatch."""
+    times_s = sorted(time_s for result in results for time_s in _changes(result.points))
+    end_s = max(result.points[-1].clock_s for result in results)
+    last_s = -end_s
+    for time_s in times_s:
+        if time_s - last_s > 0.01 * end_s:
+            axes.axvline(time_s, color=GREY, linewidth=0.8, linestyle=":")
+        last_s = time_s
+
+
+def _changes(points: Sequence[Point]) -> Iterator[float]:
+    for before, after in itertools.pairwise(points):
+        if before.metrics.get(_LAYERS) != after.metrics.get(_LAYERS):
+            yield before.clock_s
+
+
+def _edges(points: Sequence[Point]) -> list[float]:
+    return [0.0, *(point.clock_s for point in points)]
