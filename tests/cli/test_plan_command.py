@@ -357,8 +357,9 @@ def test_lists_are_planned_side_by_side() -> None:
 
 
 def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
-    words = (few, "cluster.servers=1,2", "train.minibatch_size=32,16")
-    assert len(json.loads(invoke(*words, "--json").stdout)) == 4
+    words = (few, "model.num_layers=3", "cluster.servers=1,2", "train.minibatch_size=32,16")
+    names = [line.split()[0] for line in invoke(*words).stdout.splitlines() if line.strip().startswith("servers=")]
+    assert {*names} == {f"servers={count},minibatch_size={size}" for count in (1, 2) for size in (32, 16)}
     zipped = json.loads(invoke(*words, "--zip", "--json").stdout)
     assert [(each["num_workers"], each["minibatch_size"]) for each in zipped] == [(4, 32), (8, 16)]
 

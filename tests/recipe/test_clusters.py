@@ -32,6 +32,7 @@ def test_every_cluster_is_here() -> None:
         "free-links",
         "local",
         "vpipe",
+        "vpipe-calibrated",
         "vpipe-unlimited",
     ]
 

@@ -12,7 +12,15 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.train.prepare import prepare
 
-SMALL = ["model.width=0.05", "train.target=null", "train.max_epochs=1", "train.minibatch_size=250"]
+# Of few layers, planned as 2-2: plans of every mode are made again and again.
+SMALL = """\
+name: small
+model: {name: uniform, num_layers: 8}
+dataset: {name: synthetic, shape: [64], num_classes: 64, num_train: 2000, num_eval: 250}
+train: {minibatch_size: 250, optimizer: {lr: 0.1}, max_epochs: 1}
+cluster: {name: cluster-a}
+parallelism: {mode: pipedream}
+"""
 
 
 @pytest.fixture
@@ -20,6 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "small.yaml").write_text(SMALL)
     return tmp_path
 
 
@@ -45,9 +54,9 @@ def move_a_layer(data: dict[str, Any]) -> None:
 
 
 def test_a_written_plan_is_the_one_that_runs(here: Path) -> None:
-    invoke("plan", "quickstart", *SMALL, "--out", "plan.json")
-    words = ["parallelism.plan=plan.json", *SMALL]
-    recipe = load("quickstart", words).recipe
+    invoke("plan", "small.yaml", "--out", "plan.json")
+    words = ["parallelism.plan=plan.json"]
+    recipe = load("small.yaml", words).recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers)
     before = prepare(recipe, cluster, trains=False).setup
     assert [*json.loads(Path("plan.json").read_text())["stages"][0]["layers"]] == [
@@ -57,30 +66,30 @@ def test_a_written_plan_is_the_one_that_runs(here: Path) -> None:
     edited = prepare(recipe, cluster, trains=False).setup
     assert edited.plan.stages[0].stop == before.plan.stages[0].stop - 1
     assert edited.devices == tuple(3 - device for device in before.devices)
-    invoke("draw", "quickstart", *words)
-    shown = json.loads(invoke("plan", "quickstart", *words, "--json").stdout)
+    invoke("draw", "small.yaml", *words)
+    shown = json.loads(invoke("plan", "small.yaml", *words, "--json").stdout)
     assert shown["recipe_plan"]["is_simulated"]
     for kind in ("simulated", "virtual"):
-        invoke("run", "quickstart", *words, f"engine.kind={kind}")
+        invoke("run", "small.yaml", *words, f"engine.kind={kind}")
 
 
 def test_processes_run_the_edited_plan(here: Path) -> None:
-    invoke("plan", "quickstart", *SMALL, "--out", "plan.json")
+    invoke("plan", "small.yaml", "--out", "plan.json")
     edit(here / "plan.json", move_a_layer)
-    invoke("run", "quickstart", *SMALL, "parallelism.plan=plan.json", "engine.kind=distributed")
+    invoke("run", "small.yaml", "parallelism.plan=plan.json", "engine.kind=distributed")
     (kept,) = here.glob("pipebench-runs/*/plan.json")
     assert json.loads(kept.read_text()) == json.loads(Path("plan.json").read_text())
 
 
 def test_stages_that_recompute_do_so_each_for_itself(here: Path) -> None:
-    invoke("plan", "quickstart", *SMALL, "--out", "plan.json")
+    invoke("plan", "small.yaml", "--out", "plan.json")
 
     def recompute_the_first(data: dict[str, Any]) -> None:
         layers = data["stages"][0]["layers"]
         data["stages"][0]["layers"] = dict.fromkeys(layers, "recompute")
 
-    words = ["parallelism.plan=plan.json", *SMALL]
-    recipe = load("quickstart", words).recipe
+    words = ["parallelism.plan=plan.json"]
+    recipe = load("small.yaml", words).recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers)
     kept = prepare(recipe, cluster, trains=False).setup.costs.stages
     edit(here / "plan.json", recompute_the_first)
@@ -91,15 +100,15 @@ def test_stages_that_recompute_do_so_each_for_itself(here: Path) -> None:
     again = found.costs.stages
     assert again[0].backward_s[250] == kept[0].backward_s[250] + kept[0].forward_s[250]
     assert again[1].backward_s == kept[1].backward_s
-    shown = json.loads(invoke("plan", "quickstart", *words, "--json").stdout)
+    shown = json.loads(invoke("plan", "small.yaml", *words, "--json").stdout)
     assert shown["recipe_plan"]["minibatch_s"] > 0
 
 
 def test_a_run_s_artifacts_run_again_with_its_plan(here: Path) -> None:
     """The planner would plan otherwise: the plan was edited before the first run."""
-    invoke("plan", "quickstart", *SMALL, "--out", "plan.json")
+    invoke("plan", "small.yaml", "--out", "plan.json")
     edit(here / "plan.json", move_a_layer)
-    invoke("run", "quickstart", *SMALL, "parallelism.plan=plan.json")
+    invoke("run", "small.yaml", "parallelism.plan=plan.json")
     (artifacts,) = {path.parent for path in here.rglob("recipe.yaml")}
     first = json.loads((artifacts / "result.json").read_text())
     (here / "plan.json").unlink()
@@ -123,29 +132,29 @@ def test_a_run_keeps_the_file_of_its_order(here: Path) -> None:
 
 
 def test_faults_come_out_before_anything_runs(here: Path) -> None:
-    invoke("plan", "quickstart", *SMALL, "--out", "plan.json")
+    invoke("plan", "small.yaml", "--out", "plan.json")
 
     def spoil(data: dict[str, Any]) -> None:
         first, second = data["stages"][0]["layers"], data["stages"][1]["layers"]
-        first["classifier_00"] = first.pop("features_0")
-        second["features_1"] = first.pop("features_1")
+        first["classifier_00"] = first.pop("layer0")
+        second["layer1"] = first.pop("layer1")
 
     edit(here / "plan.json", spoil)
     for command in ("run", "plan", "draw"):
-        said = invoke(command, "quickstart", *SMALL, "parallelism.plan=plan.json", code=2).stderr.splitlines()
+        said = invoke(command, "small.yaml", "parallelism.plan=plan.json", code=2).stderr.splitlines()
         assert len(said) == 3, said
-        assert "stages[0].layers: got 'classifier_00', and the model has no such layer; did you mean" in said[0]
-        assert "stages[1].layers: got 'features_1' out of order, in the model it comes after 'features_0'" in said[1]
-        assert "stages: missing are 'features_0', allowed is every layer of the model once" in said[2]
+        assert "stages[0].layers: got 'classifier_00', and the model has no such layer" in said[0]
+        assert "stages[1].layers: got 'layer1' out of order, in the model it comes after 'layer0'" in said[1]
+        assert "stages: missing are 'layer0', allowed is every layer of the model once" in said[2]
 
 
 def test_out_leaves_other_files_alone(here: Path) -> None:
     (here / "mine.json").write_text("{}")
-    said = invoke("plan", "quickstart", *SMALL, "--out", "mine.json", code=2).stderr
+    said = invoke("plan", "small.yaml", "--out", "mine.json", code=2).stderr
     assert "--out: mine.json is there and isn't a plan's file, so it is left alone; name another" in said
-    said = invoke("plan", "quickstart", *SMALL, "--out", "no/plan.json", code=2).stderr
+    said = invoke("plan", "small.yaml", "--out", "no/plan.json", code=2).stderr
     assert "--out: got no/plan.json, but there is no folder no" in said
     said = invoke("plan", "--profile", "x.json", "--levels", "4@1e9", "--out", "plan.json", code=2).stderr
     assert "--out goes with a recipe: " in said
-    invoke("plan", "quickstart", *SMALL, "--out", "plan.json")
-    invoke("plan", "quickstart", *SMALL, "--out", "plan.json")
+    invoke("plan", "small.yaml", "--out", "plan.json")
+    invoke("plan", "small.yaml", "--out", "plan.json")
