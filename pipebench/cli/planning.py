@@ -30,8 +30,10 @@ from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
+from pipebench.show.plan_answer import Answer
+from pipebench.show.plan_json import plan_json
 from pipebench.show.plan_picture import draw_plan, is_our_picture
-from pipebench.show.plan_report import Answer, plan_json, print_plan
+from pipebench.show.plan_report import print_plan
 from pipebench.show.plans_report import plans_json, print_plans
 from pipebench.show.progress import preparing, searching
 from pipebench.show.terminal import standard_error, standard_output

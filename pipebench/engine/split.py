@@ -106,6 +106,11 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, value: torch.Tensor, split: SplitBackward, forward: Forward
     ) -> torch.Tensor:
+        """Run a layer on a value apart from the stage's graph; `anchor` lets autograd come here in any case.
+
+        A layer that is recomputed runs twice, and what the second time keeps is found by a number: autograd takes from
+        the second run only what was saved.
+        """
         ctx.split, ctx.own = split, None
         time = running.get()
         if time == FIRST:
@@ -122,6 +127,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient of the value, and leave for the weight part what it needs."""
         split, (gradient,) = ctx.split, gradients
         own = split.recomputed.pop(int(ctx.saved_tensors[0])) if ctx.own is None else ctx.own
         split.rests.append(Rest(own.edge, gradient, own.kept))

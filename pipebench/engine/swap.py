@@ -71,6 +71,7 @@ class _View(NamedTuple):
     offset: int
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return it as a view of a storage with the same bytes, on any device."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.strides)
 

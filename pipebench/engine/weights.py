@@ -38,6 +38,7 @@ class _Like(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the parameter."""
         return self.shape.numel() * self.dtype.itemsize
 
 

@@ -90,6 +90,8 @@ class Plan:
 
 
 class _Layer(Protocol):
+    """A layer: its name, the layers that it reads, and its parameters and buffers by name."""
+
     @property
     def name(self) -> str: ...
     @property

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from pipebench.errors import PlanError
-from pipebench.model.plan import make_plan
+from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.cost_models import Work
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.loops import loops_s
@@ -14,8 +14,9 @@ from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import Course, arrange, arranged, course_of, payload, predict
-from pipebench.planner.stage_problem import StageProblem
+from pipebench.planner.stage_problem import StageProblem, VirtualMemory
 from pipebench.planner.states import States, antichains, prefixes
+from pipebench.planner.straight import Straight
 from pipebench.profile.model import Profile, Rows
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
@@ -106,18 +107,22 @@ class Estimator:
             depth_at_most=self.request.depth,
         )
 
-    def at_width(self, rule: MemoryRule | None, width: int | None) -> MemoryRule | None:
+    def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
         """Return a rule for plans of stages equally wide, which a depth beyond NOAM makes keep more.
 
         Args:
-            rule: the mode's; None without a limit.
+            rule: the mode's.
             width: replicas of every stage; None where that is for the search to find: how far a depth is beyond NOAM is
                 known of whole plans only, and `_fits_beyond_noam` looks at them.
         """
-        if rule is None or width is None or self.request.depth is None:
+        if width is None or self.request.depth is None:
             return rule
         positions = min(self.request.cluster.num_workers // width, len(self.work.states) - 1)
         return replace(rule, beyond=max(0, self.request.depth - positions) * width)
+
+    def straight(self) -> Straight:
+        """Return what says whether any straight plan fits."""
+        return Straight(self.work, self.request.cluster.num_workers, self.memory(math.inf))
 
     @property
     def keeps_as_input_stage(self) -> bool:
@@ -157,49 +162,34 @@ class Estimator:
             depth: minibatches in flight per input-stage replica; None for the request's, or NOAM.
             bottleneck_s: seconds per minibatch of the slowest stage, where the search that found it knows them better.
         """
-        model, cluster, chunks = self.request.model, self.request.cluster, self.mode.chunks
+        chunks, work = self.mode.chunks, self.work
         replicas = [stage.replicas for stage in stages]
         widths = replicas[: len(replicas) // chunks]
         if devices is None:
             devices = along(widths) * chunks
-        work = self.work
         units = self.request.microbatches if self.mode.microbatches else 1
         depth = self.depth_of(widths, depth)
-        in_loops = model.has_ports and not self.mode.flush
-        seconds, port_s = placed_s(work, model, cluster, stages, devices, ways=not in_loops)
-        if in_loops:
-            loops = loops_s(work, model, cluster, stages, devices, depth, relay=self.request.relay)
-            seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
-        if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
-            seconds = [min(each, bottleneck_s) for each in seconds]
+        seconds, port_s = self._seconds(stages, devices, depth, bottleneck_s)
         order, starts = arrange(work.states, stages)
         accumulate = self._accumulated(units, depth)
         rows = arranged(self.sizes, order).layers[self.unit_size]
-        policies = [self.memory_policies[layer] for layer in order]
-        places = [device for own in devices[: len(widths)] for device in own]
         plan = make_plan(
             Rows.of(rows),
             starts,
             replicas,
             mode=self.name,
-            devices=places,
+            devices=[device for own in devices[: len(widths)] for device in own],
             depth=depth,
             chunks=chunks,
-            memory=policies,
+            memory=[self.memory_policies[layer] for layer in order],
             relay=self.request.relay,
         )
         estimates = []
         for index, stage in enumerate(stages):
             compute_s, sync_s, transfer_s = self._parts_s(work, stages, devices, index)
             in_flight = self.in_flight(replicas, index, depth)
-            rule = self.memory(math.inf)
-            if self.keeps_as_input_stage:
-                rule = replace(rule, versions=-(-depth * replicas[0] // replicas[index]))
-            virtual = None
-            memory_bytes = rule.num_bytes(work.states, stage.start, stage.stop, in_flight)
-            if self.request.memory is not None and work.states.is_chain:
-                outcome = self.stage_problem(rule, stage, in_flight).outcome(plan.stages[index].memory)
-                memory_bytes, virtual = outcome.num_bytes, outcome.virtual
+            memory_bytes, virtual = self._kept(plan, stages, index, in_flight)
+            if virtual is not None:
                 seconds[index] += virtual.waits_s / stage.replicas
             estimates.append(
                 StageEstimate(
@@ -225,6 +215,32 @@ class Estimator:
             minibatch_s=math.inf,
             num_bytes=payload(rows, plan, self.mode, units, accumulate),
         )
+
+    def _seconds(
+        self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
+    ) -> tuple[list[float], float]:
+        """Return every stage's seconds per unit, copies to hosts left out, and those of the busiest port."""
+        model, cluster, relay = self.request.model, self.request.cluster, self.request.relay
+        in_loops = model.has_ports and not self.mode.flush
+        seconds, port_s = placed_s(self.work, model, cluster, stages, devices, ways=not in_loops)
+        if in_loops:
+            loops = loops_s(self.work, model, cluster, stages, devices, depth, relay=relay)
+            seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
+        if bottleneck_s is not None:  # the recurrence sums level by level, which costs no more than all at once
+            seconds = [min(each, bottleneck_s) for each in seconds]
+        return seconds, port_s
+
+    def _kept(
+        self, plan: Plan, stages: Sequence[SearchStage], index: int, in_flight: int
+    ) -> tuple[float, VirtualMemory | None]:
+        """Return the bytes that a replica of a stage keeps, and what its layers do where the request says that."""
+        rule, stage = self.memory(math.inf), stages[index]
+        if self.keeps_as_input_stage:
+            rule = replace(rule, versions=-(-plan.depth * stages[0].replicas // stage.replicas))
+        if self.request.memory is None or not self.work.states.is_chain:
+            return rule.num_bytes(self.work.states, stage.start, stage.stop, in_flight), None
+        outcome = self.stage_problem(rule, stage, in_flight).outcome(plan.stages[index].memory)
+        return outcome.num_bytes, outcome.virtual
 
     @property
     def memory_limit_bytes(self) -> float:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.cluster import Cluster
+from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import CostModel, StageGrid, Work
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.placement_costs import along, stage_level
+from pipebench.planner.states import Floats
 from pipebench.planner.thinning import MOST_EXACT, is_thinned, refined
 
 
@@ -74,14 +75,19 @@ def _plan_exactly(
     best = np.full(last + 1, np.inf)
     best[0] = 0.0
     before: list[np.ndarray] = []  # per stage: the best start for every stop
+    later: dict[tuple[Level, int], Floats] = {}  # seconds of the stages after the first, by links and replicas
     for index, m in enumerate(replicas):
         starts = np.arange(1) if index == 0 else np.arange(index, last)
         level = stage_level(cluster, model, devices, index)
-        grid = StageGrid(work, starts)
-        terms = model.terms(grid, level, first=index == 0)
-        barred = outside[starts] if fits is None else outside[starts] | ~fits(grid, index)
-        seconds = np.where(barred, np.inf, np.broadcast_to(terms.seconds(float(m)), (len(starts), last + 1)))
-        path = np.maximum(best[starts, None], seconds)
+        if index == 0:
+            seconds = model.terms(StageGrid(work, starts), level, first=True).seconds(float(m))
+        else:
+            if (level, m) not in later:
+                terms = model.terms(StageGrid(work, np.arange(1, last)), level, first=False)
+                later[level, m] = np.broadcast_to(terms.seconds(float(m)), (last - 1, last + 1))
+            seconds = later[level, m][index - 1 :]
+        barred = outside[starts] if fits is None else outside[starts] | ~fits(StageGrid(work, starts), index)
+        path = np.where(barred, np.inf, np.maximum(best[starts, None], seconds))
         if index < len(replicas) - 1:
             path[:, -1] = np.inf  # the stages after it need layers too
         nearest = path.argmin(0)

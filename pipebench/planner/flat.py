@@ -13,18 +13,21 @@ memory. The path is searched from the end because what a stage keeps depends on 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import CostModel, StageGrid, Work
+from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, Work
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats, States
-from pipebench.planner.thinning import MOST_EXACT, cheapest, is_thinned, loosened, refined
+from pipebench.planner.thinning import is_thinned, loosened, refined
 
 _ANY_S = 1e30  # seconds: no bottleneck is larger
 _PRECISION, _NEAR = 1e-12, 1e-5  # relative; below it a float's own rounding decides
+_MOST_KEPT_STATES = 1000  # the terms of all stages between so many take 36 MB
 BLOCK_ELEMENTS = 1 << 16  # of float64: a few arrays of it stay in a core's own cache
 
 
@@ -130,14 +133,6 @@ def _plan_exactly(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     return search.fewest(high * (1 + _PRECISION)) or best
 
 
-def any_fits(problem: FlatProblem) -> bool:
-    """Return whether any plan fits, however slow; of a thinned search, one of those it looks at first."""
-    states = problem.work.states
-    if is_thinned(states):
-        problem = problem.over(states.select(cheapest(states, MOST_EXACT)))
-    return _Search(problem).fewest(_ANY_S) is not None
-
-
 class _Search:
     """Answers one question again and again: is there a plan with a bottleneck of at most T?"""
 
@@ -148,7 +143,7 @@ class _Search:
         rows = max(1, BLOCK_ELEMENTS // self.num_states)
         bounds = [0, *range(1, self.num_states - 1, rows), self.num_states - 1]  # the first stage is a block of its own
         self._blocks = [np.arange(a, b) for a, b in itertools.pairwise(bounds) if a < b]
-        self._outside = None if states.is_chain else ~states.inside
+        self._kept: dict[tuple[int, int], _Stages] = {}  # by the first start, and how many starts
 
     def fewest(self, limit_s: float) -> tuple[SearchStage, ...] | None:
         """Return the plan with the fewest workers whose bottleneck is at most so much, or None."""
@@ -187,21 +182,66 @@ class _Search:
 
     def _least(self, grid: StageGrid, limit_s: float, at_least: Floats | float = 1.0) -> Floats:
         """Return the fewest replicas of the stages of a grid, `at_least` or more."""
-        problem = self.problem
-        terms = problem.model.terms(grid, problem.level, first=bool(grid.starts[0] == 0))
-        if problem.width is None:
-            least = terms.least(limit_s, at_least)
+        width, stages = self.problem.width, self._stages_of(grid)
+        if width is None:
+            least = stages.terms.least(limit_s, at_least)
         else:
-            fits = (at_least <= problem.width) & (terms.seconds(float(problem.width)) <= limit_s)
-            least = np.where(fits, float(problem.width), np.inf)
-        if self._outside is not None:
-            least = np.where(self._outside[grid.starts, grid.stop_from :], np.inf, least)
-        return least
+            least = np.where((at_least <= width) & (stages.seconds <= limit_s), float(width), np.inf)
+        return least if stages.outside is None else np.where(stages.outside, np.inf, least)
 
     def _fitting(self, start: int, limit_s: float, workers: Floats) -> Floats:
         """Return the fewest replicas of the stages from one state, in time and in memory."""
         assert self.problem.memory is not None
         grid = StageGrid(self.problem.work, np.array([start]), start + 1)
-        at_least = self.problem.memory.least(grid, workers[start + 1 :])
+        at_least = self.problem.memory.least(self._stages_of(grid).memory, workers[start + 1 :])
         least = self._least(grid, limit_s, np.minimum(at_least, 1e9)[None, :])[0]
         return np.where(np.isfinite(at_least), least, np.inf)
+
+    def _stages_of(self, grid: StageGrid) -> "_Stages":
+        """Return the stages of a grid: those of the question before, if there are few enough to keep."""
+        key = int(grid.starts[0]), len(grid.starts)
+        if key in self._kept:
+            return self._kept[key]
+        made = _Stages(self.problem, grid)
+        if self.num_states <= _MOST_KEPT_STATES:
+            self._kept[key] = made
+        return made
+
+
+class _Stages:
+    """The stages of a grid: what is the same for every bound on the bottleneck, computed when it is first asked for.
+
+    Args:
+        problem: what is planned.
+        grid: the stages.
+    """
+
+    def __init__(self, problem: FlatProblem, grid: StageGrid) -> None:
+        self._problem, self._grid = problem, grid
+
+    @cached_property
+    def terms(self) -> StageTerms:
+        """What bounds them."""
+        return self._bounds()
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Their seconds per minibatch on as many replicas as every stage has."""
+        assert self._problem.width is not None
+        return self._bounds().seconds(float(self._problem.width))
+
+    @cached_property
+    def memory(self) -> tuple[Floats, Floats]:
+        """What they keep, see `MemoryRule.parts`."""
+        assert self._problem.memory is not None
+        return self._problem.memory.parts(self._grid)
+
+    @cached_property
+    def outside(self) -> NDArray[np.bool_] | None:
+        """Which of them are none, since no state after is reached from the one before; None: all are stages."""
+        states = self._problem.work.states
+        return None if states.is_chain else ~states.inside[self._grid.starts, self._grid.stop_from :]
+
+    def _bounds(self) -> StageTerms:
+        first = bool(self._grid.starts[0] == 0)
+        return self._problem.model.terms(self._grid, self._problem.level, first=first)

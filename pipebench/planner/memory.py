@@ -45,7 +45,7 @@ class MemoryRule:
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
         """Return the bytes that a replica of the stage between two states keeps at most."""
-        constant, each = self._parts(StageGrid(Work(states), np.array([start]), stop))
+        constant, each = self.parts(StageGrid(Work(states), np.array([start]), stop))
         return float(constant[0, 0] + in_flight * each[0, 0])
 
     def beside_activations(self, states: States, start: int, stop: int) -> tuple[float, float]:
@@ -59,14 +59,14 @@ class MemoryRule:
         depth = 1 + -(-(after + self.beyond) // m) if after else 1
         return self.in_flight or min(depth, self.depth_at_most or depth)
 
-    def least(self, grid: StageGrid, after: Floats) -> Floats:
+    def least(self, parts: tuple[Floats, Floats], after: Floats) -> Floats:
         """Return the fewest replicas with which the stages of a grid of one start fit, or infinity [stop].
 
         Args:
-            grid: the stages.
+            parts: what `parts` says of the grid.
             after: workers behind each of them [stop].
         """
-        constant, each = (part[0] for part in self._parts(grid))
+        constant, each = (part[0] for part in parts)
         with np.errstate(all="ignore"):
             room = np.floor((self.limit_bytes - constant) / each)
             room = np.where(each > 0, room, np.where(constant <= self.limit_bytes, np.inf, 0.0))
@@ -79,7 +79,7 @@ class MemoryRule:
 
     def fits(self, grid: StageGrid, m: int, after: int) -> NDArray[np.bool_]:
         """Return whether a grid's stages on m replicas, with `after` workers behind them, fit [start, stop]."""
-        constant, each = self._parts(grid)
+        constant, each = self.parts(grid)
         return constant + self.depth(m, after) * each <= self.limit_bytes
 
     def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
@@ -97,7 +97,7 @@ class MemoryRule:
             after += replicas
         return True
 
-    def _parts(self, grid: StageGrid) -> tuple[Floats, Floats]:
+    def parts(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return the bytes kept however many minibatches are in flight, and those of each, [start, stop]."""
         states = grid.work.states
         saved, again = map(grid.sums, (states.saved_bytes, states.recomputed_bytes))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.searches import Searches, any_straight
+from pipebench.planner.searches import Searches
 
 
 def why_nothing_fits(of: Estimator) -> str:
@@ -44,13 +44,13 @@ def _least_memory(of: Estimator) -> float:
     whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, 1),)).memory_bytes
     if of.mode.shape in ("one", "one-stage"):
         return whole
-    low, high = 0.0, 64 * whole + 1
+    straight, low, high = of.straight(), 0.0, 64 * whole + 1
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         rule = of.memory(middle)
         if of.mode.weights_kept != 1 and of.request.depth is None:
             rule = replace(rule, depth_at_most=1)
-        if any_straight(of, rule):
+        if straight.fits(of.at_width(rule, 1)):
             high = middle
         else:
             low = middle

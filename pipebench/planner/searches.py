@@ -18,7 +18,7 @@ from pipebench.errors import PlanError
 from pipebench.planner.cost_models import StageGrid
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import FlatProblem, SearchStage, any_fits, bottleneck_s, flat_bound_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.plans import PlanEstimate
@@ -79,7 +79,8 @@ class Searches:
             for width in widths:
                 shape = {None: "", 1: ", straight"}.get(width, f", stages of {width}")
                 name = f"flat{shape}{where}"
-                stages = self._flat(name, FlatProblem(work, model, level, count, self._of.at_width(rule, width), width))
+                limit = rule and self._of.at_width(rule, width)
+                stages = self._flat(name, FlatProblem(work, model, level, count, limit, width))
                 if stages is not None:
                     plan = self._of.estimate(name, stages)
                     best_s = min(best_s, plan.bottleneck_s)
@@ -178,9 +179,10 @@ class Searches:
         """Yield straight plans with the largest depth that fits in memory."""
         cluster = self._of.request.cluster
         deepest = min(cluster.num_workers, len(self._of.work.states) - 1)  # a straight plan has no more stages
+        straight = self._of.straight()
         for depth in range(deepest - 1, 0, -1):
             lowered = replace(rule, depth_at_most=depth)
-            if not any_straight(self._of, lowered):
+            if not straight.fits(self._of.at_width(lowered, 1)):
                 continue
             for level in cluster.levels:
                 name = "flat, straight, at a depth that fits"
@@ -197,10 +199,3 @@ class Searches:
         if stages is not None and is_thinned(problem.work.states):
             self.thinned.append((bottleneck_s(problem, stages), partial(flat_bound_s, problem)))
         return stages
-
-
-def any_straight(of: Estimator, rule: MemoryRule) -> bool:
-    """Return whether any straight plan fits."""
-    cluster = of.request.cluster
-    fitting = of.at_width(rule, 1)
-    return any_fits(FlatProblem(of.work, of.request.model, cluster.levels[0], cluster.num_workers, fitting, 1))

@@ -42,6 +42,11 @@ class Sums(NamedTuple):
     again: frozenset[int] = frozenset()
     swapped: frozenset[int] = frozenset()
 
+    @property
+    def consequences(self) -> tuple[frozenset[int | str], frozenset[int], frozenset[int]]:
+        """All that what later layers come to depends on."""
+        return self.free, self.again, self.swapped
+
 
 @dataclass(frozen=True)
 class StageProblem:

@@ -13,7 +13,7 @@ counts a copy once for every unit in flight though each has a window of its own,
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -129,9 +129,9 @@ def _least_bytes_after(problem: StageProblem) -> Iterator[float]:
 
 def _undominated(labels: Iterable[_Label]) -> Iterator[_Label]:
     """Yield the choices that no other with the same consequences beats in time, memory and copies at once."""
-    alike: dict[tuple[frozenset[int | str], ...], list[_Label]] = {}
+    alike: dict[Hashable, list[_Label]] = {}
     for label in labels:
-        alike.setdefault(label.sums[4:], []).append(label)
+        alike.setdefault(label.sums.consequences, []).append(label)
     for group in alike.values():
         group.sort(key=lambda label: (label.num_bytes, label.sums.again_s, label.sums.swapped_bytes))
         front: list[_Label] = []

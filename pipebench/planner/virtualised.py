@@ -50,7 +50,7 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
     problems = _problems(of, stages)
     outcomes = [best_policies(problem) for problem in problems]
     for _ in range(_MOST_TRIALS):
-        found = _with(of, [outcome.memory for outcome in outcomes]).estimate(found_by, stages)
+        found = _under(of, [outcome.memory for outcome in outcomes]).estimate(found_by, stages)
         if math.isinf(limit):
             return found
         over = [most - limit for most in _most_bytes(of, found)]
@@ -117,10 +117,10 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
     """Return a plan whose layers have policies of their own, with the simulator's prediction."""
-    return _with(of, [stage.memory for stage in found.plan.stages]).with_prediction(found)
+    return _under(of, [stage.memory for stage in found.plan.stages]).with_prediction(found)
 
 
-def _with(of: Estimator, memory: Sequence[Sequence[str]]) -> Estimator:
+def _under(of: Estimator, memory: Sequence[Sequence[str]]) -> Estimator:
     """Return what weighs plans whose layers have these policies, stage by stage."""
     return Estimator(replace(of.request, memory=tuple(itertools.chain(*memory))), of.name)
 

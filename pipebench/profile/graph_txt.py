@@ -131,6 +131,7 @@ class _Node:
 
     @property
     def is_input(self) -> bool:
+        """Whether it is an input of the model, which nothing computes."""
         return not self.sources and self.kind.startswith(_INPUT)
 
 
@@ -142,6 +143,11 @@ class _Lines:
         self._line = 0
 
     def read(self, text: str) -> dict[str, _Node]:
+        """Return the nodes of a whole file by name, joined by its edges.
+
+        Raises:
+            ProfileError: a line is none of a graph.txt, or a node is there twice or not at all.
+        """
         nodes: dict[str, _Node] = {}
         edges = []
         for self._line, raw in enumerate(text.split("\n"), start=1):

@@ -52,6 +52,7 @@ class _Shape:
 
     @property
     def output_size(self) -> int:
+        """Features that a direction of a layer puts out per row."""
         return self.projected_size or self.hidden_size
 
     @property

@@ -91,6 +91,7 @@ class _Output:
     num_arrived: int = 0
 
     def gradient(self) -> torch.Tensor:
+        """Return a gradient for it to run backward with, whose values don't matter."""
         return torch.ones_like(self.like, device=self.device)
 
 

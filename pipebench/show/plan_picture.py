@@ -12,7 +12,7 @@ from pipebench.formats import num_bytes, seconds
 from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.show.plan_report import Answer, bottleneck_of
+from pipebench.show.plan_answer import Answer, bottleneck_of
 from pipebench.show.profile_picture import finish, is_picture_by, plain_text
 from pipebench.show.profile_report import shortened
 

@@ -1,10 +1,6 @@
-"""A plan as tables and sentences that say why it is the best, and as JSON."""
+"""A plan as tables and sentences that say why it is the best."""
 
-import json
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,172 +9,22 @@ from rich.text import Text
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
-from pipebench.model.plan import Plan, stage_of_layers
-from pipebench.model.plan_layers import form_of
-from pipebench.planner.plans import Comparison, PlanEstimate, Request
+from pipebench.model.plan import Plan
+from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
-from pipebench.profile.model import LayerProfile
-from pipebench.schedule.modes import RECOMPUTE, SWAP, Mode
+from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.syncs import SYNCS
+from pipebench.show.plan_answer import PORT, Answer, Bottleneck, bottleneck_of, depth_is_lowered, quotient, ties
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain, standard_output
 from pipebench.simulate.timeline import TRAINING_KINDS
 
-COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
-WAITING, PORT, RECURRENCE = "waiting", "port", "recurrence"
-_CAUSES = {
-    COMPUTE: "computing",
-    SYNC: "gradient sum",
-    TRANSFER: "transfers",
-    WAITING: "wait for minibatches to come back from later stages",
-    LOADING: "loading of data",
-}
-_PARTS = {"compute_s": COMPUTE, "sync_s": SYNC, "transfer_s": TRANSFER}
-_ALMOST = 1e-6  # relative: times closer than this are the same
 _DIFFERS = 1.1
 _HELPS = 1.02  # times as fast, for one more minibatch in flight to be the remedy
 _NAME_WIDTH, _PLAN_WIDTH = 16, 24
 _ROOMY_WIDTH = 100
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What `pipebench plan` found.
-
-    Attributes:
-        name: what to call the model.
-        request: what the planner was asked.
-        mode: the row of the table of modes that the best plan is for.
-        comparison: what it answered.
-        says_samples: whether the size of a minibatch is known; otherwise rates are of minibatches.
-        spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
-        given: the plan that the recipe names; None if it leaves it to the planner, or says where to cut.
-        total_s: seconds from the recipe or the file to the answer.
-    """
-
-    name: str
-    request: Request
-    mode: Mode
-    comparison: Comparison
-    says_samples: bool
-    spare_s: float | None = None
-    given: PlanEstimate | None = None
-    total_s: float = 0.0
-
-    @property
-    def size(self) -> int:
-        """Samples per minibatch; 1 where nobody knows."""
-        return self.request.minibatch_size if self.says_samples else 1
-
-    @property
-    def unit(self) -> str:
-        """What rates and bytes are per."""
-        return "sample" if self.says_samples else "minibatch"
-
-    @property
-    def units(self) -> str:
-        """What rates count."""
-        return "samples" if self.says_samples else "minibatches"
-
-    @property
-    def rows(self) -> tuple[LayerProfile, ...]:
-        """The layers at the size that travels in the best plan, or whole minibatches."""
-        layers, whole = self.request.profile.layers, self.request.minibatch_size
-        part = -(-whole // self.comparison.best.microbatches)
-        return layers[part if part in layers else whole]
-
-    @property
-    def layer_names(self) -> list[str]:
-        """The names of the layers in the order of the best plan."""
-        return [self.rows[layer].name for layer in self.comparison.best.order]
-
-
-@dataclass(frozen=True)
-class Bottleneck:
-    """What a plan's time per minibatch comes from: `cause` of a worker's stages, which are one mostly, or of none."""
-
-    stages: tuple[int, ...]
-    cause: str
-
-    def __str__(self) -> str:
-        if not self.stages:
-            return "the busiest port between components" if self.cause == PORT else "the recurrence, level by level"
-        return (
-            f"stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}'s {_CAUSES[self.cause]}"
-        )
-
-
-def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
-    """Return what a plan's bottleneck is: the largest part of the slowest stage, or the busiest port."""
-    # A worker's stages count together; most plans have one per worker.
-    sums_s = [sum(stage.stage_s for stage in stages) for stages in found.by_position]
-    index = max(range(len(sums_s)), key=lambda position: sums_s[position])
-    stage_s, stages = sums_s[index], found.by_position[index]
-    own = tuple(range(index, len(found.stages), len(sums_s)))
-    parts = {cause: sum(getattr(stage, part) for stage in stages) for part, cause in _PARTS.items()}
-    if found.port_s > stage_s * (1 + _ALMOST):
-        return Bottleneck((), PORT)
-    if found.plan.chunks == 1:
-        if found.bottleneck_s > stage_s * (1 + _ALMOST):
-            return Bottleneck((), RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
-        unit_size = -(-answer.request.minibatch_size // found.microbatches)
-        load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
-        if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + _ALMOST):
-            return Bottleneck(own, LOADING)
-        if 0 < stage_s <= parts[TRANSFER] * (1 + _ALMOST):
-            return Bottleneck(own, TRANSFER)
-        if not answer.request.model.has_ports:
-            del parts[TRANSFER]
-        elif stage_s > sum(parts.values()) * (1 + _ALMOST):
-            return Bottleneck(own, WAITING)
-    return Bottleneck(own, max(parts, key=lambda cause: parts[cause]))
-
-
-def plan_json(answer: Answer) -> str:
-    """Return everything as JSON, numbers unrounded; docs/planner.md says what every key is."""
-    comparison, request = answer.comparison, answer.request
-    best, dp = comparison.best, comparison.dp
-    bottleneck = bottleneck_of(answer, best)
-    report = {
-        "name": answer.name,
-        **_summary(answer, best),
-        "bottleneck": {
-            "stage": next(iter(bottleneck.stages), None),
-            "stages": bottleneck.stages,
-            "cause": bottleneck.cause,
-        },
-        "plan": form_of(best.plan, answer.layer_names).data(),
-        "stages": [asdict(stage) for stage in best.stages],
-        "idle_workers": request.cluster.num_workers - len(best.plan.devices),
-        "noam": best.plan.noam,
-        "depth_lowered_for_memory": _depth_is_lowered(answer),
-        "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in _ties(answer)],
-        "speedup_over_dp": _over(dp.minibatch_s, best.minibatch_s),
-        "bottleneck_speedup_over_dp": _over(dp.bottleneck_s, best.bottleneck_s),
-        **{f"dp_{key}": value for key, value in _outcome(answer, dp).items()},
-        "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
-        "dp_fits_in_memory": "dp" not in comparison.refused,
-        "others": [_summary(answer, found) for found in comparison.others],
-        "refused": comparison.refused,
-        "cost_model": request.model.name,
-        "cluster": {
-            "name": request.cluster.name,
-            "device": request.cluster.device,
-            "levels": [asdict(level) for level in request.cluster.levels],
-        },
-        "num_workers": request.cluster.num_workers,
-        "memory_limit_bytes": request.cluster.memory_bytes,
-        "minibatch_size": request.minibatch_size if answer.says_samples else None,
-        "profile": {key: getattr(request.profile, key) for key in ("model", "device", "source", "note")},
-        "runnable": request.runnable,
-        "num_states": comparison.num_states,
-        "bottleneck_at_most": comparison.at_most,
-        "solve_s": comparison.solve_s,
-        "took_s": {**comparison.took_s, "in all": answer.total_s},
-    }
-    return json.dumps(_finite(report), indent=1, allow_nan=False)
 
 
 def print_plan(answer: Answer, console: Console | None = None) -> None:
@@ -270,7 +116,7 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "", reason
     yield "data parallel", _beside_dp(answer, best, dp)
     if answer.given is not None:
-        over = _over(answer.given.minibatch_s, best.minibatch_s)
+        over = quotient(answer.given.minibatch_s, best.minibatch_s)
         config = shortened(str(answer.given.plan), _PLAN_WIDTH)
         text = f"{config}, {_rate(answer, answer.given)}: {_prediction(answer.given)}"
         yield "recipe's plan", text + (f"; the plan above is {over:.2f}x as fast" if over is not None else "")
@@ -278,7 +124,7 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     idle = cluster.num_workers - len(best.plan.devices)
     if idle:
         yield "workers idle", f"{idle:,} of {cluster.num_workers:,}: no plan that was found to use more is faster"
-    if _depth_is_lowered(answer):
+    if depth_is_lowered(answer):
         yield (
             "depth",
             f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory",
@@ -286,7 +132,7 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
     yield from _activations(best) if any(stage.virtual for stage in best.stages) else _not_kept(best.plan)
-    for name, layers, stage in _ties(answer):
+    for name, layers, stage in ties(answer):
         yield "tied", f"{' and '.join(layers)} share {name} and stay together in stage {stage}"
 
 
@@ -370,7 +216,7 @@ def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
 def _prediction(found: PlanEstimate) -> str:
     if not found.is_simulated:
         return "the bottleneck, as so large a plan isn't simulated"
-    times = ratio(_over(found.minibatch_s, found.bottleneck_s))
+    times = ratio(quotient(found.minibatch_s, found.bottleneck_s))
     return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {times} the bottleneck"
 
 
@@ -404,7 +250,7 @@ def _beside_dp(answer: Answer, best: PlanEstimate, dp: PlanEstimate) -> str:
     text = f"{_rate(answer, dp)}, {seconds(dp.minibatch_s)} per minibatch{fits}; "
     if best.plan.replicas == dp.plan.replicas and best.minibatch_s == dp.minibatch_s:
         return f"{text}the best plan is data parallelism on all workers"
-    predicted, modelled = _over(dp.minibatch_s, best.minibatch_s), _over(dp.bottleneck_s, best.bottleneck_s)
+    predicted, modelled = quotient(dp.minibatch_s, best.minibatch_s), quotient(dp.bottleneck_s, best.bottleneck_s)
     if predicted is None or modelled is None:
         return f"{text}no speed-up can be given"
     text += f"the plan is {ratio(predicted)} as fast"
@@ -431,31 +277,6 @@ def _share(part: float, whole: float) -> str:
     return percent(part / whole) if whole > 0 else UNKNOWN
 
 
-def _over(whole: float, part: float) -> float | None:
-    return whole / part if part > 0 else None
-
-
-def _depth_is_lowered(answer: Answer) -> bool:
-    best = answer.comparison.best
-    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
-    return not asked and best.plan.depth < best.plan.noam
-
-
-def _ties(answer: Answer) -> list[tuple[str, list[str], int]]:
-    """Return tied parameters: name, layers, and the stage that has them all."""
-    rows, best = answer.rows, answer.comparison.best
-    stage_of = dict(zip(best.order, stage_of_layers(best.plan.stages), strict=True))
-    users: dict[str, list[int]] = {}
-    for layer in sorted(stage_of):
-        for name in rows[layer].parameters:
-            users.setdefault(name, []).append(layer)
-    return [
-        (name, [rows[layer].name for layer in layers], stage_of[layers[0]])
-        for name, layers in users.items()
-        if len(layers) > 1
-    ]
-
-
 def _cluster_text(cluster: Cluster) -> str:
     levels = ", then ".join(
         f"{level.count} at {num_bytes(level.bandwidth_bytes_per_s)}/s"
@@ -477,42 +298,3 @@ def _limits_text(level: Level) -> str:
     }
     given = ", ".join(f"{what} {num_bytes(rate)}/s" for what, rate in limits.items() if rate is not None)
     return f" ({given})" if given else ""
-
-
-def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
-    return {
-        "mode": found.plan.mode,
-        "config": str(found.plan),
-        "found_by": found.found_by,
-        "replicas": list(found.plan.replicas),
-        "depth": found.plan.depth,
-        "microbatches": found.microbatches,
-        "accumulate": found.accumulate,
-        "port_s": found.port_s,
-        **_outcome(answer, found),
-    }
-
-
-def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
-    """Return what a plan comes to, as data parallelism is shown beside it."""
-    rate, known = _over(1.0, found.minibatch_s), answer.says_samples
-    sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
-    return {
-        "bottleneck_s": found.bottleneck_s,
-        "minibatch_s": found.minibatch_s,
-        "is_simulated": found.is_simulated,
-        "minibatches_per_s": rate,
-        "samples_per_s": rate * answer.size if known and rate is not None else None,
-        "bytes_per_minibatch": sent,
-        "bytes_per_sample": {kind: value / answer.size for kind, value in sent.items()} if known else None,
-        "memory_bytes": found.memory_bytes,
-    }
-
-
-def _finite(value: Any) -> Any:
-    """Return data that JSON can hold: what isn't a finite number is null."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.planner.plans import PlanEstimate
-from pipebench.show.plan_report import Answer, bottleneck_of, plan_json
+from pipebench.show.plan_answer import Answer, bottleneck_of
+from pipebench.show.plan_json import plan_json
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import standard_output

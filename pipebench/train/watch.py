@@ -137,20 +137,24 @@ class _Variant:
 
     @staticmethod
     def of(job: Job) -> "_Variant":
+        """Return a job as it is."""
         return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
 
     def meter(self, job: Job) -> MemoryMeter:
+        """Return what tells of every event what it leaves in memory."""
         inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
         memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
         return MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
 
     def memory(self, job: Job, num_minibatches: int) -> MemoryTimeline:
+        """Return what workers hold over a simulated segment of so many minibatches."""
         meter = self.meter(job)
         changed = replace(job.setup, plan=self.plan, pipeline=self.pipeline, costs=self.costs)
         simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter))
         return meter.timeline()
 
     def with_policy(self, policy: str, profile: Profile) -> "_Variant":
+        """Return the same with one policy for the activations of all layers, whose costs are those of a profile."""
         stages = (replace(stage, memory=(policy,) * len(stage.memory)) for stage in self.plan.stages)
         plan = replace(self.plan, stages=tuple(stages))
         swaps = tuple(range(self.pipeline.num_stages)) if policy == SWAP else ()
@@ -158,6 +162,7 @@ class _Variant:
         return _Variant(plan, replace(self.pipeline, swaps=swaps), stage_costs(profile, plan, cost))
 
     def at_depth(self, depth: int) -> "_Variant":
+        """Return the same with so many minibatches in flight per input-stage replica."""
         return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
 
 

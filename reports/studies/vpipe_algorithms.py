@@ -25,8 +25,8 @@ import yaml
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
-from pipebench.planner.best_virtualised import best_cuts_and_policies, lasts_s
 from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.cuts_and_policies import best_cuts_and_policies, lasts_s
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.partition.consecutive import Line, algorithm_3_consecutive, best_consecutive
 from pipebench.planner.partition.graph import TimedGraph, timed_graph

@@ -1,7 +1,8 @@
 """One row per kind of wrong recipe: what is refused, and the sentence that says so.
 
-A row changes the valid recipe of conftest.py by overrides (the same rules serve files and command line), or replaces
-the file altogether.
+A row changes the valid recipe of conftest.py by an override: the same rules serve files and command line. Wrong files
+are in test_file_errors.py, what text and predicted or rounded weights ask for in test_training_errors.py, wrong
+searches in test_search_errors.py.
 """
 
 import pytest
@@ -449,137 +450,6 @@ OVERRIDES = [
     ("train='${model}'", "train: got an interpolation, allowed is a mapping"),
 ]
 
-FILES: list[tuple[str | bytes, str]] = [
-    ("", r"r.yaml: is empty; a mapping of keys to values is needed"),
-    ("# nothing\n", "r.yaml: is empty"),
-    ("- a\n- b\n", "r.yaml: holds a list; a mapping"),
-    ("just words", "r.yaml: holds a str; a mapping"),
-    ("name: [1, 2\n", "r.yaml: line 2: is not YAML we take"),
-    ("name: a\n\tb: c\n", "r.yaml: line 2: is not YAML we take"),
-    ("name: a\nname: b\n", "r.yaml: line 2: .*the key 'name' is there twice"),
-    ("a: &x 1\nb: *x\n", "r.yaml: line 1: .*anchors"),
-    ("? [a, b]\n: c\n", "r.yaml: line 1: .*a key is not a plain word"),
-    ("name: !!python/object:os.system {}\n", "r.yaml: line 1: is not YAML we take: could not determine"),
-    ("name: !!int x\n", "r.yaml: is not YAML we take: a value can't be read"),
-    (b"\x00\x01\x02", "r.yaml: is not YAML"),
-    (b"\xff\xfe\x00n", "r.yaml: is not text in UTF-8"),
-    (b"a: 1\n" * 300_000, "r.yaml: is larger than 1000000 bytes"),
-    ("[" * 5000, "r.yaml: (is nested too deeply|line 1: )"),
-    (VALID + "1: 2\n", "r.yaml: 1: unknown key"),
-    (VALID + "null: 2\n", "r.yaml: None: unknown key"),
-    (VALID.replace("small", "2019"), "r.yaml: name: got 2019, allowed is text; put it in quotes"),
-    (VALID.replace("name: small\n", ""), "r.yaml: name: is missing and has no default"),
-    (
-        VALID.replace("mnist5k", "wmt16, lengths: declared").replace("top1", "token_accuracy"),
-        "dataset.lengths: got declared, which is for engine.kind simulated: kind virtual trains, on samples as long as",
-    ),
-    (
-        VALID.replace("cluster-a", "local") + "engine: {timing: analytic}",
-        "engine.timing: got analytic with cluster local",
-    ),
-    (
-        VALID.replace("cluster-a", "local").replace("mode: pipedream", "mode: gpipe, accumulate: largest"),
-        "parallelism.accumulate: got largest on cluster local, whose file gives no memory size: allowed is a whole",
-    ),
-    (VALID + "extends: r.yaml\n", "r.yaml: extends: goes round in a circle: r.yaml -> r.yaml"),
-    (VALID + "extends: bas.yaml\n", "r.yaml: extends: bas.yaml: no such file"),
-    (VALID + "extends: [a]\n", r"r.yaml: extends: got \['a'\], allowed is a file beside this one"),
-    (
-        VALID.replace(VALID.split("\n")[1], "model: {profile: x.graph.txt}"),
-        "model.profile: got a profile, which is for engine.kind simulated: kind virtual trains, and costs can't be",
-    ),
-    (
-        VALID.replace(VALID.split("\n")[1], "model: {profile: x.graph.txt, name: vgg16}") + "engine: {kind: simulated}",
-        "model.name: got 'vgg16' beside profile, which says all that is known: allowed is null",
-    ),
-    (VALID + "extends: recipes/quickstart\n", "r.yaml: extends: got 'recipes/quickstart', which is a folder"),
-]
-
-
-TEXT = """\
-name: text
-model: {name: awd_lm, vocabulary: 500, embedding_size: 8, hidden_size: 8, num_layers: 1}
-dataset: {name: king_james, bptt: 10, train_tokens: 1000, eval_tokens: 100, vocabulary: 500}
-train: {minibatch_size: 4, optimizer: {lr: 1}, max_epochs: 1, evaluate_every: {epochs: 1}}
-cluster: {name: cluster-a}
-parallelism: {mode: dp}
-"""
-
-STREAMS = [
-    ([], "train.streams: got 1 with plan 4, whose replicas would take turns .*: allowed are multiples of 4"),
-    (["train.streams=6"], "train.streams: got 6 with plan 4, .*: allowed are multiples of 4"),
-    (["train.streams=4"], None),
-    (["train.streams=6", "parallelism.mode=pipedream", "parallelism.plan=2-1"], None),
-    (["train.streams=2", "parallelism.mode=pipedream"], None),
-    (["train.streams=4", "train.minibatch_size=30"], "train.streams: got 4 streams of 30 rows .* allowed are 1 to 3"),
-    (["train.streams=0"], "train.streams: got 0, allowed is a whole number of at least 1"),
-    (
-        ["train.streams=4", "train.evaluate_every={minibatches: 6, epochs: null}"],
-        "train.evaluate_every.minibatches: got 6, .* some of the 4 streams behind: allowed are multiples of 4",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "message"), STREAMS)
-def test_streams_suit_text_plan_and_period(write: Write, overrides: list[str], message: str | None) -> None:
-    path = str(write(TEXT))
-    if message is None:
-        assert load(path, overrides).recipe.name == "text"
-        return
-    with pytest.raises(RecipeError, match=message):
-        load(path, overrides)
-
-
-def test_targets_that_nothing_can_reach(write: Write) -> None:
-    path = str(write(TEXT))
-    with pytest.raises(RecipeError, match=r"train.target.value: got -3, allowed is a number above 1"):
-        load(path, ["train.streams=4", "train.target={metric: perplexity, value: -3}"])
-    with pytest.raises(RecipeError, match=r"train.target.value: got 101, allowed is a number above 0, at most 100"):
-        load("small/gnmt8/dp", ["train.target.value=101"])
-
-
-@pytest.mark.parametrize("mode", ["spectrain", "xpipe"])
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        (
-            "train.optimizer.momentum=0",
-            "train.optimizer.name: got sgd without momentum, whose state doesn't say .* allowed are sgd with",
-        ),
-        (
-            "train.optimizer={name: null, target: 'torch.optim:RMSprop', momentum: null}",
-            "train.optimizer.target: got 'torch.optim:RMSprop', whose state doesn't say where weights go",
-        ),
-    ],
-)
-def test_weights_are_predicted_by_what_the_optimizer_keeps(
-    write: Write, mode: str, optimizer: str, message: str
-) -> None:
-    mode = f"parallelism={{mode: {mode}, plan: straight}}"
-    with pytest.raises(RecipeError, match=message):
-        load(str(write()), [mode, optimizer])
-    load(str(write()), [mode, "train.optimizer={name: AdamW, lr: 0.01, momentum: null}"])
-    load(str(write()), ["parallelism={mode: pipemare, plan: straight}", optimizer])
-
-
-@pytest.mark.parametrize("mode", ["spectrain", "xpipe", "pipemare"])
-def test_weights_that_are_moved_are_not_rounded(write: Write, mode: str) -> None:
-    name = "adam" if mode == "xpipe" else "sgd"
-    row = [f"parallelism.mode={mode}", f"train.optimizer.name={name}", "train.precision=bf16"]
-    row += ["train.optimizer.momentum=0.9"] if name == "sgd" else []
-    with pytest.raises(RecipeError, match=r"train.precision: got bf16, and weights \w+ are moved by fractions of an"):
-        load(str(write(VALID)), row)
-
-
-def test_weights_that_servers_send_are_not_rounded(write: Write) -> None:
-    with pytest.raises(RecipeError, match=r"train.precision: got bf16, and sync [\w-]+ sends weights, which"):
-        load(str(write(VALID)), ["parallelism.mode=dp-asp", "train.precision=bf16"])
-
-
-def test_streams_are_for_text(write: Write) -> None:
-    with pytest.raises(RecipeError, match=r"train.streams: got 2, which is for text, .*: allowed is null"):
-        load(str(write()), ["train.streams=2"])
-
 
 @pytest.mark.parametrize(("override", "message"), [row for row in OVERRIDES if row[1]])
 def test_override_is_refused_in_one_sentence(write: Write, override: str, message: str) -> None:
@@ -595,14 +465,6 @@ def test_what_looks_wrong_and_is_not(write: Write, override: str) -> None:
     assert load(str(write()), [override]).recipe.train.target is not None
 
 
-@pytest.mark.parametrize(("content", "message"), FILES)
-def test_file_is_refused_in_one_sentence(write: Write, content: str | bytes, message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
-        load(str(write(content)))
-    assert len(caught.value.faults) == 1, str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_all_faults_come_out_together(write: Write) -> None:
     write("trian: {}\nparallelism: {mode: gpipe, microbatches: 5}\n" + VALID.partition("parallelism")[0], "base.yaml")
     path = write("extends: base.yaml\ntrain: {seed: x, target: {value: 95}}\n")
@@ -615,78 +477,3 @@ def test_all_faults_come_out_together(write: Write) -> None:
         ["base.yaml", "parallelism.microbatches"],
         ["r.yaml", "train.target.value"],
     ]
-
-
-def test_longer_circle_is_drawn(write: Write) -> None:
-    write("extends: b.yaml\n", "a.yaml")
-    write("extends: a.yaml\n", "b.yaml")
-    with pytest.raises(
-        RecipeError, match=r"r.yaml: extends: goes round in a circle: r.yaml -> b.yaml -> a.yaml -> b.yaml"
-    ):
-        load(str(write("extends: b.yaml\n")))
-
-
-def test_folder_without_recipes(write: Write) -> None:
-    from pipebench.recipe.catalog import find_recipes
-
-    write(VALID, "empty/base.yaml")
-    with pytest.raises(RecipeError, match=r"empty: this folder holds no recipe"):
-        find_recipes("empty")
-
-
-@pytest.mark.parametrize("reference", ["no-such", "", " ", "a\x00b", "x" * 5000, "quikstart"])
-def test_nothing_there(write: Write, reference: str) -> None:
-    with pytest.raises(RecipeError, match="no such file, folder or short name") as caught:
-        load(reference)
-    assert len(str(caught.value)) < 300
-
-
-def test_a_device_file_is_not_read() -> None:
-    with pytest.raises(RecipeError, match="/dev/zero: is not a file"):
-        load("/dev/zero")
-
-
-TRACES = [
-    ("[]", "search.trace: .*trace.json"),
-    ('{"pipebench_search": 2}', "pipebench_search: got 2, allowed is 1"),
-    ('{"pipebench_search": 1}', "events: got none, allowed is at least one"),
-    (
-        '{"pipebench_search": 1, "events": [{"add": 3, "stage": 0}]}',
-        r"events\[0\]: got neither, both, or not always the",
-    ),
-    (
-        '{"pipebench_search": 1, "events": [{"minibatch": 4, "add": 3, "stage": 0}, {"minibatch": 4, "cells": []}]}',
-        r"events\[1\]: got 4 after 4, allowed are moments that ascend",
-    ),
-    (
-        '{"pipebench_search": 1, "events": [{"minibatch": 4, "stage": 0}]}',
-        r"events\[0\]: allowed is exactly one of cells",
-    ),
-    ('{"pipebench_search": 1, "events": [{"minibatch": 4, "add": 2}]}', r"events\[0\].stage: is for add and delete"),
-    (
-        '{"pipebench_search": 1, "events": [{"second": 4.0, "cells": []}], "end_second": 4.0}',
-        "end_second: got 4, allowed is one after the last event's second, or null",
-    ),
-    (
-        '{"pipebench_search": 1, "events": [{"second": 4.0, "cells": []}]}',
-        "search.trace: got changes at seconds, which engine virtual can't know beforehand: allowed are minibatches",
-    ),
-]
-
-
-@pytest.mark.parametrize(("content", "message"), TRACES)
-def test_a_wrong_trace_of_a_search_is_refused(write: Write, content: str, message: str) -> None:
-    write(content, "trace.json")
-    with pytest.raises(RecipeError, match=message):
-        load(str(write(VALID + "search: {cells: [a], trace: trace.json}\n")))
-
-
-def test_what_trains_nothing_needs_a_trace_of_the_search(write: Write) -> None:
-    with pytest.raises(RecipeError, match=r"search\.trace: is missing, and engine simulated trains nothing that could"):
-        load(str(write(VALID + "search: {cells: [a]}\n")), ["engine.kind=simulated"])
-
-
-def test_what_the_whole_model_writes_scores_no_search(write: Write) -> None:
-    path = write("extends: small/gnmt8/pipedream\nsearch: {cells: [a]}\n")
-    with pytest.raises(RecipeError, match="search: got a search on a data set that scores what the whole model writes"):
-        load(str(path))

@@ -17,7 +17,7 @@ StageOf = Callable[[int, int, int], StageProblem]  # the stage of an index, its 
 
 
 @dataclass(frozen=True)
-class Virtualised:
+class CutsAndPolicies:
     """Cuts and policies.
 
     Attributes:
@@ -46,7 +46,7 @@ def lasts_s(outcome: Outcome) -> float:
 
 def best_cuts_and_policies(
     stage_of: StageOf, places: Sequence[int], num_layers: int, num_stages: int, below_s: float = math.inf
-) -> Virtualised | None:
+) -> CutsAndPolicies | None:
     """Return the stages and policies whose slowest stage is fastest, or None if none fit.
 
     Args:
@@ -57,10 +57,12 @@ def best_cuts_and_policies(
         below_s: seconds that are known to be possible: what is slower isn't looked at.
     """
     ends = [0, *places, num_layers]
-    reached: dict[int, Virtualised] = {0: Virtualised(0.0, ())}  # by the number of the end where the stages so far end
+    reached: dict[int, CutsAndPolicies] = {
+        0: CutsAndPolicies(0.0, ())
+    }  # by the number of the end where the stages so far end
     for part in range(num_stages):
         last = len(ends) - 1 - (num_stages - part - 1)
-        following: dict[int, Virtualised] = {}
+        following: dict[int, CutsAndPolicies] = {}
         for stop in range(part + 1, last + 1) if part < num_stages - 1 else (last,):
             found = _best_to(stage_of, ends, part, stop, reached, below_s)
             if found is not None:
@@ -70,20 +72,22 @@ def best_cuts_and_policies(
 
 
 def _best_to(
-    stage_of: StageOf, ends: Sequence[int], part: int, stop: int, reached: dict[int, Virtualised], below_s: float
-) -> Virtualised | None:
+    stage_of: StageOf, ends: Sequence[int], part: int, stop: int, reached: dict[int, CutsAndPolicies], below_s: float
+) -> CutsAndPolicies | None:
     """Return the best stages up to an end, whose last is the one of an index."""
-    best: Virtualised | None = None
+    best: CutsAndPolicies | None = None
+
+    def is_too_slow(seconds: float) -> bool:
+        return seconds > below_s if best is None else seconds >= best.slowest_s
+
     for start in sorted((start for start in reached if start < stop), reverse=True):
-        problem, limit_s = stage_of(part, ends[start], ends[stop]), below_s if best is None else best.slowest_s
-        if problem.window_s >= limit_s and best is not None:  # longer stages are slower still
+        problem = stage_of(part, ends[start], ends[stop])
+        if is_too_slow(problem.window_s):  # longer stages are slower still
             break
-        if problem.window_s > below_s:
-            break
-        if reached[start].slowest_s >= limit_s and best is not None:
+        if is_too_slow(reached[start].slowest_s):
             continue
         outcome = best_policies(problem)
         slowest_s = max(reached[start].slowest_s, lasts_s(outcome))
-        if outcome.fits and slowest_s <= below_s and (best is None or slowest_s < best.slowest_s):
-            best = Virtualised(slowest_s, (*reached[start].outcomes, outcome))
+        if outcome.fits and not is_too_slow(slowest_s):
+            best = CutsAndPolicies(slowest_s, (*reached[start].outcomes, outcome))
     return best

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipebench.planner.best_virtualised import best_cuts_and_policies, lasts_s
+from pipebench.planner.cuts_and_policies import best_cuts_and_policies, lasts_s
 from pipebench.planner.stage_problem import StageProblem
 from tests.planner.test_swap_recompute import rows
 

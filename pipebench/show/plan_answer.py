@@ -1,0 +1,140 @@
+"""What `pipebench plan` found, and what a plan's time per minibatch comes from."""
+
+from dataclasses import dataclass
+
+from pipebench.model.plan import stage_of_layers
+from pipebench.planner.plans import Comparison, PlanEstimate, Request
+from pipebench.profile.model import LayerProfile
+from pipebench.schedule.modes import Mode
+
+COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
+WAITING, PORT, RECURRENCE = "waiting", "port", "recurrence"
+_CAUSES = {
+    COMPUTE: "computing",
+    SYNC: "gradient sum",
+    TRANSFER: "transfers",
+    WAITING: "wait for minibatches to come back from later stages",
+    LOADING: "loading of data",
+}
+_PARTS = {"compute_s": COMPUTE, "sync_s": SYNC, "transfer_s": TRANSFER}
+_ALMOST = 1e-6  # relative: times closer than this are the same
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `pipebench plan` found.
+
+    Attributes:
+        name: what to call the model.
+        request: what the planner was asked.
+        mode: the row of the table of modes that the best plan is for.
+        comparison: what it answered.
+        says_samples: whether the size of a minibatch is known; otherwise rates are of minibatches.
+        spare_s: predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked.
+        given: the plan that the recipe names; None if it leaves it to the planner, or says where to cut.
+        total_s: seconds from the recipe or the file to the answer.
+    """
+
+    name: str
+    request: Request
+    mode: Mode
+    comparison: Comparison
+    says_samples: bool
+    spare_s: float | None = None
+    given: PlanEstimate | None = None
+    total_s: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Samples per minibatch; 1 where nobody knows."""
+        return self.request.minibatch_size if self.says_samples else 1
+
+    @property
+    def unit(self) -> str:
+        """What rates and bytes are per."""
+        return "sample" if self.says_samples else "minibatch"
+
+    @property
+    def units(self) -> str:
+        """What rates count."""
+        return "samples" if self.says_samples else "minibatches"
+
+    @property
+    def rows(self) -> tuple[LayerProfile, ...]:
+        """The layers at the size that travels in the best plan, or whole minibatches."""
+        layers, whole = self.request.profile.layers, self.request.minibatch_size
+        part = -(-whole // self.comparison.best.microbatches)
+        return layers[part if part in layers else whole]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of the layers in the order of the best plan."""
+        return [self.rows[layer].name for layer in self.comparison.best.order]
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What a plan's time per minibatch comes from: `cause` of a worker's stages, which are one mostly, or of none."""
+
+    stages: tuple[int, ...]
+    cause: str
+
+    def __str__(self) -> str:
+        if not self.stages:
+            return "the busiest port between components" if self.cause == PORT else "the recurrence, level by level"
+        return (
+            f"stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}'s {_CAUSES[self.cause]}"
+        )
+
+
+def bottleneck_of(answer: Answer, found: PlanEstimate) -> Bottleneck:
+    """Return what a plan's bottleneck is: the largest part of the slowest stage, or the busiest port."""
+    # A worker's stages count together; most plans have one per worker.
+    sums_s = [sum(stage.stage_s for stage in stages) for stages in found.by_position]
+    index = max(range(len(sums_s)), key=lambda position: sums_s[position])
+    stage_s, stages = sums_s[index], found.by_position[index]
+    own = tuple(range(index, len(found.stages), len(sums_s)))
+    parts = {cause: sum(getattr(stage, part) for stage in stages) for part, cause in _PARTS.items()}
+    if found.port_s > stage_s * (1 + _ALMOST):
+        return Bottleneck((), PORT)
+    if found.plan.chunks == 1:
+        if found.bottleneck_s > stage_s * (1 + _ALMOST):
+            return Bottleneck((), RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
+        unit_size = -(-answer.request.minibatch_size // found.microbatches)
+        load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
+        if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + _ALMOST):
+            return Bottleneck(own, LOADING)
+        if 0 < stage_s <= parts[TRANSFER] * (1 + _ALMOST):
+            return Bottleneck(own, TRANSFER)
+        if not answer.request.model.has_ports:
+            del parts[TRANSFER]
+        elif stage_s > sum(parts.values()) * (1 + _ALMOST):
+            return Bottleneck(own, WAITING)
+    return Bottleneck(own, max(parts, key=lambda cause: parts[cause]))
+
+
+def depth_is_lowered(answer: Answer) -> bool:
+    """Return whether fewer minibatches are in flight than NOAM says, since more don't fit in memory."""
+    best = answer.comparison.best
+    asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
+    return not asked and best.plan.depth < best.plan.noam
+
+
+def ties(answer: Answer) -> list[tuple[str, list[str], int]]:
+    """Return tied parameters: name, layers, and the stage that has them all."""
+    rows, best = answer.rows, answer.comparison.best
+    stage_of = dict(zip(best.order, stage_of_layers(best.plan.stages), strict=True))
+    users: dict[str, list[int]] = {}
+    for layer in sorted(stage_of):
+        for name in rows[layer].parameters:
+            users.setdefault(name, []).append(layer)
+    return [
+        (name, [rows[layer].name for layer in layers], stage_of[layers[0]])
+        for name, layers in users.items()
+        if len(layers) > 1
+    ]
+
+
+def quotient(whole: float, part: float) -> float | None:
+    """Return how often a part is in a whole; None of a part of nothing."""
+    return whole / part if part > 0 else None

@@ -1,0 +1,94 @@
+"""A plan as JSON, numbers unrounded."""
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from pipebench.model.plan_layers import form_of
+from pipebench.planner.plans import PlanEstimate
+from pipebench.show.plan_answer import Answer, bottleneck_of, depth_is_lowered, quotient, ties
+
+
+def plan_json(answer: Answer) -> str:
+    """Return everything as JSON, numbers unrounded; docs/planner.md says what every key is."""
+    comparison, request = answer.comparison, answer.request
+    best, dp = comparison.best, comparison.dp
+    bottleneck = bottleneck_of(answer, best)
+    report = {
+        "name": answer.name,
+        **_summary(answer, best),
+        "bottleneck": {
+            "stage": next(iter(bottleneck.stages), None),
+            "stages": bottleneck.stages,
+            "cause": bottleneck.cause,
+        },
+        "plan": form_of(best.plan, answer.layer_names).data(),
+        "stages": [asdict(stage) for stage in best.stages],
+        "idle_workers": request.cluster.num_workers - len(best.plan.devices),
+        "noam": best.plan.noam,
+        "depth_lowered_for_memory": depth_is_lowered(answer),
+        "tied": [{"parameter": name, "layers": layers, "stage": stage} for name, layers, stage in ties(answer)],
+        "speedup_over_dp": quotient(dp.minibatch_s, best.minibatch_s),
+        "bottleneck_speedup_over_dp": quotient(dp.bottleneck_s, best.bottleneck_s),
+        **{f"dp_{key}": value for key, value in _outcome(answer, dp).items()},
+        "recipe_plan": None if answer.given is None else _summary(answer, answer.given),
+        "dp_fits_in_memory": "dp" not in comparison.refused,
+        "others": [_summary(answer, found) for found in comparison.others],
+        "refused": comparison.refused,
+        "cost_model": request.model.name,
+        "cluster": {
+            "name": request.cluster.name,
+            "device": request.cluster.device,
+            "levels": [asdict(level) for level in request.cluster.levels],
+        },
+        "num_workers": request.cluster.num_workers,
+        "memory_limit_bytes": request.cluster.memory_bytes,
+        "minibatch_size": request.minibatch_size if answer.says_samples else None,
+        "profile": {key: getattr(request.profile, key) for key in ("model", "device", "source", "note")},
+        "runnable": request.runnable,
+        "num_states": comparison.num_states,
+        "bottleneck_at_most": comparison.at_most,
+        "solve_s": comparison.solve_s,
+        "took_s": {**comparison.took_s, "in all": answer.total_s},
+    }
+    return json.dumps(_finite(report), indent=1, allow_nan=False)
+
+
+def _summary(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+    return {
+        "mode": found.plan.mode,
+        "config": str(found.plan),
+        "found_by": found.found_by,
+        "replicas": list(found.plan.replicas),
+        "depth": found.plan.depth,
+        "microbatches": found.microbatches,
+        "accumulate": found.accumulate,
+        "port_s": found.port_s,
+        **_outcome(answer, found),
+    }
+
+
+def _outcome(answer: Answer, found: PlanEstimate) -> dict[str, Any]:
+    """Return what a plan comes to, as data parallelism is shown beside it."""
+    rate, known = quotient(1.0, found.minibatch_s), answer.says_samples
+    sent = {**found.num_bytes, "total": sum(found.num_bytes.values())}
+    return {
+        "bottleneck_s": found.bottleneck_s,
+        "minibatch_s": found.minibatch_s,
+        "is_simulated": found.is_simulated,
+        "minibatches_per_s": rate,
+        "samples_per_s": rate * answer.size if known and rate is not None else None,
+        "bytes_per_minibatch": sent,
+        "bytes_per_sample": {kind: value / answer.size for kind, value in sent.items()} if known else None,
+        "memory_bytes": found.memory_bytes,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Return data that JSON can hold: what isn't a finite number is null."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
