@@ -1,6 +1,8 @@
 """What the processes do in tests of the transport and of early ends; called by name, like `cases.py`."""
 
+import itertools
 import os
+import random
 import signal
 import time
 from collections import Counter
@@ -8,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,9 +24,13 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, read_header
 from pipebench.distributed.shared_memory import SharedSender
 from pipebench.distributed.world import World
+from pipebench.engine.monitor import Balancing
 from pipebench.engine.setup import Setup
+from pipebench.engine.worker import Worker
 from pipebench.model.plan import recut
 from pipebench.model.sampling import InOrder
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.moves import Move
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
 from tests.patience import PATIENCE_S
 from tests.support import Blobs, make_setup
@@ -249,6 +256,39 @@ def balanced_setup(starts: Sequence[int], *, live: bool, balances: bool = True) 
     plan = (list(starts), [1] * (len(starts) + 1))
     setup = make_setup(model, plan, dataset=data, make_optimizer=momentum)
     return replace(setup, repartitions=True, balances=balances, live=live)
+
+
+def decided_late(
+    world: World, case: Case, courses: Sequence[Sequence[int]], seed: int
+) -> tuple[Outcome, list[list[tuple[int, list[int]]]]]:
+    """Train while the last stage decides, as often as it may, what cuts come next; return also that, by segment.
+
+    Workers are delayed at random, one of them, which the seed draws, more than the others: these run as far ahead as
+    they can.
+    """
+    setup = replace(small_setup(case), repartitions=True, balances=True)
+    coming, depth, execute = itertools.cycle(courses), setup.pipeline.depth, Worker.execute
+    slow, chance = random.Random(seed).randrange(world.size), random.Random(f"{seed} {world.rank}")
+
+    def decide(planner: Any, minibatch: int, reports: Any) -> Move:
+        return Move(minibatch + 3 * depth + 1, tuple(next(coming)))
+
+    def delayed(worker: Worker, it: Instruction, *others: Any) -> Any:
+        if it.op in (Op.FORWARD, Op.BACKWARD) and (world.rank == slow or chance.random() < 0.2):
+            time.sleep(0.003 * chance.random())
+        return execute(worker, it, *others)
+
+    with patch.object(Balancing, "decide", decide), patch.object(Worker, "execute", delayed):
+        there = replace(world, shares_memory=case.shares_memory)
+        engine = DistributedEngine(replace(setup, device=world.device), there)
+        engine.start_clock()
+        made = []
+        for index, count in enumerate(case.segments):
+            engine.train(sum(case.segments[:index]), count)
+            made.append([(move.at, [*move.starts]) for move in engine.take_decisions()])
+    tensors = [{n: t.detach().clone() for n, t in r.tensors().items()} for r in engine.worker.replicas.values()]
+    engine.close()
+    return Outcome(engine.worker.index, tensors, [], [], {}, [], []), made
 
 
 def killed(world: World, case: Case, victim: int) -> str:

@@ -1,5 +1,6 @@
 """Stages that measure and balance themselves in processes: what they decide, and what the weights are then."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.plan import recut
 from pipebench.schedule.moves import Move
 from pipebench.simulate.network import Network
+from tests.distributed.cases import Case, small_setup
 from tests.distributed.scenarios import _MINIBATCHES, balanced_setup
 from tests.processes import Processes
 
@@ -35,6 +37,39 @@ def test_stages_balance_themselves_and_the_weights_are_the_virtual_engine_s(
     assert max(counts) < 7 - (size - 1), (
         f"all linear layers but one for each other stage were on the last, now {counts}"
     )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize(
+    ("case", "courses"),
+    [
+        (Case("conv", (3,), (1, 1), {}, (60, 30)), ((5,), (2,), (3,))),
+        (Case("skip", (5, 12), (1, 1, 1), {}, (70, 40)), ((7, 9), (4, 14), (5, 12))),
+    ],
+    ids=["two", "three"],
+)
+def test_what_is_decided_as_late_as_can_be_is_known_to_all_in_time(
+    request: pytest.FixtureRequest, case: Case, courses: Sequence[Sequence[int]], shares_memory: bool, seed: int
+) -> None:
+    """One move after the other, to and fro, with values that skip a stage: all take the same, and the same bits."""
+    processes: Processes = request.getfixturevalue({2: "two", 3: "three"}[len(case.replicas)])
+    case = replace(case, shares_memory=shares_memory)
+    found = processes.run("tests.distributed.scenarios:decided_late", case, courses, seed)
+    made = found[0][1]
+    assert all(others == made for _, others in found), "all have heard the same"
+    assert len(made[0]) >= 3
+    setup = replace(small_setup(case), repartitions=True)
+    engine, done = VirtualEngine(setup, Network(setup.cluster, setup.devices)), 0
+    for moves, count in zip(made, case.segments, strict=True):
+        for at, starts in moves:
+            engine.announce(Move(at, tuple(starts)))
+        done += engine.train(done, count)
+    for outcome, _ in found:
+        (tensors,) = outcome.tensors
+        expected = engine.workers[outcome.worker].tensors()
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 def virtually_again(starts: list[int], made: list[tuple[int, list[int]]], *, live: bool) -> VirtualEngine:

@@ -120,8 +120,12 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     assert not any("predict" in name for name in record["metrics"])
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_layers_move_loses_nothing(tmp_path: Path) -> None:
-    """Every segment has a move right after it begins, and the kill comes right after a checkpoint."""
+    """From the command line; `distributed/test_killed.py` kills at every step of a move.
+
+    Every segment has a move right after it begins, and the kill comes right after a checkpoint.
+    """
     moves = [{"at": {"minibatches": 25 * k + 8}, "cuts": [("features_10", "features_14")[k % 2]]} for k in range(5)]
     asked = json.dumps({"swap": False, "recompute": False, "moves": moves})
     words = (*SMALL, f"parallelism.vpipe={asked}", "train.evaluate_every={minibatches: 125}")

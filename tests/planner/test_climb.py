@@ -28,7 +28,11 @@ def slow_links(asked: Request) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"), [("random", 4), ("random", 6), ("CNN-like", 6), ("CNN-like", 7), ("RNN-like", 5), ("RNN-like", 7)]
+    ("kind", "seed"),
+    [
+        *(("random", 4), ("random", 6), ("CNN-like", 6), ("CNN-like", 7), ("RNN-like", 7)),
+        pytest.param("RNN-like", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_the_best_of_all_plans_is_found_where_searches_alone_miss_it(kind: str, seed: int) -> None:
     made = Planner(instance(kind, seed).request, MODE)

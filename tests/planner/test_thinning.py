@@ -113,7 +113,7 @@ def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monke
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("limit_bytes", "near"), [(1.3e9, 1.15), (2e9, NEAR)])
+@pytest.mark.parametrize(("limit_bytes", "near"), [(1.3e9, 1.15), pytest.param(2e9, NEAR, marks=pytest.mark.slow)])
 def test_memory_limits_bind_thinned_searches_too(
     limit_bytes: float, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ def test_every_cut_computes_the_whole() -> None:
 
 
 def test_every_cut_of_sixteen_layers() -> None:
-    assert check_every_cut(make(16), Pairs(), 3) == 53
+    assert check_every_cut(make(16), Pairs(), 3, apart=6) == 53
 
 
 def test_cuts_that_part_a_shared_embedding_are_refused() -> None:
