@@ -137,6 +137,14 @@ def flat_cluster(num_workers: int) -> Cluster:
     return Cluster("flat", "unit", None, (Level("server", num_workers, 1e6, 1e-3),))
 
 
+def pipeline_of(graph: LayerGraph, plan: Plan, rows: Sequence[LayerProfile], **shape: Any) -> Pipeline:
+    """Return the pipeline of a plan, of this shape otherwise."""
+    edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
+    loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
+    swaps = tuple(i for i, s in enumerate(plan.stages) if SWAP in s.memory)
+    return Pipeline(replicas=plan.replicas, edges=edges, loads=loads, swaps=swaps, **shape)
+
+
 def make_setup(
     model: nn.Module,
     plan: Plan | tuple[Sequence[int], Sequence[int]],
@@ -181,13 +189,11 @@ def make_setup(
         plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory, relay=relay)
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
-    edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
-    loads = tuple(i for i, s in enumerate(plan.stages) if any(x.inputs for x in graph.layers[s.start : s.stop]))
     flushes, agrees = weights == "one", clip_norm is not None or loss_scale is not None
-    pipeline = Pipeline(
-        plan.replicas, edges, order, flushes, depth or plan.depth, microbatches, accumulate, loads,
-        shares_norm=agrees and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
-        sync=sync, backward=backward, swaps=tuple(i for i, s in enumerate(plan.stages) if SWAP in s.memory),
+    pipeline = pipeline_of(
+        graph, plan, rows, order=order, flushes=flushes, depth=depth or plan.depth, microbatches=microbatches,
+        accumulate=accumulate, shares_norm=agrees and flushes and len(plan.stages) > 1, weights=weights, chunks=chunks,
+        sync=sync, backward=backward,
     )  # fmt: skip
     return Setup(
         graph=graph,

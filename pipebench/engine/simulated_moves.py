@@ -17,6 +17,7 @@ from pipebench.engine.mailbox import Mailbox
 from pipebench.engine.monitor import ENOUGH, EVERY, Monitor, monitors
 from pipebench.engine.movable import Movable
 from pipebench.engine.phase_costs import PhaseCosts
+from pipebench.engine.phase_memory import Inputs, PhaseMemory
 from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.setup import Setup, share_of
 from pipebench.model.graph import attribute
@@ -64,6 +65,7 @@ class SimulatedEngine(Movable):
     Args:
         setup: what is run.
         listeners: take note of every event and transfer that is played.
+        inputs: bytes of the model's inputs, by size of the unit.
 
     Attributes:
         setup: what is run, under the cuts there are now.
@@ -71,15 +73,19 @@ class SimulatedEngine(Movable):
         totals: of all segments.
         marks: what there was when, in the last segment as far as it was played, and at its end; counted from its start.
         began_s: the minibatches at which layers have moved meanwhile, and when those began.
+        peaks: the most bytes that every worker has held in segments in which layers moved; none before the first.
+        held: likewise, between two instructions.
     """
 
-    def __init__(self, setup: Setup, *listeners: Listener) -> None:
+    def __init__(self, setup: Setup, *listeners: Listener, inputs: Inputs | None = None) -> None:
         super().__init__()
         pipeline = setup.pipeline
         self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
         self._meter = Meter(pipeline, self._listening, *listeners)
         self.marks: list[Mark] = []
         self.began_s: dict[int, float] = {}
+        self._inputs = inputs or {}
+        self.peaks, self.held = ([0] * pipeline.num_stages for _ in range(2))
         self.clock_s = 0.0
         self.totals = NOTHING
         self._shown = False  # whether the meter has seen anything
@@ -100,8 +106,9 @@ class SimulatedEngine(Movable):
             return self._took(self._steady(first, num_minibatches), num_minibatches, first)
         phases = self._phases = self._phases or phases_of(self.setup)
         segment = self._segment = _Segment(
-            self.setup, phases, first, num_minibatches, self.clock_s, self._meter, self._monitors, self._enough()
-        )
+            self.setup, phases, first, num_minibatches, self.clock_s, self._meter, self._monitors, self._enough(),
+            self._inputs,
+        )  # fmt: skip
         played, done, self._shown = segment.played(), segment.limit, True
         before, self._phases = self.setup, None
         self.setup = before if phases is None else phases.last
@@ -109,6 +116,9 @@ class SimulatedEngine(Movable):
         if self.setup is not before:
             self._known.clear()
         self.began_s |= segment.began_s
+        if segment.began_s and segment.memory is not None:
+            self.peaks = [*map(max, self.peaks, segment.memory.peaks)]
+            self.held = [*map(max, self.held, segment.memory.held)]
         if segment.changed_at:  # what empties the pipeline where it only is as if it were emptied is left out
             last = done - 2 * before.pipeline.depth if segment.is_quiet else done
             samples = before.sampler.samples_before(first + last) - before.sampler.samples_before(first)
@@ -218,8 +228,10 @@ class _Segment:
         meter: takes note of every event and transfer.
         measured: every stage's part of Algorithm 1; empty: nobody is measured.
         enough: minibatches without a move after which the rest needn't be played; 0: all is.
+        inputs: bytes of the model's inputs, by size of the unit.
 
     Attributes:
+        memory: what every worker holds, where layers may move meanwhile.
         is_quiet: whether that many have run.
         began_s: when the minibatches began at which layers move, numbered from the run's first.
     """
@@ -234,6 +246,7 @@ class _Segment:
         meter: Meter | None = None,
         measured: Sequence[Monitor] = (),
         enough: int = 0,
+        inputs: Inputs | None = None,
     ) -> None:
         self._setup, self._phases, self._start_s = setup, phases, start_s
         self._meter = meter or Meter(setup.pipeline)
@@ -244,6 +257,8 @@ class _Segment:
         self._drains_at = 0
         self.is_quiet = False
         self.began_s: dict[int, float] = {}
+        self.memory: PhaseMemory | None = None
+        self._inputs = inputs or {}
         self._admission = StoppableAdmission(
             StopRequest(), setup.pipeline, num_minibatches, self._grain, lambda cut: None
         )
@@ -275,6 +290,7 @@ class _Segment:
         if phases is not None:
             moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
             costs, sizes = moving.costs, moving.size_of
+            self.memory = PhaseMemory(phases, moving, size_of, self._inputs, trained=self._start_s > 0)
         routes, count = None if phases is None else phases.routes, self._num_minibatches
         lists = [admitted_program(pipeline, w, count, self._admission, routes) for w in range(pipeline.num_workers)]
         network = Network(setup.cluster, setup.devices, meter.transfer, copies=bool(pipeline.swaps))
@@ -287,6 +303,8 @@ class _Segment:
             if self._measured:
                 self._measure(event, size_of)
             meter.event(event)
+            if self.memory is not None:
+                self.memory.event(event)
             if event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
                 self._begun(pipeline.minibatch(event.instruction.number)[0], event.start_s)
         after = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s

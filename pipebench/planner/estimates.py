@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, make_plan
@@ -29,6 +30,14 @@ from pipebench.simulate.steady import glimpse, simulate_all
 
 MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
+
+
+class _Kept(NamedTuple):
+    """What a replica of a stage keeps at most, with so many units in flight, and what becomes of activations."""
+
+    num_bytes: float
+    in_flight: int
+    virtual: VirtualMemory | None = None
 
 
 class Estimator:
@@ -184,30 +193,15 @@ class Estimator:
             memory=[self.memory_policies[layer] for layer in order],
             relay=self.request.relay,
         )
-        estimates = []
-        for index, stage in enumerate(stages):
-            compute_s, sync_s, transfer_s = self._parts_s(work, stages, devices, index)
-            in_flight = self.in_flight(replicas, index, depth)
-            memory_bytes, virtual = self._kept(plan, stages, index, in_flight)
-            if virtual is not None:
-                seconds[index] += virtual.waits_s / stage.replicas
-            estimates.append(
-                StageEstimate(
-                    compute_s * units,
-                    min(sync_s, bottleneck_s or sync_s) * units,
-                    transfer_s * units,
-                    seconds[index] * units,
-                    memory_bytes,
-                    in_flight,
-                    virtual,
-                )
-            )
+        kept = [self._kept(plan, stages, index) for index in range(len(stages))]
+        waits_s = [0.0 if each.virtual is None else each.virtual.waits_s for each in kept]
+        seconds = [own + wait_s / m for own, wait_s, m in zip(seconds, waits_s, replicas, strict=True)]
         slowest_s = max(sum(seconds[position :: len(widths)]) for position in range(len(widths)))
         return PlanEstimate(
             plan=plan,
             order=order,
             found_by=found_by,
-            stages=tuple(estimates),
+            stages=self._stage_estimates(stages, devices, seconds, kept, units, bottleneck_s),
             microbatches=units,
             accumulate=accumulate,
             bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * units,
@@ -230,17 +224,40 @@ class Estimator:
             seconds = [min(each, bottleneck_s) for each in seconds]
         return seconds, port_s
 
-    def _kept(
-        self, plan: Plan, stages: Sequence[SearchStage], index: int, in_flight: int
-    ) -> tuple[float, VirtualMemory | None]:
-        """Return the bytes that a replica of a stage keeps, and what its layers do where the request says that."""
-        rule, stage = self.memory(math.inf), stages[index]
+    def _kept(self, plan: Plan, stages: Sequence[SearchStage], index: int) -> _Kept:
+        """Return what a replica of a stage keeps, and what its layers do where the request says that."""
+        rule, stage, replicas = self.memory(math.inf), stages[index], [stage.replicas for stage in stages]
+        in_flight = self.in_flight(replicas, index, plan.depth)
         if self.keeps_as_input_stage:
-            rule = replace(rule, versions=-(-plan.depth * stages[0].replicas // stage.replicas))
+            rule = replace(rule, versions=-(-plan.depth * replicas[0] // stage.replicas))
         if self.request.memory is None or not self.work.states.is_chain:
-            return rule.num_bytes(self.work.states, stage.start, stage.stop, in_flight), None
+            return _Kept(rule.num_bytes(self.work.states, stage.start, stage.stop, in_flight), in_flight)
         outcome = self.stage_problem(rule, stage, in_flight).outcome(plan.stages[index].memory)
-        return outcome.num_bytes, outcome.virtual
+        return _Kept(outcome.num_bytes, in_flight, outcome.virtual)
+
+    def _stage_estimates(
+        self,
+        stages: Sequence[SearchStage],
+        devices: Sequence[Sequence[int]],
+        seconds: Sequence[float],
+        kept: Sequence[_Kept],
+        units: int,
+        bottleneck_s: float | None,
+    ) -> tuple[StageEstimate, ...]:
+        """Return what stages come to per minibatch, of so many units, each of which takes them these seconds."""
+        parts_s = (self._parts_s(self.work, stages, devices, index) for index in range(len(stages)))
+        return tuple(
+            StageEstimate(
+                compute_s * units,
+                min(sync_s, bottleneck_s or sync_s) * units,
+                transfer_s * units,
+                stage_s * units,
+                own.num_bytes,
+                own.in_flight,
+                own.virtual,
+            )
+            for (compute_s, sync_s, transfer_s), stage_s, own in zip(parts_s, seconds, kept, strict=True)
+        )
 
     @property
     def memory_limit_bytes(self) -> float:

@@ -4,6 +4,7 @@ It knows no clock: a change is at the start of its instruction or at the end. Wh
 its start on and what it is done with until its end, so that what lies between is never more than what is told here.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -63,6 +64,11 @@ class Versions:
         """Versions alive beside the newest."""
         return len(self._alive) - 1
 
+    @property
+    def num_alive(self) -> int:
+        """Versions alive."""
+        return len(self._alive)
+
     def use(self, version: int) -> None:
         """A unit in flight refers to a version."""
         self._users[version] += 1
@@ -92,6 +98,18 @@ class Versions:
         """Let go of versions that nobody refers to and nobody may ask for."""
         self._alive = {version for version in self._alive if version == self.newest or self._is_needed(version)}
 
+    def copied(self) -> "Versions":
+        """Return those of a copy, which has the newest one alone."""
+        made = Versions(in_place=self._in_place)
+        made.newest, made._alive = self.newest, {self.newest}
+        return made
+
+    def retire(self) -> None:
+        """Make no more, and keep only those that units in flight refer to."""
+        self._keep_from = sys.maxsize
+        self.newest = -1
+        self.collect()
+
     def _is_needed(self, version: int) -> bool:
         return self._users[version] > 0 or version >= self._keep_from
 
@@ -113,6 +131,44 @@ class Holding:
         self._has_state = False
         self._moved: tuple[int, int] | None = None  # of the last forward: the version, and how far from it
         self._shared = False  # whether its weights outlive an update
+        self._is_retired = False
+
+    def copied(self, memory: StageMemory) -> "Holding":
+        """Return one of other layers that goes on from the newest weights of this one, and from its optimizer's state.
+
+        Args:
+            memory: what they keep; of their weights and state it has everything.
+        """
+        made = Holding(memory)
+        made._versions, made._has_state = self._versions.copied(), self._has_state
+        return made
+
+    def trained(self) -> "Holding":
+        """Return the same after an update: the optimizer has its state."""
+        self._has_state = True
+        return self
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds between two instructions, the gradients included."""
+        memory, alive = self._memory, self._versions.num_alive
+        once = 0 if self._is_retired else memory.masters + memory.state * self._has_state
+        return alive * memory.weights + once + self._gradients + sum(kept for _, kept in self._units.values())
+
+    def retire(self) -> None:
+        """Make no more updates; what units in flight need stays until they have left."""
+        self._is_retired = True
+        self._versions.retire()
+
+    def let_go(self, unit: int) -> None:
+        """Forget a unit in flight, which runs backward elsewhere."""
+        version, _ = self._units.pop(unit)
+        self._versions.release(version)
+
+    def give_gradients(self) -> int:
+        """Return the bytes of the gradients, which somebody else keeps from here on."""
+        given, self._gradients = self._gradients, 0
+        return given
 
     def drained(self) -> Iterator[Change]:
         """Begin a segment: versions are counted anew, from the newest."""

@@ -4,7 +4,7 @@ What of it is there when, the instructions say: see `holding`.
 """
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pipebench.model.plan import Plan, StagePlan
@@ -98,7 +98,27 @@ def stage_memory(
     profile: Profile, plan: Plan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
 ) -> StageMemory:
     """Sum a profile over one stage of a plan; see `stage_memories`."""
-    policy, stage = WEIGHT_POLICIES[pipeline.weights], plan.stages[index]
+    return replace(
+        layers_memory(profile, plan.stages[index], pipeline, index, inputs),
+        received=_crossing(profile, plan, pipeline, index, gradients=False),
+        returned=_crossing(profile, plan, pipeline, index, gradients=True),
+        relayed=_relayed(profile, plan, pipeline, index),
+    )
+
+
+def layers_memory(
+    profile: Profile, stage: StagePlan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
+) -> StageMemory:
+    """Sum a profile over layers that run as a stage, or as a part of one; of messages it knows nothing.
+
+    Args:
+        profile: layer costs at every size that travels.
+        stage: the layers.
+        pipeline: that they run in.
+        index: of the stage.
+        inputs: see `stage_memories`.
+    """
+    policy = WEIGHT_POLICIES[pipeline.weights]
     rows = next(iter(profile.layers.values()))
     own = [*range(stage.start, stage.stop)]
     sizes = {name: size for i in own for name, size in rows[i].parameter_sizes.items()}
@@ -128,9 +148,9 @@ def stage_memory(
         again=again,
         rest=rest,
         early_gradients=weights - sum(split.values()) if pipeline.backward == SPLIT else 0,
-        received=_crossing(profile, plan, pipeline, index, gradients=False),
-        returned=_crossing(profile, plan, pipeline, index, gradients=True),
-        relayed=_relayed(profile, plan, pipeline, index),
+        received=dict.fromkeys(unit, 0),
+        returned=dict.fromkeys(unit, 0),
+        relayed=dict.fromkeys(unit, 0),
     )
 
 

@@ -5,14 +5,15 @@ last cuts, found as for a run whose layers stay; so a run's time hardly depends 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
+from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan
 from pipebench.schedule.repartitions import Repartition
-from pipebench.simulate.meter import Meter, sum_by
+from pipebench.simulate.meter import MEMORY, Meter, sum_by
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.throughput import Mark
 from pipebench.simulate.timeline import MIGRATION, TRAINING_KINDS, Timeline
@@ -20,6 +21,7 @@ from pipebench.train.job import Job
 from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
 from pipebench.train.moves import plan_after
 from pipebench.train.periods import Periods
+from pipebench.train.profiled_model import input_bytes
 from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import epoch_notes, planned_metrics, shares, totalled
@@ -33,7 +35,8 @@ def simulate_moving(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
         job: what is simulated.
         watch: watches a segment under the cuts that the run begins with, and foretells the peaks of memory.
     """
-    setup, engine = job.setup, SimulatedEngine(job.setup)
+    setup = job.setup
+    engine = SimulatedEngine(setup, inputs=input_bytes(setup.graph, setup.dataset, setup.profile.by_size))
     moves = Repartitioning(job, engine, lambda sentence: None)
     periods = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch)
     points = tuple(_trained(periods, engine, moves))
@@ -57,7 +60,7 @@ def simulate_moving(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
         moves=made,
         notes=recipe_notes(job) | epoch_notes(last, epoch, per_epoch),
     )
-    return _with_peaks(job, watch, result) if watch else result, engine.timeline()
+    return _with_peaks(job, watch, result, engine.peaks) if watch else result, engine.timeline()
 
 
 def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -> Iterator[Point]:
@@ -92,20 +95,30 @@ def _rates(before: Mark, mark: Mark) -> dict[str, float]:
     }
 
 
-def _with_peaks(job: Job, watch: Watch, result: RunResult) -> RunResult:
-    """Return a result with the peaks that are foretold of all cuts that a run goes through, moves themselves aside."""
+def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[int]) -> RunResult:
+    """Return a result with the peaks that are foretold: under all cuts that a run goes through, and between them.
+
+    Args:
+        job: what is simulated.
+        watch: is told of a segment under the first cuts.
+        result: of the run.
+        moving: the most bytes that every worker holds while layers move; none where none do.
+    """
     per_epoch, found = job.setup.sampler.minibatches_per_epoch, [watch]
     simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *watch.listeners))
     for setup in _setups(job.setup, result.moves):
         found.append(Watch(replace(job, setup=setup), per_epoch))
         simulate_segment(setup, per_epoch, Meter(setup.pipeline, *found[-1].listeners))
-    peaks = [each.with_peaks(result) for each in found]
-    most = max(peaks, key=lambda each: each.metrics["peak_memory_bytes_max"])
-    stages = tuple(
-        max(rows, key=lambda row: float(row["peak_memory_bytes"]))
-        for rows in zip(*(p.stages for p in peaks), strict=True)
-    )
-    return replace(most, stages=stages)
+    peaks = [[row["peak_memory_bytes"] for row in each.with_peaks(result).stages] for each in found]
+    most = [max(of_stage) for of_stage in zip(*peaks, moving, strict=True)]
+    stages = tuple({**row, "peak_memory_bytes": peak} for row, peak in zip(result.stages, most, strict=True))
+    metrics = {**result.metrics, "peak_memory_bytes_max": max(most)}
+    limit, notes = job.cluster.memory_bytes, {**result.notes}
+    if limit is not None and max(moving) > limit:
+        stage = moving.index(max(moving))
+        what = f"stage {stage} holds {num_bytes(moving[stage])} while layers move"
+        notes[MEMORY] = f"out of memory: {what}, more than the {num_bytes(limit)} of a {job.cluster.device}"
+    return replace(result, stages=stages, metrics=metrics, notes=notes)
 
 
 def _setups(setup: Setup, moves: Iterable[Repartition]) -> Iterable[Setup]:

@@ -40,6 +40,7 @@ COUNTS = {
     **dict.fromkeys(
         (f"vpipe/{name}" for name in ("amoebanet", "bert", "gnmt16", "transformer", "vgg16", "resnet50")), 4
     ),
+    "vpipe/transformer": 5,
     **dict.fromkeys((f"small/{name}" for name in SMALL), 6),
     "small/vgg16": 12,
     "small/gnmt8": 14,

@@ -1,6 +1,7 @@
 """A recipe whose layers move, simulated: the moves of the same recipe where it trains, and what they come to."""
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipebench.schedule.repartitions import FILE_NAME, Repartition, to_text
+from pipebench.simulate.meter import MEMORY
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
 from pipebench.train.simulated_moves import simulate_moving
@@ -100,8 +102,13 @@ def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
     assert simulate_segment(given.setup, 12).end_s == result.metrics["total_time_s"]
 
 
-def test_peaks_are_those_of_all_cuts() -> None:
-    given = job(WRITTEN)
+def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
+    given = job(LIVE, every=60, epochs=5, live=True)
     result, _ = simulate_moving(given, Watch(given, 12))
-    first, _ = simulate(replace(given, moves=(), setup=replace(given.setup, repartitions=False)), Watch(given, 12))
-    assert result.metrics["peak_memory_bytes_max"] >= first.metrics["peak_memory_bytes_max"]
+    stayed = replace(given, moves=(), setup=replace(given.setup, repartitions=False))
+    first, _ = simulate(stayed, Watch(given, 12))
+    assert result.metrics["peak_memory_bytes_max"] > first.metrics["peak_memory_bytes_max"]
+    small = replace(given.cluster, memory_bytes=int(first.metrics["peak_memory_bytes_max"]))
+    capped = replace(given, cluster=small, setup=replace(given.setup, cluster=small))
+    told = simulate_moving(capped, Watch(capped, 12))[0].notes[MEMORY]
+    assert re.match(r"out of memory: stage \d holds .* while layers move, more than the .* of a ", told)
