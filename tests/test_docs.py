@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.schedule.instructions import Op, render
-from pipebench.schedule.modes import MODES
-from pipebench.schedule.moves import Move
+from pipebench.schedule.modes import KEEP, MODES
+from pipebench.schedule.moves import Layout, Move
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
@@ -68,7 +68,7 @@ def test_pictures_of_what_passes_read(mode: str, count: int, microbatches: int, 
 @pytest.mark.parametrize("after", [(4, 6), (2, 6)])
 def test_pictures_of_layers_that_move(after: tuple[int, int]) -> None:
     text, pipeline = (ROOT / "docs/vpipe.md").read_text(), Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
-    routes = Routes(pipeline, (3, 6), 9, lambda starts: pipeline)
+    routes = Routes(pipeline, Layout((3, 6), (KEEP,) * 9), lambda layout: pipeline)
     routes.announce(Move(6, after))
     drawn = draw(pipeline, 10, [1] * 3, [2] * 3, routes=routes, since=12, width=126)
     assert f"```\n{drawn}\n```" in text

@@ -27,7 +27,7 @@ from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.gate import admitted_program
 from pipebench.engine.loss_scale import scale_metrics
-from pipebench.engine.monitor import monitors
+from pipebench.engine.monitor import AllocatorPeak, monitors
 from pipebench.engine.movable import Movable
 from pipebench.engine.pace import Pace
 from pipebench.engine.phases import Phases, phases_of
@@ -295,7 +295,8 @@ class DistributedEngine(Movable):
     def _monitor(self) -> None:
         """Let this worker's stage be measured, where stages are balanced."""
         if self.setup.balances:
-            self.worker.monitor = monitors(self.setup, self._decided)[self.worker.index]
+            allocator = AllocatorPeak(self.setup.device) if self.setup.device.type == "cuda" else None
+            self.worker.monitor = monitors(self.setup, self._decided, allocator)[self.worker.index]
 
     def _connected(self) -> ProcessCollectives:
         return ProcessCollectives(self.setup, self.world, self.worker, self.clock, self.meter, self.num_bytes)

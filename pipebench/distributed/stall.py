@@ -22,7 +22,7 @@ _UNIT_WORDS = {
     Op.PULL: "pulls weights of the server, up to {unit}",
     Op.SWAP_OUT: "copies what it saved of {unit} to the host",
     Op.SWAP_IN: "copies what it saved of {unit} back from the host",
-    Op.RECUT: "cuts the layers apart that worker {peer} takes from {unit} on",
+    Op.RECUT: "cuts its layers anew, for the forwards from {unit} on",
     Op.GIVE_UNIT: "gives worker {peer} what layers that go there read of {unit}",
     Op.GIVE: "gives layers to worker {peer}, which runs them from {unit} on",
     Op.TAKE_UNIT: "waits for what layers that come from worker {peer} read of {unit}",

@@ -63,7 +63,11 @@ class HandingOver:
             self._bounds[stage] = whole.bounds
 
     def _recut(self, it: Instruction, _: Transport) -> None:
-        self._migrating(it.stage).part(self._phases.handed(it.stage, it.peer, it.number))
+        migrating = self._migrating(it.stage)
+        if it.peer < 0:
+            migrating.renew(it.number)
+        else:
+            migrating.part(self._phases.handed(it.stage, it.peer, it.number))
 
     def _give_unit(self, it: Instruction, transport: Transport) -> None:
         if self._feed.size(it.number) > 0:

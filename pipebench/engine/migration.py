@@ -212,11 +212,16 @@ class Migrating:
         (index,) = (i for i, p in enumerate(self._parts) if p.start <= block.start and block.stop <= p.stop)
         old = self._parts[index]
         bounds = sorted({old.start, block.start, block.stop, old.stop})
-        state, number = state_of(old.replica, self._share), old.replica.weights.newest.number
-        new = [Part(self._made(a, b, state, number), a, b) for a, b in itertools.pairwise(bounds)]
+        new = [self._anew(old, a, b, block.at - 1) for a, b in itertools.pairwise(bounds)]
         for part in new:
             part.leaves_to = block.target if part.start == block.start else old.leaves_to
         self._parts[index : index + 1] = new
+        old.replica.retire()
+
+    def renew(self, at: int) -> None:
+        """Cut what there is anew, for layers that do something else with the activations of forwards from `at` on."""
+        (old,) = self._parts
+        self._parts = [self._anew(old, *old.bounds, at)]
         old.replica.retire()
 
     def give_unit(self, unit: int, target: int) -> GivenUnit:
@@ -232,7 +237,7 @@ class Migrating:
     def forward_again(self, block: HandOver, unit: int, given: GivenUnit, draw: tuple[int, ...], place: Place) -> None:
         """Run a unit forward through a block that ran it at its old owner, so that it can run backward here."""
         if block.source not in self._guests:
-            stage = self._phases.cut(block.start, block.stop)
+            stage = self._phases.cut(block.start, block.stop, self._phases.policies(block.at - 1))
             self._guests[block.source] = self._make_replica(stage)
         guest = self._guests[block.source]
         restore(guest, given.state, self._share)
@@ -247,7 +252,7 @@ class Migrating:
         (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
         start, stop = min(block.start, old.start), max(block.stop, old.stop)
         whole = ModelState.merge([state_of(old.replica, self._share), state])
-        joint = self._made(start, stop, whole, old.replica.weights.newest.number)
+        joint = self._made(start, stop, block.at, whole, old.replica.weights.newest.number)
         self._parts[self._parts.index(old)] = Part(joint, start, stop)
         old.replica.retire()
 
@@ -271,9 +276,14 @@ class Migrating:
         self._gradients |= {self._share.names[n]: g for n, g in zip(names, computed, strict=True) if g is not None}
         replica.gradients = [None] * len(names)
 
-    def _made(self, start: int, stop: int, state: ModelState, number: int) -> Replica:
-        """Return a replica of layers that goes on from a state."""
-        made = self._make_replica(self._phases.cut(start, stop))
+    def _anew(self, old: Part, start: int, stop: int, minibatch: int) -> Part:
+        """Return layers of a part as one of their own, which go on from what they have; see `_made`."""
+        state, number = state_of(old.replica, self._share), old.replica.weights.newest.number
+        return Part(self._made(start, stop, minibatch, state, number), start, stop)
+
+    def _made(self, start: int, stop: int, minibatch: int, state: ModelState, number: int) -> Replica:
+        """Return a replica of layers that goes on from a state, with the policies of a minibatch."""
+        made = self._make_replica(self._phases.cut(start, stop, self._phases.policies(minibatch)))
         restore(made, state, self._share)
         made.weights.newest.number = number
         return made

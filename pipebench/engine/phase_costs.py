@@ -14,7 +14,7 @@ from pipebench.engine.setup import Setup
 from pipebench.model.graph import attribute
 from pipebench.model.sampling import Shape, Size
 from pipebench.schedule.instructions import Instruction, Op
-from pipebench.schedule.moves import HandOver, Starts
+from pipebench.schedule.moves import HandOver, Layout
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.memory import swapped_bytes
 
@@ -27,13 +27,13 @@ class PhasedSize(NamedTuple):
 
     Attributes:
         size: of the unit.
-        forward: the cuts under which it runs forward.
+        forward: what it runs forward under: cuts, and what layers do with their activations.
         backward: likewise, backward.
     """
 
     size: Size
-    forward: Starts
-    backward: Starts
+    forward: Layout
+    backward: Layout
 
 
 class _Table(dict[Any, N], Generic[N]):
@@ -83,7 +83,7 @@ class PhaseCosts:
         """Return the seconds of an update: of the layers whose backwards led to it."""
         pipeline, moves = self._phases.setup.pipeline, self._phases.routes.moves
         last = (round_index + 1) * pipeline.round_size(stage) - 1
-        return self._phases.at(moves.backward_starts(last)).costs.stages[stage].update_s
+        return self._phases.at(moves.backward_layout(last)).costs.stages[stage].update_s
 
     def recomputing_s(self, stage: int, unit: int) -> float:
         """Return the part of a unit's backward that computes forwards again, of layers that are recomputed."""
@@ -111,8 +111,7 @@ class PhaseCosts:
 
     def _size_of(self, unit: int) -> Any:
         minibatch, moves = self._minibatch_of(unit), self._phases.routes.moves
-        starts = moves.forward_starts(minibatch), moves.backward_starts(minibatch)
-        return PhasedSize(self._plain_size(unit), *starts)
+        return PhasedSize(self._plain_size(unit), moves.forward_layout(minibatch), moves.backward_layout(minibatch))
 
     def _stage(self, index: int) -> StageCosts:
         def table(field: str, way: str) -> _Table[float]:
@@ -131,7 +130,7 @@ class PhaseCosts:
 
     def _swapped(self, index: int, key: PhasedSize) -> int:
         """Return what a stage copies of a unit: nothing of layers that it only runs one way."""
-        one, other = (self._phases.at(starts).plan.stages[index] for starts in (key.forward, key.backward))
+        one, other = (self._phases.at(layout).plan.stages[index] for layout in (key.forward, key.backward))
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
         own = replace(one, start=start, stop=stop, memory=one.memory[start - one.start : stop - one.start])
         return swapped_bytes(self._phases.setup.profile.by_size[key.size], own) if key.size else 0

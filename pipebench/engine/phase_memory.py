@@ -88,7 +88,7 @@ class _StageMemory:
         self._phases, self._costs, self._size_of, self._inputs = phases, costs, size_of, inputs
         self._index = index
         stage = phases.setup.plan.stages[index]
-        holding = Holding(self._memory(stage.start, stage.stop))
+        holding = Holding(self._memory(stage.start, stage.stop, 0))
         self._parts = [_Part(holding.trained() if trained else holding, stage.start, stage.stop)]
         self._units: dict[int, list[Holding]] = {}  # who runs them backward
         self._guests: dict[int, _Part] = {}  # by the stage that their layers come from
@@ -122,7 +122,10 @@ class _StageMemory:
             for holding in self._units.get(it.number, []):
                 self._copy(holding, it)
         elif op is Op.RECUT:
-            self._part(self._phases.handed(it.stage, it.peer, it.number))
+            if it.peer < 0:
+                self._renew(it.number)
+            else:
+                self._part(self._phases.handed(it.stage, it.peer, it.number))
         elif op is Op.GIVE:
             self._parts = [part for part in self._parts if part.leaves_to != it.peer]
         elif op is Op.GIVE_UNIT:
@@ -183,8 +186,15 @@ class _StageMemory:
         made = []
         for start, stop in itertools.pairwise(sorted({old.start, block.start, block.stop, old.stop})):
             leaves_to = block.target if start == block.start else old.leaves_to
-            made.append(_Part(old.holding.copied(self._memory(start, stop)), start, stop, leaves_to))
+            made.append(_Part(old.holding.copied(self._memory(start, stop, block.at - 1)), start, stop, leaves_to))
         self._parts[index : index + 1] = made
+        self._retire(old.holding)
+
+    def _renew(self, at: int) -> None:
+        """Cut what there is anew, for layers that do something else with the activations of forwards from `at` on."""
+        (old,) = self._parts
+        made = old.holding.copied(self._memory(old.start, old.stop, at))
+        self._parts = [_Part(made, old.start, old.stop)]
         self._retire(old.holding)
 
     def _retire(self, holding: Holding) -> None:
@@ -197,7 +207,7 @@ class _StageMemory:
         if not self._size_of(it.number):
             return
         if block.source not in self._guests:
-            made = Holding(self._memory(block.start, block.stop))
+            made = Holding(self._memory(block.start, block.stop, block.at - 1))
             self._guests[block.source] = _Part(made, block.start, block.stop)
         guest, ran = self._guests[block.source].holding, self._units[it.number]
         self._change(guest, Instruction(Op.FORWARD, it.stage, it.number))
@@ -208,13 +218,12 @@ class _StageMemory:
         beside = [part for part in self._parts if part.leaves_to is None]
         (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
         start, stop = min(block.start, old.start), max(block.stop, old.stop)
-        joint = old.holding.copied(self._memory(start, stop))
+        joint = old.holding.copied(self._memory(start, stop, block.at))
         self._parts[self._parts.index(old)] = _Part(joint, start, stop)
         self._retire(old.holding)
 
-    def _memory(self, start: int, stop: int) -> StageMemory:
-        """Return what consecutive layers keep."""
+    def _memory(self, start: int, stop: int, minibatch: int) -> StageMemory:
+        """Return what consecutive layers keep, with the policies of a minibatch's forward."""
         setup = self._phases.setup
-        policies = [policy for stage in setup.plan.stages for policy in stage.memory]
-        cut = StagePlan(start, stop, 1, (0,), tuple(policies[start:stop]))
+        cut = StagePlan(start, stop, 1, (0,), self._phases.policies(minibatch)[start:stop])
         return layers_memory(setup.profile, cut, setup.pipeline, self._index, self._inputs)

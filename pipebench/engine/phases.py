@@ -2,9 +2,9 @@
 
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
-from pipebench.model.plan import make_plan, recut
+from pipebench.model.plan import layout_of, make_plan, recut
 from pipebench.model.stage import Stage, cut_stage
-from pipebench.schedule.moves import HandOver, Move, Starts, shape_problems
+from pipebench.schedule.moves import HandOver, Layout, Move, Policies, shape_problems
 from pipebench.schedule.routes import Routes
 
 _Values = dict[int, tuple[int, ...]]  # the other stage, and the layers whose values go there or come from there
@@ -28,11 +28,11 @@ class Phases:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self._starts: Starts = tuple(stage.start for stage in setup.plan.stages[1:])
-        self._known = {self._starts: setup}
-        self._sends: dict[tuple[int, Starts], _Values] = {}
-        self._receives: dict[tuple[int, Starts], _Values] = {}
-        self.routes = Routes(setup.pipeline, self._starts, len(setup.graph.layers), lambda s: self.at(s).pipeline)
+        layout = layout_of(setup.plan)
+        self._known = {layout: setup}
+        self._sends: dict[tuple[int, Layout], _Values] = {}
+        self._receives: dict[tuple[int, Layout], _Values] = {}
+        self.routes = Routes(setup.pipeline, layout, lambda under: self.at(under).pipeline)
 
     def announce(self, move: Move) -> None:
         """Add a move.
@@ -53,37 +53,46 @@ class Phases:
     @property
     def last(self) -> Setup:
         """What the run is after the last move."""
-        return self.at(self.routes.moves.last_starts)
+        return self.at(self.routes.moves.last_layout)
 
-    def at(self, starts: Starts) -> Setup:
-        """Return what the run is under cuts."""
-        if starts not in self._known:
-            self._known[starts] = self.setup.under(recut(self.setup.graph, self.setup.plan, starts))
-        return self._known[starts]
+    def at(self, layout: Layout) -> Setup:
+        """Return what the run is under cuts and policies."""
+        if layout not in self._known:
+            self._known[layout] = self.setup.under(recut(self.setup.graph, self.setup.plan, *layout))
+        return self._known[layout]
 
     def sends(self, stage: int, minibatch: int) -> _Values:
         """Return the layers whose values a stage sends to others, forward, by stage that reads them, ascending."""
-        starts = self.routes.moves.forward_starts(minibatch)
-        if (stage, starts) not in self._sends:
-            crossings = self.at(starts).plan.crossings
-            self._sends[stage, starts] = {b: values for (a, b), values in crossings.items() if a == stage}
-        return self._sends[stage, starts]
+        layout = self.routes.moves.forward_layout(minibatch)
+        if (stage, layout) not in self._sends:
+            crossings = self.at(layout).plan.crossings
+            self._sends[stage, layout] = {b: values for (a, b), values in crossings.items() if a == stage}
+        return self._sends[stage, layout]
 
     def returns(self, stage: int, minibatch: int) -> _Values:
         """Return the layers whose gradients a stage sends back, by stage that computed the layers."""
-        starts = self.routes.moves.backward_starts(minibatch)
-        if (stage, starts) not in self._receives:
-            crossings = self.at(starts).plan.crossings
-            self._receives[stage, starts] = {a: values for (a, b), values in crossings.items() if b == stage}
-        return self._receives[stage, starts]
+        layout = self.routes.moves.backward_layout(minibatch)
+        if (stage, layout) not in self._receives:
+            crossings = self.at(layout).plan.crossings
+            self._receives[stage, layout] = {a: values for (a, b), values in crossings.items() if b == stage}
+        return self._receives[stage, layout]
 
     def handed(self, source: int, target: int, minibatch: int) -> HandOver:
         """Return the block on its way from a stage to another, at a minibatch from its B to its K."""
         return self.routes.moves.handed(source, target, minibatch)
 
-    def cut(self, start: int, stop: int) -> Stage:
-        """Return consecutive layers as a stage of their own."""
+    def policies(self, minibatch: int) -> Policies:
+        """Return what every layer does with its activations of a minibatch."""
+        return self.routes.moves.forward_layout(minibatch).memory
+
+    def cut(self, start: int, stop: int, memory: Policies) -> Stage:
+        """Return consecutive layers as a stage of their own.
+
+        Args:
+            start: the first of them.
+            stop: the layer after the last.
+            memory: what every layer of the model does with its activations.
+        """
         graph = self.setup.graph
         bounds = [each for each in (start, stop) if 0 < each < len(graph.layers)]
-        memory = [policy for stage in self.setup.plan.stages for policy in stage.memory]
         return cut_stage(graph, make_plan(graph, bounds, [1] * (len(bounds) + 1), memory=memory), int(start > 0))

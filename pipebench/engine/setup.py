@@ -15,6 +15,7 @@ from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.planner.predict import pipeline_under
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import LossScaleRecipe
+from pipebench.schedule.modes import SWAP
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES, delay
 from pipebench.simulate.costs import Costs, stage_costs
@@ -50,6 +51,8 @@ class Setup:
             model that stages are cut from, and connections between all stages.
         balances: whether stages are measured, and layers move to balance them.
         live: whether layers move while training goes on, else at a drain.
+        chooses: what layers may do with their activations once they have moved, beside what they do; where stages are
+            balanced they choose from it, and from nothing nobody does.
     """
 
     graph: LayerGraph
@@ -73,11 +76,17 @@ class Setup:
     repartitions: bool = False
     balances: bool = False
     live: bool = True
+    chooses: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[int, ...]:
         """The device of every worker."""
         return self.plan.devices
+
+    @property
+    def copies(self) -> bool:
+        """Whether devices copy to their hosts and back, now or once layers have moved."""
+        return bool(self.pipeline.swaps) or SWAP in self.chooses
 
     def under(self, plan: Plan) -> "Setup":
         """Return the same run under a plan with other cuts or memory policies; all that follows from them follows.

@@ -293,7 +293,7 @@ class _Segment:
             self.memory = PhaseMemory(phases, moving, size_of, self._inputs, trained=self._start_s > 0)
         routes, count = None if phases is None else phases.routes, self._num_minibatches
         lists = [admitted_program(pipeline, w, count, self._admission, routes) for w in range(pipeline.num_workers)]
-        network = Network(setup.cluster, setup.devices, meter.transfer, copies=bool(pipeline.swaps))
+        network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
         simulation = Simulation(pipeline, lists, costs, network, sizes, self._start_s, moving=moving)
         for monitor in self._measured:
             monitor.begin()

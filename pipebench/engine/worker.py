@@ -386,7 +386,10 @@ class Worker:
             replica.weights.most_alive = max(replica.weights.most_alive, versions_max)
 
     def _note_memory(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, sum(replica.live_bytes() for replica in self._running.values()))
+        held_bytes = sum(replica.live_bytes() for replica in self._running.values())
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
+        if self.monitor is not None:
+            self.monitor.hold(held_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self._running.values()))
 
 

@@ -15,7 +15,7 @@ from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import Course, arrange, arranged, course_of, payload, predict
-from pipebench.planner.stage_problem import StageProblem, VirtualMemory
+from pipebench.planner.stage_problem import StageProblem, VirtualMemory, input_bytes_of
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.straight import Straight
 from pipebench.profile.model import Profile, Rows
@@ -287,7 +287,7 @@ class Estimator:
         constant_bytes, each_bytes = rule.beside_activations(states, stage.start, stage.stop)
         return StageProblem(
             rows, layers[0], layers[-1] + 1, in_flight, rule.limit_bytes, constant_bytes, each_bytes,
-            self.request.cluster.pcie_bytes_per_s, self.request.chooses,
+            self.request.cluster.pcie_bytes_per_s, self.request.chooses, input_bytes_of(rows),
         )  # fmt: skip
 
     def in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:

@@ -1,92 +1,322 @@
-"""The planner's part of Algorithm 1: from what stages take, as measured, to better cuts, or to none.
+"""The planner's part of Algorithm 1: from what stages take and hold, as measured, to better cuts and policies.
 
-Paper: vPipe (TPDS'21) section 4.2, Algorithm 1. Stages whose times differ are unbalanced; Algorithm 3 cuts anew, and
-that goes on until stages are balanced or no better cuts are found.
+Paper: vPipe (TPDS'21) sections 4.1 and 4.2. Stages whose times differ are unbalanced; Algorithm 3 cuts anew, Algorithm
+2 chooses for the new stages what their layers do with their activations, and that goes on until stages are balanced or
+nothing better is found. What is computed again and what waits for copies counts: the cuts are those that are fastest
+with the policies that they need.
 Differs: the listing doesn't say when stages count as unbalanced: here the slowest takes `UNBALANCED` more than the
-mean. A layer takes what its profile says, times what its stage takes by measurement over what the profile says of it.
+mean. A stage that doesn't fit in its device's memory is reason enough, too.
+
+What was measured corrects what is predicted. A layer takes what its profile says, times what its stage takes by
+measurement over what the profile says of it. And a stage keeps what the closed form of equation 1 says, times the most
+that a stage which had some of its layers was measured to hold over what the closed form says of that; never less than
+it says, since a stage may not have met its worst yet.
 """
 
+import bisect
 import itertools
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import NamedTuple
 
-from pipebench.model.plan import Plan
 from pipebench.planner.partition.consecutive import Fits, Line, repartition
 from pipebench.planner.partition.graph import timed_graph
 from pipebench.planner.partition.parts import TOLERANCE
+from pipebench.planner.stage_problem import Outcome, StageProblem, input_bytes_of
+from pipebench.planner.swap_recompute import best_policies
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.schedule.modes import KEEP, RECOMPUTE
+from pipebench.schedule.moves import Layout, Starts
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import most_in_flight
-from pipebench.schedule.weights import WEIGHT_POLICIES
-from pipebench.simulate.memory import stage_memory
+from pipebench.schedule.weights import WEIGHT_POLICIES, delay
 
 UNBALANCED = 0.05  # the slowest stage over the mean of all, less one
 WORTHWHILE = 0.01  # by how much, at least, the slowest stage has to become faster
+_MOST_ROUNDS = 10  # of cutting for the times that policies make; the paper says 3 to 9
+_MOST_LOOKED_AT = 100  # cuts, on the way to better ones
+_MOST_STEPS = 2000  # of choosing a stage's policies: training waits for it
+
+ProblemOf = Callable[[int, int, int], StageProblem]  # of a stage, made of the layers from one to before another
 
 
-def better_cuts(
-    rows: Sequence[LayerProfile],
-    starts: Sequence[int],
-    stage_s: Sequence[float],
-    may_start: Collection[int] | None = None,
-    fits: Fits | None = None,
-) -> tuple[int, ...] | None:
-    """Return better first layers of all stages but the first, or None: balanced, or nothing better is found that fits.
+class Measured(NamedTuple):
+    """What was measured of a stage.
 
-    Args:
+    Attributes:
+        seconds: of a unit's forward and backward together.
+        num_bytes: that it held at most; 0: not known.
+    """
+
+    seconds: float
+    num_bytes: float = 0.0
+
+
+class Proposal(NamedTuple):
+    """Cuts, and what the stages' layers do under them.
+
+    Attributes:
+        layout: cuts and policies.
+        stage_s: what a unit's forward and backward take, by stage, with what is computed again or waits for copies.
+        num_unfit: stages that don't fit in memory.
+    """
+
+    layout: Layout
+    stage_s: tuple[float, ...]
+    num_unfit: int
+
+    @property
+    def badness(self) -> tuple[int, list[float]]:
+        """What it is judged by: first that it fits, then by its slowest stage, the next one, and so on."""
+        return self.num_unfit, sorted(self.stage_s, reverse=True)
+
+
+@dataclass(frozen=True)
+class Rebalancing:
+    """Stages that have been measured.
+
+    Attributes:
         rows: the profile's layers and, last, the loss, at the size that travels.
-        starts: the first layers as they are.
-        stage_s: seconds of a forward and a backward of every stage, as measured.
+        layout: the cuts as they are, and what layers do.
+        measured: by stage.
+        problem_of: the memory of stages, and what their layers may choose from; nothing: they do what they did.
         may_start: layers that a stage may begin with; None: any but the first.
-        fits: whether a stage fits in memory; None: it does.
     """
-    if max(stage_s) <= (1 + UNBALANCED) * sum(stage_s) / len(stage_s):
-        return None
-    line = Line(timed_graph(rows, layer_seconds(rows, starts, stage_s)), may_start)
-    within = replace(line, fits=fits)
-    found = _faster(line, starts)
-    if not within.fit(found):  # to look at every stage that comes into question takes long, and is seldom needed
-        found = _faster(within, starts)
-    is_better = line.slowest_s(found) <= (1 - WORTHWHILE) * line.slowest_s(starts)
-    return found if is_better and within.fit(found) else None
+
+    rows: Sequence[LayerProfile]
+    layout: Layout
+    measured: Sequence[Measured]
+    problem_of: ProblemOf
+    may_start: Collection[int] | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether stages are unbalanced, or one of them has more than fits."""
+        stage_s = [each.seconds for each in self.measured]
+        return max(stage_s) > (1 + UNBALANCED) * sum(stage_s) / len(stage_s) or self.now.num_unfit > 0
+
+    @cached_property
+    def predicted_bytes(self) -> tuple[float, ...]:
+        """What the closed form says that every stage keeps at most, as it is."""
+        memory = self.layout.memory
+        problems = (
+            self.problem_of(stage, *layers) for stage, layers in enumerate(itertools.pairwise(self.layout.ends))
+        )
+        return tuple(problem.outcome(memory[problem.start : problem.stop]).num_bytes for problem in problems)
+
+    @cached_property
+    def now(self) -> Proposal:
+        """What there is."""
+        memory = self.layout.memory
+        return self._proposal(self.layout.starts, lambda problem: problem.outcome(memory[problem.start : problem.stop]))
+
+    def next_step(self) -> Layout | None:
+        """Return what to go to next, on the way to what is best; None: there is no need, or nothing better.
+
+        No layer goes further than to the next stage, and no more stages are left without room than are now.
+        """
+        if not self.is_needed:
+            return None
+        best = self.best()
+        if best is None:
+            return None
+        starts = one_step(self.layout.starts, best.layout.starts, len(self.layout.memory))
+        step = best if starts == best.layout.starts else self.chosen(starts)
+        return step.layout if step.num_unfit <= self.now.num_unfit and step.layout != self.layout else None
+
+    def best(self) -> Proposal | None:
+        """Return the best that is found: fewer stages that don't fit, or a clearly faster slowest stage; or None."""
+        found = [*self._searched(None)]
+        if any(each.num_unfit for each in found):  # to look at all stages that might be takes long
+            found += self._searched(self._can_fit)
+        best = min(found, key=_badness)
+        if any({*each.layout.memory} != {KEEP} for each in found):
+            best = min(map(self._climbed, (best, found[0])), key=_badness)
+        now = self.now
+        is_faster = max(best.stage_s) <= (1 - WORTHWHILE) * max(now.stage_s)
+        return best if (best.num_unfit, not is_faster) < (now.num_unfit, True) else None
+
+    def chosen(self, starts: Sequence[int]) -> Proposal:
+        """Return cuts with the policies that fit and take least time."""
+        return self._proposal(starts, self._chosen_of)
+
+    def _chosen_of(self, problem: StageProblem) -> Outcome:
+        """Return what a stage's layers do: the best that they can choose, or what they did."""
+        key = problem.in_flight, problem.start, problem.stop
+        if key not in self._known:
+            if problem.chooses:
+                self._known[key] = best_policies(problem, _MOST_STEPS)
+            else:
+                self._known[key] = problem.outcome(self.layout.memory[problem.start : problem.stop])
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], Outcome]:
+        return {}
+
+    def _searched(self, fits: Fits | None) -> Iterator[Proposal]:
+        """Yield what Algorithm 3 finds for the times that policies make, again and again, as long as it gets better."""
+        found = self.chosen(self.layout.starts)
+        yield found
+        for _ in range(_MOST_ROUNDS):
+            before, line = found, Line(timed_graph(self.rows, [*self._lasting(found)]), self.may_start, fits)
+            cuts = (repartition(line, before.layout.starts, tolerance) for tolerance in (TOLERANCE, 0.0))
+            starts = min(cuts, key=lambda each: (not line.fit(each), line.slowest_s(each)))
+            if starts == before.layout.starts:
+                break
+            found = self.chosen(starts)
+            yield found
+            if found.badness >= before.badness:
+                break
+
+    def _climbed(self, found: Proposal) -> Proposal:
+        """Return what becomes better at single boundaries, slow stages first.
+
+        How much longer a layer takes because of what its stage chooses changes with the cuts, by which Algorithm 3
+        overshoots.
+        """
+        left = _MOST_LOOKED_AT
+        while left > 0:
+            before, stage_s = found, found.stage_s
+            for stage in sorted(range(len(stage_s)), key=stage_s.__getitem__, reverse=True):
+                others = [self.chosen(starts) for starts in itertools.islice(self._lighter(before, stage), left)]
+                found, left = min([before, *others], key=_badness), left - len(others)
+                if found is not before:
+                    break
+            if found is before:
+                break
+        return found
+
+    def _lighter(self, found: Proposal, stage: int) -> Iterator[Starts]:
+        """Yield cuts under which a stage has fewer layers.
+
+        To a neighbour go one, as many as make the two equal, or half as many; to a stage further away goes one, and so
+        it does between all stages on the way.
+        """
+        begun_s = [0.0, *itertools.accumulate(self._lasting(found))]
+        ends, stage_s = found.layout.ends, found.stage_s
+        places = [*range(1, ends[-1])] if self.may_start is None else sorted(self.may_start)
+        for other in range(len(stage_s)):
+            between = range(min(stage, other) + 1, max(stage, other) + 1)  # boundaries
+            step, counts = (1 if other < stage else -1), {1}
+            if len(between) == 1:
+                (first,) = (bisect.bisect_left(places, ends[each]) for each in between)
+                given = places[first::step]
+                more_s = [2 * abs(begun_s[place] - begun_s[given[0]]) for place in given]
+                even = bisect.bisect_right(more_s, stage_s[stage] - stage_s[other]) - 1
+                counts |= {even // 2, even} - {0, -1}
+            for count in sorted(counts) if between else ():
+                moved = {each: bisect.bisect_left(places, ends[each]) + step * count for each in between}
+                if all(0 <= index < len(places) for index in moved.values()):
+                    cuts = [places[moved[each]] if each in moved else end for each, end in enumerate(ends)]
+                    if all(a < b for a, b in itertools.pairwise(cuts)):
+                        yield tuple(cuts[1:-1])
+
+    def _lasting(self, given: Proposal) -> Iterator[float]:
+        """Yield what every layer takes, the loss last, with its share of what its stage takes beside."""
+        own_s = [row.forward_s + row.backward_s for row in self._scaled]
+        for layers, stage_s in zip(_with_loss(given.layout.ends), given.stage_s, strict=True):
+            whole_s = sum(own_s[layer] for layer in layers)
+            yield from (own_s[layer] * (stage_s / whole_s if whole_s else 1.0) for layer in layers)
+
+    def _can_fit(self, stage: int, start: int, stop: int) -> bool:
+        """Return whether a stage fits if all of its layers do the same, or what they did where they can't choose."""
+        problem = self._problem(stage, start, stop)
+        if not problem.chooses:
+            return problem.outcome(self.layout.memory[start:stop]).fits
+        return any(problem.outcome((policy,) * problem.num_layers).fits for policy in problem.choices)
+
+    def _proposal(self, starts: Sequence[int], outcome_of: Callable[[StageProblem], Outcome]) -> Proposal:
+        ends = (0, *starts, len(self.layout.memory))
+        outcomes = [outcome_of(self._problem(stage, *layers)) for stage, layers in enumerate(itertools.pairwise(ends))]
+        memory = tuple(policy for outcome in outcomes for policy in outcome.memory)
+        stage_s = tuple(outcome.problem.window_s + outcome.extra_s for outcome in outcomes)
+        return Proposal(Layout(tuple(starts), memory), stage_s, sum(not outcome.fits for outcome in outcomes))
+
+    def _problem(self, stage: int, start: int, stop: int) -> StageProblem:
+        """Return a stage in seconds and bytes as they were measured."""
+        problem = self.problem_of(stage, start, stop)
+        held = zip(itertools.pairwise(self.layout.ends), self.measured, self.predicted_bytes, strict=True)
+        more = [
+            measured.num_bytes / predicted
+            for (first, end), measured, predicted in held
+            if predicted > 0 and max(first, start) < min(end, stop)
+        ]
+        return replace(problem, rows=self._scaled, limit_bytes=problem.limit_bytes / max([1.0, *more]))
+
+    @cached_property
+    def _scaled(self) -> list[LayerProfile]:
+        """The layers with the times that they take by measurement, nothing computed again."""
+        return [*as_measured(self.rows, self.layout, [each.seconds for each in self.measured])]
 
 
-def _faster(line: Line, starts: Sequence[int]) -> tuple[int, ...]:
-    return min((repartition(line, starts, tolerance) for tolerance in (TOLERANCE, 0.0)), key=line.slowest_s)
+def _badness(given: Proposal) -> tuple[int, list[float]]:
+    return given.badness
 
 
-def fits_within(limit_bytes: int | None, profile: Profile, plan: Plan, pipeline: Pipeline, num_samples: int) -> Fits:
-    """Return what says whether a stage of other layers fits in a device's memory, each with the policy it has now.
+def as_measured(rows: Sequence[LayerProfile], layout: Layout, stage_s: Sequence[float]) -> Iterator[LayerProfile]:
+    """Yield layers that take as long as they do by measurement; the last stage's time is the loss's, too.
 
     Args:
-        limit_bytes: of a device; None: everything fits.
-        profile: layer costs.
-        plan: the plan as it is, straight.
-        pipeline: the plan's.
-        num_samples: of a unit.
+        rows: the profile's layers and, last, the loss.
+        layout: what was measured: the cuts, and what was computed again.
+        stage_s: seconds of a forward and a backward of every stage.
     """
-    memory = tuple(policy for stage in plan.stages for policy in stage.memory)
-    in_flight, versions = most_in_flight(pipeline), WEIGHT_POLICIES[pipeline.weights].versions
-
-    def fits(part: int, start: int, stop: int) -> bool:
-        if limit_bytes is None:
-            return True
-        own = replace(plan.stages[part], start=start, stop=stop, memory=memory[start:stop])
-        cut = replace(plan, stages=(*plan.stages[:part], own, *plan.stages[part + 1 :]))
-        needed = stage_memory(profile, cut, pipeline, part, {})
-        return needed.most_bytes(num_samples, in_flight[part], versions or in_flight[part]) <= limit_bytes
-
-    return fits
+    again = [policy == RECOMPUTE for policy in (*layout.memory, layout.memory[-1])]
+    for layers, measured_s in zip(_with_loss(layout.ends), stage_s, strict=True):
+        expected_s = sum(rows[layer].forward_s * (1 + again[layer]) + rows[layer].backward_s for layer in layers)
+        for row in rows[layers.start : layers.stop]:
+            if expected_s:
+                factor = measured_s / expected_s
+                yield replace(row, forward_s=row.forward_s * factor, backward_s=row.backward_s * factor)
+            else:  # the profile says nothing of them: equal shares
+                yield replace(row, forward_s=0.0, backward_s=measured_s / len(layers))
 
 
-def layer_seconds(rows: Sequence[LayerProfile], starts: Sequence[int], stage_s: Sequence[float]) -> list[float]:
-    """Return what every layer takes, forward and backward; the last stage's time is the loss's, too."""
-    seconds: list[float] = []
-    for (start, stop), measured_s in zip(itertools.pairwise([0, *starts, len(rows)]), stage_s, strict=True):
-        expected = [row.forward_s + row.backward_s for row in rows[start:stop]]
-        total_s = sum(expected)
-        seconds += [each * measured_s / total_s if total_s else measured_s / len(expected) for each in expected]
-    return seconds
+def _with_loss(ends: Sequence[int]) -> list[range]:
+    """Return the layers of every stage; the loss goes with the last."""
+    *others, last = itertools.pairwise(ends)
+    return [*(range(*layers) for layers in others), range(last[0], last[1] + 1)]
+
+
+def problems_of(
+    profile: Profile,
+    pipeline: Pipeline,
+    num_samples: int,
+    limit_bytes: float,
+    pcie_bytes_per_s: float | None,
+    chooses: tuple[str, ...],
+) -> ProblemOf:
+    """Return what tells the memory of stages of other layers.
+
+    Args:
+        profile: layer costs.
+        pipeline: a straight plan's.
+        num_samples: of a unit.
+        limit_bytes: of a device; infinite where all fits.
+        pcie_bytes_per_s: rate of copies to a device's host; None: not known.
+        chooses: policies that layers may choose from, beside keeping; nothing: they do what they did.
+    """
+    policy, in_flight = WEIGHT_POLICIES[pipeline.weights], most_in_flight(pipeline)
+    rows, versions = profile.by_size[num_samples], policy.versions
+    fed = input_bytes_of(rows)
+
+    @cache
+    def problem_of(stage: int, start: int, stop: int) -> StageProblem:
+        own = rows[start:stop]
+        sizes = {name: size for row in own for name, size in row.parameter_sizes.items()}
+        masters = {name: size for row in own for name, size in row.master_sizes.items()}
+        weights, stepped = sum(sizes.values()), sum((sizes | masters).values())
+        copies = policy.moves(pipeline, stage) * (1 + (policy.corrects and delay(pipeline, stage) > 0))
+        constant = stepped * (profile.has_masters + profile.state_bytes_per_byte)
+        constant += weights * (1 + copies + (versions or 0))  # 1: gradients
+        return StageProblem(
+            rows, start, stop, in_flight[stage], limit_bytes, constant, 0 if versions else weights, pcie_bytes_per_s,
+            chooses, fed,
+        )  # fmt: skip
+
+    return problem_of
 
 
 def one_step(starts: Sequence[int], wanted: Sequence[int], num_layers: int) -> tuple[int, ...]:

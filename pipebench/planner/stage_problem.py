@@ -22,6 +22,11 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 MOST_ON_DEVICE = 3
 
 
+def input_bytes_of(rows: Sequence[LayerProfile]) -> dict[str, int]:
+    """Return the bytes of the model's inputs, as far as a profile says them: of those that a layer reads alone."""
+    return {row.inputs[0]: sum(size for _, size in row.takes) for row in rows if len(row.inputs) == 1 and row.takes}
+
+
 class Sums(NamedTuple):
     """What some layers of a stage, from its first on, come to with their policies.
 

@@ -176,7 +176,7 @@ class Picture:
     Attributes:
         kind: one of PICTURES.
         measures: of bars and scatter; of lines the one.
-        bound: of bars and lines, the measure that none of them can exceed, of phases the run; drawn black; "" for none.
+        bound: of bars and lines, the measure that none of them can exceed, of phases the metric; black; "" for none.
         x: of lines, the key of the rows' `at` along the axis.
         group: of lines, the key of the rows' `at` that has a line per value; "" for one line.
         runs: of curves, stages and a schedule; of phases, those of every row.

@@ -42,7 +42,7 @@ _TRAINED = (
     "staleness_mean",
     "staleness_max",
 )
-_SIMULATED = tuple(f"{kind}_throughput_samples_per_s" for kind in ("planned", "steady", "slowest", "least"))
+_SIMULATED = tuple(f"{kind}_throughput_samples_per_s" for kind in ("planned", "steady", "slowest", "least", "ideal"))
 # Of runs whose layers are swapped; of others nothing is copied, and nothing waits for a copy.
 _SWAPPED = ("swap_bytes_out", "swap_bytes_in", "swap_stall_fraction")
 # Of runs whose layers may move; of others nothing does.

@@ -4,7 +4,7 @@ A run that is made of phases has a point at the end of each. Panels are drawn to
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipebench.report.definition import Picture, Row
@@ -32,9 +32,12 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
     figure = Figure(figsize=(_WIDTH_IN, _FRAME_IN + _PANEL_IN * len(drawn)), layout="constrained")
     panels = figure.subplots(len(drawn), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (row, lines) in zip(panels, drawn, strict=True):
+        results = [result for *_, result in lines]
         for run, column, label, result in lines:
-            _draw(axes, result, picture, run, column, label)
-        _draw_changes(axes, [result for *_, result in lines])
+            look = {"color": colour(picture.runs.index(run)), "linestyle": _STYLES[column % len(_STYLES)]}
+            _draw(axes, result, picture.metric, label, look)
+        _draw_bound(axes, results, picture.bound)
+        _draw_changes(axes, results)
         axes.set_title(plain(row.title), fontsize=NORMAL, loc="left")
         axes.yaxis.set_major_formatter(EngFormatter())
         axes.set_ylim(bottom=0)
@@ -65,15 +68,19 @@ def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[s
                 seen.append(told)
 
 
-def _draw(axes: "Axes", result: RunResult, picture: Picture, run: str, column: int, label: str) -> None:
-    points = [point for point in result.points if picture.metric in point.metrics]
-    values, edges = [point.metrics[picture.metric] for point in points], _edges(points)
-    is_bound = run == picture.bound
-    axes.stairs(
-        values, edges, baseline=None, label=label,
-        color="black" if is_bound else colour(picture.runs.index(run)),
-        linestyle="--" if is_bound else _STYLES[column % len(_STYLES)], linewidth=1.2 if is_bound else 1.6,
-    )  # fmt: skip
+def _draw(axes: "Axes", result: RunResult, metric: str, label: str, look: Mapping[str, str]) -> None:
+    points = [point for point in result.points if metric in point.metrics]
+    values, edges = [point.metrics[metric] for point in points], [0.0, *(point.clock_s for point in points)]
+    axes.stairs(values, edges, baseline=None, label=label, linewidth=1.5, **look)  # type: ignore[arg-type]
+
+
+def _draw_bound(axes: "Axes", results: Sequence[RunResult], metric: str) -> None:
+    """Draw what nothing can exceed, of the run that has the highest."""
+    bounded = [result for result in results if metric in result.points[-1].metrics]
+    if bounded:
+        highest = max(bounded, key=lambda result: result.points[-1].metrics[metric])
+        told = metric.removesuffix("_samples_per_s").replace("_", " ")
+        _draw(axes, highest, metric, told, {"color": "black", "linestyle": "--"})
 
 
 def _draw_changes(axes: "Axes", results: Sequence[RunResult]) -> None:
@@ -91,7 +98,3 @@ def _changes(points: Sequence[Point]) -> Iterator[float]:
     for before, after in itertools.pairwise(points):
         if before.metrics.get(_LAYERS) != after.metrics.get(_LAYERS):
             yield before.clock_s
-
-
-def _edges(points: Sequence[Point]) -> list[float]:
-    return [0.0, *(point.clock_s for point in points)]

@@ -77,8 +77,8 @@ def _check_picture(picture: Picture, measures: list[str], rows: Sequence[Row], k
     named: list[tuple[str, tuple[str, ...], list[str]]] = []
     if "measures" in wanted or "measure" in wanted:
         named.append(("measures" if "measures" in wanted else "measure", picture.measures, measures))
-    if picture.bound:
-        named.append(("bound", (picture.bound,), [*picture.runs] if "runs" in wanted else measures))
+    if picture.bound and "metric" not in wanted:
+        named.append(("bound", (picture.bound,), measures))
     if "x" in wanted:
         named += [("x", (picture.x,), [*at]), ("group", (picture.group,) if picture.group else ("",), ["", *at])]
     if "row" in wanted:

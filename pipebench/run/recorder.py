@@ -32,7 +32,7 @@ from pipebench.show import console, pictures
 from pipebench.show.comparison import comparison_markdown
 from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
 from pipebench.show.memory_picture import draw_memory
-from pipebench.show.moves_over_time import RATE, draw_moves
+from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.progress import RunProgress, Silent
@@ -162,7 +162,7 @@ def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
     log.text("cuts.md", cuts_markdown(result.moves))
     end = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     drawings: dict[str, Callable[[Path], None]] = {"cuts.png": partial(draw_cuts, result.moves, layers, end)}
-    if all(RATE in point.metrics for point in result.points):
+    if all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
         drawings["moves.png"] = partial(draw_moves, result.points, result.moves)
     _record_drawn(log, drawings, "cuts over time")
     return replace(result, moves=())

@@ -5,7 +5,8 @@ read of each such unit leaves, with the version they read it with, right after t
 (`TU`) and computes the block forward again (`FA`) right before the unit's backward. Weights and all that belongs to
 them leave (`G`) after the giver's last update of them and its last forward, which may change their buffers; they are
 there (`T`) before the taker's first update or forward that needs them. What isn't handed over when a segment ends is
-handed over then.
+handed over then. A stage that takes nothing, but whose layers are to do something else with their activations, cuts
+itself anew (`RC`, with nobody) after the update before the first forward that does.
 """
 
 from collections.abc import Iterable
@@ -68,15 +69,21 @@ class Handing:
                 made.append(self._give(each))
             elif each.target == self._stage and each.goes_left:
                 made.append(self._take(each))
-        return made
+        return made + [
+            Instruction(Op.RECUT, self._stage, at)
+            for at in self._moves.new_policies(self._stage)
+            if minibatch == self._moves.before_forward(self._stage, at) and at <= self._end
+        ]
 
     def after_flush(self, num_minibatches: int) -> list[Instruction]:
         """Return what stands after a flush that comes after so many minibatches."""
-        return self._whole(
+        made = self._whole(
             each
             for each in self._moves.at_stage(self._stage)
             if each.first == each.at and (each.at == num_minibatches or self._end <= num_minibatches < each.at)
         )
+        renewed = [at for at in self._moves.new_policies(self._stage) if at == num_minibatches]
+        return made + [Instruction(Op.RECUT, self._stage, at) for at in renewed]
 
     def at_end(self) -> list[Instruction]:
         """Return what is left to do when a segment without a flush ends."""

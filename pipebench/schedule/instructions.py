@@ -81,8 +81,8 @@ class Instruction(NamedTuple):
         number: the unit (a minibatch, or one microbatch of it) it is about; for waits and updates, the round. A pull is
             for the minibatch that comes next, or at the end of the list, after the segment's last. Where layers are cut
             apart, given or taken, the first minibatch whose forward runs at their new stage.
-        peer: the other stage of a send or receive, or the one that layers go to or come from, else -1. The unit tells
-            which of its replicas that is.
+        peer: the other stage of a send or receive, or the one that layers go to or come from, else -1: where a stage is
+            cut anew and keeps its layers, too. The unit tells which of its replicas that is.
         reduce: the round whose all-reduce a backward, or its weight part, starts, else -1.
         version: the weights that a forward or backward uses; of an update, the oldest that the stage may still be
             asked for afterwards; of a pull, the one it waits for. Versions count the stage's updates since the drain.
@@ -110,7 +110,7 @@ class Instruction(NamedTuple):
 
         Where layers move: `1RC9>0` cuts those apart that stage 0 runs forward from 9 on, `1GU7>0` gives what they read
         of unit 7, `0TU7<1` takes it, `0FA7<1@6` computes them again there, `1G9>0` gives the layers, `0T9<1` takes
-        them.
+        them; `2RC9` cuts a stage anew whose layers, from 9 on, do something else with their activations.
         """
         arrow = ">" if self.op in _TOWARDS else "<"
         peer = f"{arrow}{self.peer}" if self.peer >= 0 else ""

@@ -11,13 +11,16 @@ the newest version of where it runs, and its backward the same, wherever that ru
 here and whose backward is there, their versions travel. Where every update empties the pipeline, B = K, and nothing is
 in flight.
 
+What layers do with their activations may change with a move, too. A unit's policies are those of its forward, wherever
+it runs backward: so nobody has to do to a unit in flight what wasn't begun in its forward.
+
 Paper: vPipe (TPDS'21) section 4.3 and its eq. 4. Differs: it copies what was saved for backwards; here what the layers
 read travels, and the new owner computes them again to run backward.
 """
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +30,29 @@ from pipebench.schedule.pipeline import STASH, WHOLE, Pipeline
 from pipebench.schedule.syncs import SYNCS
 
 Starts = tuple[int, ...]  # first layer of every stage but the first
+Policies = tuple[str, ...]  # of every layer: what is done with its activations
+
+
+class Layout(NamedTuple):
+    """What a unit runs under.
+
+    Attributes:
+        starts: first layer of every stage but the first.
+        memory: what every layer does with its activations.
+    """
+
+    starts: Starts
+    memory: Policies
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.memory)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where stages begin and, last, end."""
+        return (0, *self.starts, self.num_layers)
 
 
 @dataclass(frozen=True)
@@ -36,10 +62,16 @@ class Move:
     Attributes:
         at: K, the first minibatch, numbered since the drain, that runs forward under the new cuts.
         starts: first layer of every stage but the first, from then on.
+        memory: what every layer does with its activations from then on; None: what it did before.
     """
 
     at: int
     starts: Starts
+    memory: Policies | None = None
+
+    def after(self, before: Layout) -> Layout:
+        """Return what this makes of what there was."""
+        return Layout(self.starts, before.memory if self.memory is None else self.memory)
 
 
 class HandOver(NamedTuple):
@@ -92,18 +124,16 @@ class Moves:
 
     Args:
         pipeline: the shape that all cuts share.
-        starts: the cuts at the drain.
-        num_layers: of the model.
+        layout: at the drain.
     """
 
-    def __init__(self, pipeline: Pipeline, starts: Sequence[int], num_layers: int) -> None:
+    def __init__(self, pipeline: Pipeline, layout: Layout) -> None:
         self._pipeline = pipeline
-        self._num_layers = num_layers
         self._begun = 0
         self._lock = threading.Lock()
         self._moves: tuple[Move, ...] = ()
         self._hand_overs: tuple[HandOver, ...] = ()
-        self._starts: tuple[Starts, ...] = (tuple(starts),)
+        self._layouts: tuple[Layout, ...] = (layout,)
 
     @property
     def announced(self) -> tuple[Move, ...]:
@@ -111,9 +141,9 @@ class Moves:
         return self._moves
 
     @property
-    def last_starts(self) -> Starts:
-        """The cuts after the last move."""
-        return self._starts[-1]
+    def last_layout(self) -> Layout:
+        """What there is after the last move."""
+        return self._layouts[-1]
 
     @property
     def hand_overs(self) -> tuple[HandOver, ...]:
@@ -139,14 +169,14 @@ class Moves:
         with self._lock:
             for problem in self.problems(move):
                 raise PlanError(problem)
-            self._hand_overs += hand_overs(self._pipeline, self.last_starts, move)
-            self._starts += (move.starts,)
+            self._hand_overs += hand_overs(self._pipeline, self.last_layout.starts, move)
+            self._layouts += (move.after(self.last_layout),)
             self._moves += (move,)
 
     def problems(self, move: Move) -> Iterator[str]:
         """Yield a sentence for everything that is wrong with a move."""
         yield from shape_problems(self._pipeline)
-        yield from cut_problems(self.last_starts, move.starts, self._num_layers)
+        yield from layout_problems(self.last_layout, move)
         depth, last = self._pipeline.depth, self._moves[-1].at if self._moves else 0
         if self._pipeline.flushes:
             period = self._pipeline.period
@@ -163,22 +193,37 @@ class Moves:
                 + f", and it takes twice the depth, {2 * depth} more; from {max(self._begun, last) + 2 * depth} on"
             )
 
-    def forward_starts(self, minibatch: int) -> Starts:
-        """Return the cuts under which a minibatch runs forward."""
-        found = self._starts[0]
-        for move, starts in zip(self._moves, self._starts[1:], strict=False):
+    def forward_layout(self, minibatch: int) -> Layout:
+        """Return what a minibatch runs forward under."""
+        found = self._layouts[0]
+        for move, layout in zip(self._moves, self._layouts[1:], strict=False):
             if minibatch < move.at:
                 break
-            found = starts
+            found = layout
         return found
 
-    def backward_starts(self, minibatch: int) -> Starts:
-        """Return the cuts under which a minibatch runs backward: boundaries turn over one by one, the first first."""
-        found = self._starts[0]
-        for move, starts in zip(self._moves, self._starts[1:], strict=False):
+    def backward_layout(self, minibatch: int) -> Layout:
+        """Return what a minibatch runs backward under: boundaries turn over one by one, the first first."""
+        found = self._layouts[0].starts
+        for move, (starts, _) in zip(self._moves, self._layouts[1:], strict=False):
             turned = (first_backward(self._pipeline, move.at, left) <= minibatch for left in range(len(starts)))
             found = tuple(new if has else old for has, old, new in zip(turned, found, starts, strict=True))
-        return found
+        return Layout(found, self.forward_layout(minibatch).memory)
+
+    def before_forward(self, stage: int, minibatch: int) -> int:
+        """Return the minibatch whose update a stage makes right before a forward, without a flush."""
+        return minibatch - self._pipeline.warmups[stage]
+
+    def new_policies(self, stage: int) -> Iterator[int]:
+        """Yield the first minibatches, K, from which on a stage's own layers have others of the policies.
+
+        Where a block joins them, they are cut anew together with it, and what they do then is new as well.
+        """
+        for move, before, after in zip(self._moves, self._layouts, self._layouts[1:], strict=False):
+            start, stop = after.ends[stage : stage + 2]
+            takes = start < before.ends[stage] or stop > before.ends[stage + 1]
+            if not takes and before.memory[start:stop] != after.memory[start:stop]:
+                yield move.at
 
     def handed(self, source: int, target: int, minibatch: int) -> HandOver:
         """Return the block that is on its way from a stage to another at a minibatch: from its B to its K."""
@@ -225,20 +270,23 @@ def shape_problems(pipeline: Pipeline) -> Iterator[str]:
         )
 
 
-def cut_problems(before: Starts, after: Starts, num_layers: int) -> Iterator[str]:
-    """Yield a sentence for everything that keeps one move from leading from cuts to others."""
-    if len(after) != len(before):
-        yield f"a move keeps the number of stages, {len(before) + 1}; got cuts for {len(after) + 1}"
+def layout_problems(before: Layout, move: Move) -> Iterator[str]:
+    """Yield a sentence for everything that keeps one move from leading from what there is to something else."""
+    after = move.after(before)
+    if len(after.starts) != len(before.starts):
+        yield f"a move keeps the number of stages, {len(before.starts) + 1}; got cuts for {len(after.starts) + 1}"
         return
-    bounds = [0, *after, num_layers]
-    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+    if after.num_layers != before.num_layers:
+        yield f"a move says of every layer what it does, of {before.num_layers}; got {after.num_layers} policies"
+        return
+    for stage, (start, stop) in enumerate(itertools.pairwise(after.ends)):
         if start >= stop:
-            yield f"a move leaves stage {stage} without layers: cuts before layers {list(after)}"
+            yield f"a move leaves stage {stage} without layers: cuts before layers {list(after.starts)}"
             return
     if after == before:
         yield "a move that moves nothing: the cuts are those there are"
-    old = [0, *before, num_layers]
-    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+    old = before.ends
+    for stage, (start, stop) in enumerate(itertools.pairwise(after.ends)):
         if max(start, old[stage]) >= min(stop, old[stage + 1]):
             yield (
                 f"a layer moves by one stage at a time, and each stage keeps one of its layers: none of those of stage "

@@ -92,8 +92,8 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
     program = _StageProgram(p, stage, worker, num_minibatches)
     handing, minibatch, done = Handing(routes.moves, stage, num_minibatches), p.minibatch, 0
     for units in _between_flushes(p, num_minibatches):
-        passes = order_of(p.order).passes(p, worker, units)
-        for _, op, unit in with_copies(passes, (stage,)) if p.swaps else passes:
+        # Whether a unit is copied is asked when it comes: layers may begin to swap, and cease to.
+        for _, op, unit in with_copies(order_of(p.order).passes(p, worker, units), (stage,)):
             k = minibatch(unit)[0]
             if op is Op.FORWARD:
                 if stage == 0:

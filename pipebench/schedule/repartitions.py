@@ -5,7 +5,8 @@ weights on any engine.
 """
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pipebench.typed_json import Amount, Count, Ordinal
@@ -47,6 +48,14 @@ class RepartitionFile:
 
     pipebench_moves: int
     moves: list[Repartition] = field(default_factory=list)
+
+
+def in_words(memory: Mapping[str, str] | None) -> str:
+    """Return in words what layers do with their activations that don't keep them, e.g. `5 recompute, 2 swap`."""
+    if memory is None:
+        return "as before"
+    counts = Counter(memory.values())
+    return ", ".join(f"{counts[policy]} {policy}" for policy in sorted(counts)) or "all keep"
 
 
 def to_text(moves: Sequence[Repartition]) -> str:

@@ -1,9 +1,9 @@
 """Which stages exchange values of a unit, where layers move between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pipebench.errors import PlanError
-from pipebench.schedule.moves import Move, Moves, Starts
+from pipebench.schedule.moves import Layout, Move, Moves
 from pipebench.schedule.pipeline import Pipeline
 
 
@@ -12,20 +12,17 @@ class Routes:
 
     Args:
         pipeline: the shape at the drain.
-        starts: its cuts: the first layer of every stage but the first.
-        num_layers: of the model.
-        under: returns the shape under other cuts; asked once for each.
+        layout: its cuts, and what layers do with their activations.
+        under: returns the shape under others; asked once for each.
 
     Attributes:
         moves: the moves.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, starts: Sequence[int], num_layers: int, under: Callable[[Starts], Pipeline]
-    ) -> None:
-        self.moves = Moves(pipeline, starts, num_layers)
+    def __init__(self, pipeline: Pipeline, layout: Layout, under: Callable[[Layout], Pipeline]) -> None:
+        self.moves = Moves(pipeline, layout)
         self._under = under
-        self._known = {tuple(starts): pipeline}
+        self._known = {layout: pipeline}
 
     def announce(self, move: Move) -> None:
         """Add a move.
@@ -35,21 +32,23 @@ class Routes:
         """
         for problem in self.moves.problems(move):
             raise PlanError(problem)
-        before = self.moves.last_starts
-        for turned in range(len(before)):  # as boundaries turn over one by one
-            self.at((*move.starts[: turned + 1], *before[turned + 1 :]))
+        before = self.moves.last_layout
+        after = move.after(before)
+        for turned in range(len(before.starts)):  # as boundaries turn over one by one
+            for memory in (before.memory, after.memory):
+                self.at(Layout((*after.starts[: turned + 1], *before.starts[turned + 1 :]), memory))
         self.moves.announce(move)
 
     def forward(self, minibatch: int) -> Pipeline:
         """Return the shape whose edges a minibatch takes forward."""
-        return self.at(self.moves.forward_starts(minibatch))
+        return self.at(self.moves.forward_layout(minibatch))
 
     def backward(self, minibatch: int) -> Pipeline:
         """Return the shape whose edges a minibatch takes back."""
-        return self.at(self.moves.backward_starts(minibatch))
+        return self.at(self.moves.backward_layout(minibatch))
 
-    def at(self, starts: Starts) -> Pipeline:
-        """Return the shape under cuts."""
-        if starts not in self._known:
-            self._known[starts] = self._under(starts)
-        return self._known[starts]
+    def at(self, layout: Layout) -> Pipeline:
+        """Return the shape under cuts and policies."""
+        if layout not in self._known:
+            self._known[layout] = self._under(layout)
+        return self._known[layout]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipebench.formats import seconds
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.repartitions import Repartition, in_words
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of stages, again after the last
 
@@ -18,12 +18,13 @@ def cuts_markdown(moves: Sequence[Repartition]) -> str:
         moves: at least one, the first one first.
     """
     lines = [
-        "| minibatch | stages begin at | before | why | how | standing still |",
-        "| ---: | --- | --- | --- | --- | ---: |",
+        "| minibatch | stages begin at | before | layers that don't keep | why | how | standing still |",
+        "| ---: | --- | --- | --- | --- | --- | ---: |",
     ]
     for move in moves:
         how = "while training went on" if move.live else "at a drain"
-        cells = (f"{move.minibatch:,}", ", ".join(move.cuts), ", ".join(move.was), move.why, how, seconds(move.stall_s))
+        cuts, was = ", ".join(move.cuts), ", ".join(move.was)
+        cells = (f"{move.minibatch:,}", cuts, was, in_words(move.memory), move.why, how, seconds(move.stall_s))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

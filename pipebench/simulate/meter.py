@@ -196,7 +196,7 @@ def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
     if op in _SENDS:
         return Span(worker, SEND, f"send {own}{_SENDS[op]}{label}", start_s, end_s, minibatch)
     if op is Op.RECUT:
-        return Span(worker, SEND, f"cut off layers that leave at {label}", start_s, end_s, minibatch)
+        return Span(worker, SEND, f"cut layers anew for F{label}", start_s, end_s, minibatch)
     kind, letter = COMPUTE[op]
     return Span(worker, EVALUATE if evaluating else kind, f"{own}{letter}{label}", start_s, end_s, minibatch)
 

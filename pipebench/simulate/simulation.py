@@ -125,7 +125,8 @@ class Simulation:
         self._reductions = Reductions(pipeline, costs, network, self._wake)
         self._pushing = Pushing(pipeline, costs, network, turns or Turns(), self._wake, self._applied)
         swapped = [stage.swap_bytes for stage in costs.stages]
-        self._copies = Copies(swapped, network, size_of, pipeline.label, self._copied) if pipeline.swaps else None
+        copying = bool(pipeline.swaps) or moving is not None  # layers may begin to swap with a move
+        self._copies = Copies(swapped, network, size_of, pipeline.label, self._copied) if copying else None
         self._durations = {op: [_durations(stage, op) for stage in costs.stages] for op in (Op.FORWARD, *BACKWARDS)}
         self._activations: dict[_Stages, _Edge] = {}
         self._gradients: dict[_Stages, _Edge] = {}

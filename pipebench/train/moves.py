@@ -1,14 +1,15 @@
 """Where layers are from which minibatch of a run on: what a recipe asks for, and what was done."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
-from pipebench.errors import PlanError
+from pipebench.errors import PlanError, choice, nearest
 from pipebench.model.graph import LayerGraph
-from pipebench.model.plan import Plan, recut, starts_of_cuts
+from pipebench.model.plan import Plan, layout_of, recut, starts_of_cuts
 from pipebench.recipe.moves import AskedMove
-from pipebench.schedule.modes import KEEP
+from pipebench.schedule.modes import KEEP, MEMORY_POLICIES, SWAP
 from pipebench.schedule.moves import Move, Moves, shape_problems
 from pipebench.schedule.repartitions import Repartition
 from pipebench.train.periods import Periods
@@ -57,10 +58,28 @@ def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) ->
                 f"stages but the first"
             )
         plan = plan_after(setup.graph, plan, move.cuts, move.memory, where)
+        check_copies(setup.cluster, plan, where)
         found.append(PlannedMove(minibatch, plan))
     if setup.live:
         _check_live(found, setup, periods)
     return tuple(found)
+
+
+def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:
+    """Refuse copies to hosts at a rate that nobody knows.
+
+    Args:
+        cluster: says how fast its devices copy, if it does.
+        plan: whose layers may swap.
+        where: what asks for it.
+    """
+    stages = [str(index) for index, stage in enumerate(plan.stages) if SWAP in stage.memory]
+    if stages and cluster.pcie_bytes_per_s is None:
+        raise PlanError(
+            f"{where}: layers of stage{'s' * (len(stages) > 1)} {', '.join(stages)} swap, and cluster {cluster.name} "
+            "doesn't say how fast a device copies to its host: add to its file, e.g., "
+            'pcie: {value: 15.76 GB/s, assumed: "PCIe 3.0 x16"}'
+        )
 
 
 def _check_movable(setup: Setup) -> None:
@@ -83,13 +102,13 @@ def _check_movable(setup: Setup) -> None:
 def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) -> None:
     """Refuse moves that can't be made while training goes on: too early after a drain or another, or too far."""
     plan, drained = setup.plan, 0
-    moves = Moves(setup.pipeline, starts_of(plan), len(setup.graph.layers))
+    moves = Moves(setup.pipeline, layout_of(plan))
     for index, move in enumerate(planned):
         while periods.next_drain(drained) <= move.minibatch:
             drained = periods.next_drain(drained)
-            moves = Moves(setup.pipeline, starts_of(plan), len(setup.graph.layers))
+            moves = Moves(setup.pipeline, layout_of(plan))
         if move.minibatch > drained:
-            asked = Move(move.minibatch - drained, starts_of(move.plan))
+            asked = Move(move.minibatch - drained, *layout_of(move.plan))
             for problem in moves.problems(asked):
                 since = f", counted from the drain after {drained}" if drained else ""
                 raise PlanError(f"{_KEY}[{index}]: {problem}{since}; or set vpipe.live: false")
@@ -112,16 +131,22 @@ def plan_after(
     Raises:
         PlanError: there is no such layer, or a stage is left without any; names what asks for it.
     """
+    policies = None if memory is None else _policies(graph, memory, where)
     try:
-        policies = None if memory is None else [memory.get(layer.name, KEEP) for layer in graph.layers]
         return recut(graph, plan, starts_of_cuts(graph, cuts), policies)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
 
 
-def starts_of(plan: Plan) -> tuple[int, ...]:
-    """Return the first layer of every stage but the first, by index."""
-    return tuple(stage.start for stage in plan.stages[1:])
+def _policies(graph: LayerGraph, memory: Mapping[str, str], where: str) -> list[str]:
+    """Return the policy of every layer, those that aren't named keep what they save."""
+    names = [layer.name for layer in graph.layers]
+    for name, policy in memory.items():
+        if name not in names:
+            raise PlanError(f"{where}.memory: the model has no layer {name!r}{nearest(name, names)}")
+        if policy not in MEMORY_POLICIES:
+            raise PlanError(f"{where}.memory.{name}: {choice(policy, MEMORY_POLICIES)}")
+    return [memory.get(name, KEEP) for name in names]
 
 
 def cuts_of(graph: LayerGraph, plan: Plan) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from pipebench.planner.predict import Course, make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.moves import AskedMove, asked_moves
+from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.push_order import load_push_order
 from pipebench.recipe.schema import LARGEST, LossScaleRecipe, ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.schedule.modes import AUTO, MODES
@@ -34,7 +35,7 @@ from pipebench.train.job import Decision, Job
 from pipebench.train.kept_plan import ANEW, kept_plan
 from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
-from pipebench.train.moves import planned_moves
+from pipebench.train.moves import check_copies, planned_moves
 from pipebench.train.periods import Periods
 from pipebench.train.plan import choose_plan
 from pipebench.train.profiled_model import ProfiledModel, input_bytes, profile_model
@@ -129,7 +130,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
     pipeline = _pipeline(recipe, profile, plan)
-    _check_copies(cluster, pipeline)
+    check_copies(cluster, plan)
     costs = stage_costs(profile, plan, WEIGHT_POLICIES[parallelism.row.weights].update_cost)
     if parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
@@ -158,7 +159,21 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -
         repartitions=balances or bool(_asked_moves(recipe)) or recipe.search is not None,
         balances=balances,
         live=vpipe is None or vpipe.live,
+        chooses=_choices(recipe),
     )
+
+
+def _choices(recipe: Recipe) -> tuple[str, ...]:
+    """Return what layers may do once they have moved: what moves say, or what there was to choose from at first.
+
+    Where a plan's file says what they do, or vPipe chooses nothing, they go on doing that.
+    """
+    parallelism, asked = recipe.parallelism, _asked_moves(recipe)
+    if asked:
+        return tuple(sorted({policy for move in asked for policy in (move.memory or {}).values()}))
+    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses:
+        return ()
+    return parallelism.vpipe.policies
 
 
 def _pipeline(recipe: Recipe, profile: Profile, plan: Plan) -> Pipeline:
@@ -207,17 +222,6 @@ def _with_steps(search: SearchSetup, plan: Plan) -> SearchSetup:
 
 def _scales(train: TrainRecipe) -> bool:
     return train.precision == "fp16"
-
-
-def _check_copies(cluster: Cluster, pipeline: Pipeline) -> None:
-    """Refuse copies to hosts at a rate that nobody knows."""
-    if pipeline.swaps and cluster.pcie_bytes_per_s is None:
-        stages = ", ".join(map(str, pipeline.swaps))
-        raise PlanError(
-            f"layers of stage{'s' * (len(pipeline.swaps) > 1)} {stages} swap, and cluster {cluster.name} doesn't say "
-            "how fast a device copies to its host: add to its file, e.g., "
-            'pcie: {value: 15.76 GB/s, assumed: "PCIe 3.0 x16"}'
-        )
 
 
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, *, flushes: bool) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pipebench.engine.setup import Setup
-from pipebench.model.plan import Plan, recut
+from pipebench.model.plan import Plan, layout_of, recut
 from pipebench.schedule.moves import Move
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.repartitions import Repartition, in_words
 from pipebench.train.job import Job
-from pipebench.train.moves import BALANCED, BEFOREHAND, cuts_of, policies_of, starts_of
+from pipebench.train.moves import BALANCED, BEFOREHAND, cuts_of, policies_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Repartitioning:
         """Announce the moves that the recipe asks for between two drains, where training goes on meanwhile."""
         self._before = self._engine.setup
         planned = [move for move in self._planned if done < move.minibatch < drain] if self._before.live else []
-        self._announced = [Move(each.minibatch - done, starts_of(each.plan)) for each in planned]
+        self._announced = [Move(each.minibatch - done, *layout_of(each.plan)) for each in planned]
         for move in self._announced:
             self._engine.announce(move)
 
@@ -79,9 +79,10 @@ class Repartitioning:
         moves += [(move, BALANCED) for move in decided if before.live]
         plan = before.plan
         for move, why in sorted(moves, key=lambda each: each[0].at):
-            was, plan = plan, recut(before.graph, plan, move.starts)
+            was, plan = plan, recut(before.graph, plan, move.starts, move.memory)
             self._record(min(first + move.at, done), was, plan, why, live=True)
-        self._decided = [] if before.live else [recut(before.graph, before.plan, move.starts) for move in decided]
+        drained = [] if before.live else decided
+        self._decided = [recut(before.graph, before.plan, move.starts, move.memory) for move in drained]
 
     def replan(self, done: int) -> None:
         """Go on under the plans that are due, here at a drain."""
@@ -101,12 +102,13 @@ class Repartitioning:
     ) -> None:
         """Take note of a move, and tell of it."""
         graph, samples = self._graph, self._sampler.samples_before(minibatch)
-        cuts, before = cuts_of(graph, plan), cuts_of(graph, was)
+        cuts, before, memory = cuts_of(graph, plan), cuts_of(graph, was), policies_of(graph, plan)
         if self.made and self.made[-1].minibatch == minibatch:  # nothing has run in between
             before = self.made.pop().was
         clock_s = self._engine.clock_s
-        done = Repartition(minibatch, cuts, policies_of(graph, plan), before, why, live, samples, clock_s, stall_s)
+        done = Repartition(minibatch, cuts, memory, before, why, live, samples, clock_s, stall_s)
         self.made.append(done)
-        text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}; {why}"
+        changed = "" if memory == policies_of(graph, was) else f"; layers: {in_words(memory)}"
+        text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}{changed}; {why}"
         self._tell(text)
         _LOG.info("%s (%.3g s)", text, stall_s)

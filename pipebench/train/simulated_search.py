@@ -6,7 +6,7 @@ Algorithm 1 moves layers while the next phase goes on, or at drains of their own
 foretold of every architecture, under the cuts that it begins and ends with.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from pipebench.train.simulated import totalled
 from pipebench.train.watch import Watch
 
 _WINDOW_S = 10.0  # while layers may move, how often throughput is told
+_RATE, _IDEAL = "throughput_samples_per_s", "ideal_throughput_samples_per_s"
 
 
 class Phase(NamedTuple):
@@ -76,10 +77,11 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
     before = [0, *samples[:-1]]
     rates = [(b - a) / (phase.ends_s - phase.begins_s) for phase, a, b in zip(phases, before, samples, strict=True)]
     layers = [search.architectures.num_layers(phase.cells) for phase in phases]
+    ideals = [_ideal_samples_per_s(phase.setups[0]) for phase in phases]
     points = [
         point
-        for phase, seen, count, rate in zip(phases, before, layers, rates, strict=True)
-        for point in _points(phase, seen, count, rate)
+        for phase, seen, count, rate, ideal in zip(phases, before, layers, rates, ideals, strict=True)
+        for point in _points(phase, seen, rate, {"active_layers": count, _IDEAL: ideal})
     ]
     result = RunResult(
         **describe(job),
@@ -88,7 +90,9 @@ def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Ti
         metrics=totalled(job.setup, samples[-1], engine.totals)
         | {
             "slowest_throughput_samples_per_s": min(rates),
-            "least_throughput_samples_per_s": min(point.metrics["throughput_samples_per_s"] for point in points),
+            "least_throughput_samples_per_s": min(point.metrics[_RATE] for point in points),
+            _IDEAL: sum(each * (p.ends_s - p.begins_s) for each, p in zip(ideals, phases, strict=True))
+            / engine.clock_s,
         }
         | ({} if job.recipe.parallelism.vpipe is None else move_metrics(moves.made, engine.totals.num_bytes)),
         points=tuple(points),
@@ -191,22 +195,34 @@ def _takes_s(job: Job, setup: Setup, first: int, count: int) -> float:
     return engine.clock_s
 
 
-def _points(phase: Phase, seen: int, layers: int, rate: float) -> Iterator[Point]:
+def _ideal_samples_per_s(setup: Setup) -> float:
+    """Return the throughput with any amount of memory and stages that are always balanced: nobody ever waits.
+
+    What every sample takes is computed once, by all workers together.
+    """
+    pipeline, size = setup.pipeline, setup.costs.most_samples
+    sample_s = sum(row.forward_s + row.backward_s for row in setup.profile.by_size[size]) / size
+    for index, stage in enumerate(setup.costs.stages):
+        per_update = pipeline.round_size(index) * setup.sampler.minibatch_size
+        sample_s += stage.update_s * pipeline.replicas[index] / per_update
+    return pipeline.num_workers / sample_s
+
+
+def _points(phase: Phase, seen: int, rate: float, known: Mapping[str, float]) -> Iterator[Point]:
     """Yield what there is to tell of a phase: its pace while layers may move, and then.
 
     Args:
         phase: that.
         seen: samples of the run before it.
-        layers: that there are.
         rate: samples per second of all of it.
+        known: what else is told of it.
     """
     samples, clock_s = float(seen), phase.begins_s
     for window in phase.windows:
         samples, clock_s = samples + window * _WINDOW_S, clock_s + _WINDOW_S
-        yield Point(round(samples), clock_s, {"throughput_samples_per_s": window, "active_layers": layers})
+        yield Point(round(samples), clock_s, {_RATE: window, **known})
     last = seen + rate * (phase.ends_s - phase.begins_s)
-    rest = (last - samples) / (phase.ends_s - clock_s)
-    yield Point(round(last), phase.ends_s, {"throughput_samples_per_s": rest, "active_layers": layers})
+    yield Point(round(last), phase.ends_s, {_RATE: (last - samples) / (phase.ends_s - clock_s), **known})
 
 
 def _with_peaks(job: Job, watch: Watch, phases: Sequence[Phase], layers: Sequence[int], result: RunResult) -> RunResult:

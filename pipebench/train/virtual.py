@@ -13,8 +13,8 @@ def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
         meter = Meter(job.setup.pipeline, costs=job.setup.costs)
-        setup, copies = job.setup, bool(job.setup.pipeline.swaps)
-        network = Network(setup.cluster, setup.devices, meter.transfer, copies=copies)
+        setup = job.setup
+        network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
         return VirtualEngine(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)
 
     return make

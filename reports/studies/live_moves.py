@@ -16,7 +16,8 @@ from pipebench.engine.simulated_moves import simulate_moves
 from pipebench.model.plan import recut
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.schedule.moves import Move, Starts, cut_problems
+from pipebench.schedule.modes import KEEP
+from pipebench.schedule.moves import Layout, Move, Starts, layout_problems
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import Totals
 from pipebench.simulate.throughput import Finished, Finishes, throughput
@@ -96,7 +97,7 @@ def steps(before: Starts, after: Starts, num_layers: int) -> list[Starts]:
         old = [0, *now, num_layers]
         # Each boundary goes as far as leaves its neighbours a layer of their own.
         now = tuple(min(max(to, old[i] + 1), old[i + 2] - 1) if to != old[i + 1] else to for i, to in enumerate(after))
-        problems = [*cut_problems(tuple(old[1:-1]), now, num_layers)]
+        problems = [*layout_problems(Layout(tuple(old[1:-1]), (KEEP,) * num_layers), Move(0, now))]
         assert not problems, problems
         found.append(now)
     return found

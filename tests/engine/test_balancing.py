@@ -1,12 +1,18 @@
 """Algorithm 1 on the virtual clock: stages that were cut badly are balanced while they train."""
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pipebench.engine.monitor import Balancing, Monitor, Report
 from pipebench.engine.setup import Setup
-from pipebench.model.plan import recut
+from pipebench.model.plan import layout_of, recut
+from pipebench.planner.rebalancing import problems_of
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.memory import stage_memories
@@ -115,3 +121,86 @@ def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[in
     ]
     assert max(needed[:3]) > 2600 >= max(needed[3:])
     assert slowest_s(other.setup) < slowest_s(free)
+
+
+def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any) -> Setup:
+    """Return stages that choose what their layers do; profiled tensors are what layers really save."""
+    free = balancing(starts, live=live, **columns)
+    rows = {
+        size: tuple(replace(row, saved_bytes=row.output_bytes) for row in layers)
+        for size, layers in free.profile.layers.items()
+    }
+    cluster = replace(free.cluster, memory_bytes=limit, pcie_bytes_per_s=1e6)
+    chosen = replace(free, profile=replace(free.profile, layers=rows), cluster=cluster, chooses=(SWAP, RECOMPUTE))
+    return chosen.under(chosen.plan)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> None:
+    """The weights are those of the same moves with everything kept."""
+    setup = choosing([1, 2, 3], 2700, live=live)
+    engine, done, moves = make_engine(setup), 0, []
+    while done < 120:
+        first = done
+        done += engine.train(done, 120 - done)
+        for move in engine.take_decisions():
+            assert move.memory is not None
+            moves.append((first + move.at, Move(move.at, move.starts, move.memory)))
+            if not live:
+                engine.replan(recut(setup.graph, engine.setup.plan, move.starts, move.memory))
+    assert moves
+    assert layout_of(engine.setup.plan) == moves[-1][1].after(layout_of(setup.plan))
+    assert {*layout_of(engine.setup.plan).memory} > {KEEP}
+    assert slowest_s(engine.setup) < slowest_s(setup)
+    kept = make_engine(replace(setup, balances=False))
+    done = 0
+    for at, move in moves:
+        if live:
+            kept.announce(Move(at, move.starts))
+        else:
+            kept.train(done, at - done)
+            kept.replan(recut(setup.graph, kept.setup.plan, move.starts))
+            done = at
+    kept.train(done, 120 - done)
+    assert bits(captured(engine)) == bits(captured(kept))
+
+
+def test_what_stages_hold_is_reported_with_what_they_take() -> None:
+    """From the first backward on that counts; a stage that has just begun says nothing."""
+    setup = balancing([2, 4], live=True)
+    engine = make_engine(replace(setup, cluster=replace(setup.cluster, memory_bytes=10**9)))
+    engine.train(0, 20)
+    monitors = [worker.monitor for worker in engine.workers]
+    reports = [monitor.reports[-1] for monitor in monitors if monitor is not None]
+    assert [report.stage for report in reports] == [0, 1, 2]
+    assert [report.peak_bytes for report in reports] == [worker.peak_bytes for worker in engine.workers]
+    monitor = Monitor(setup, 0, None, lambda move: None)
+    monitor.hold(100)
+    assert monitor.reports[-1].peak_bytes == 0
+    monitor.note(Instruction(Op.BACKWARD, 0, 0), 1.0)
+    monitor.hold(70)
+    monitor.hold(60)
+    assert monitor.reports[-1].peak_bytes == 70
+    monitor.hear(3, Move(8, (3, 4)))
+    assert monitor.reports[-1].peak_bytes == 0
+
+
+def test_a_stage_that_holds_too_much_makes_room_though_all_are_balanced() -> None:
+    """By measurement: what is predicted would fit."""
+    setup = choosing([2, 4], 10**9)
+    problem_of = problems_of(setup.profile, setup.pipeline, 4, math.inf, None, ())
+    ends = itertools.pairwise(layout_of(setup.plan).ends)
+    problems = [problem_of(stage, *layers) for stage, layers in enumerate(ends)]
+    predicted = [problem.outcome((KEEP,) * problem.num_layers).num_bytes for problem in problems]
+    fullest = max(range(3), key=predicted.__getitem__)
+    capped = replace(setup, cluster=replace(setup.cluster, memory_bytes=int(1.1 * predicted[fullest])))
+
+    def decided(more: float) -> Move | None:
+        held = [size * (more if stage == fullest else 1.0) for stage, size in enumerate(predicted)]
+        return Balancing(capped).decide(7, [Report(stage, 0, 8, 2.0, 4.0, held[stage]) for stage in range(3)])
+
+    assert decided(1.09) is None
+    move = decided(1.15)
+    assert move is not None
+    assert move.at >= 7 + 3 * setup.pipeline.depth
+    assert move.after(layout_of(setup.plan)) != layout_of(setup.plan)

@@ -13,8 +13,9 @@ from pipebench.engine.migration import Migrating
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.model.optimizer import MakeOptimizer
-from pipebench.model.plan import recut
+from pipebench.model.plan import layout_of, recut
 from pipebench.schedule.instructions import Op
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
 from pipebench.simulate.simulation import Event
 from tests.oracles import migration
@@ -257,7 +258,96 @@ def test_layers_move_whose_activations_are_swapped(after: Starts, memory: str) -
     assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"] > 0
 
 
+WORDS = {"k": KEEP, "s": SWAP, "r": RECOMPUTE}
+
+
+def policies(letters: str) -> tuple[str, ...]:
+    """Return the policies of Mlp's seven layers."""
+    return tuple(WORDS[letter] for letter in letters)
+
+
+POLICIES: dict[str, tuple[Starts, list[tuple[Starts, str]]]] = {
+    "two stages": ((3,), [((4,), "sssrrrk"), ((2,), "kkkssss"), ((2,), "rrrrrrr")]),
+    "swap on": ((2, 4), [((3, 5), "sssssss"), ((3, 5), "kkkkkkk")]),
+    "recompute on": ((2, 4), [((1, 3), "rrrrrrr"), ((2, 4), "kkkkkkk")]),
+    "no layer moves": ((2, 4), [((2, 4), "srksrks"), ((2, 4), "kkrrssk")]),
+    "one stage changes": ((2, 4), [((2, 4), "kkssrkk"), ((2, 5), "kkssrkk")]),
+    "both ways": ((2, 4), [((1, 5), "ssrrkss"), ((2, 4), "krsksrk")]),
+    "a stage that only gives": ((3, 5), [((2, 5), "srsrsrs"), ((2, 4), "rsrsrsr")]),
+    "four stages": ((1, 3, 5), [((2, 4, 6), "srksrks"), ((1, 3, 5), "rssskrk")]),
+    "four stages, one boundary": ((2, 3, 5), [((2, 4, 5), "sssssss"), ((1, 4, 6), "kkkrrrr")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimizer: str) -> None:
+    """The oracle knows nothing of it; units in flight do what they began with, and all that is copied comes back."""
+    starts, changes = POLICIES[name]
+    depth = len(starts) + 1
+    moves = [Move(2 * depth * (i + 1), cuts, policies(letters)) for i, (cuts, letters) in enumerate(changes)]
+    engine = check(starts, moves, optimizer=optimizer, count=2 * depth * (len(moves) + 1))
+    assert layout_of(engine.setup.plan).memory == moves[-1].memory
+    swaps = any("s" in letters for _, letters in changes)
+    assert (engine.num_bytes["swap-out", "pcie"] > 0) is swaps
+    assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"]
+    for worker in engine.workers:
+        assert worker.versions_max <= engine.setup.pipeline.warmups[worker.index]
+        assert not any(isinstance(each, Migrating) for each in worker._running.values())
+
+
+@pytest.mark.parametrize("at", range(9, 15))
+@pytest.mark.parametrize("after", [(2, 4), (3, 5), (1, 3)])
+def test_a_stop_around_new_policies(after: Starts, at: int) -> None:
+    """The segment is cut short when minibatch 9 begins, before or after the policies hold."""
+    setup = make_setup(Mlp(), ((2, 4), [1] * 3), make_optimizer=OPTIMIZERS["momentum"], dataset=Blobs(num_train=88))
+    engine = make_engine(replace(setup, repartitions=True), lambda event: stop(event))
+
+    def stop(event: Event) -> None:
+        if event.instruction.op is Op.FORWARD and event.instruction[1:3] == (0, 9):
+            engine._stop.reason = "asked to"
+
+    engine.announce(Move(at, after, policies("srksrks")))
+    done = engine.train(0, 22)
+    assert 9 < done < 14
+    assert layout_of(engine.setup.plan) == (after, policies("srksrks"))
+    again = make_engine(replace(setup, repartitions=True))
+    if after != (2, 4):
+        again.announce(Move(at, after))
+    again.train(0, done)
+    mine, theirs = parameters_of(engine), parameters_of(again)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("columns", [{"order": "1f1b"}, {"order": "all-forwards"}], ids=str)
+def test_with_a_flush_policies_change_between_two_updates(columns: dict[str, Any]) -> None:
+    columns |= {"weights": "one", "microbatches": 2, "make_optimizer": OPTIMIZERS["adam"]}
+    moves = [Move(3, (2, 4), policies("sssrrrk")), Move(9, (3, 5), policies("rrkksss"))]
+    found, copied = [], []
+    for made in ([], moves):
+        engine = make_engine(replace(make_setup(Mlp(), ((2, 4), [1] * 3), dataset=Blobs(num_train=56), **columns),
+                                     repartitions=True))  # fmt: skip
+        for move in made:
+            engine.announce(move)
+        engine.train(0, 14)
+        found.append(parameters_of(engine))
+        copied.append(engine.num_bytes["swap-out", "pcie"])
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+    assert copied[0] == 0 < copied[1]
+
+
+def test_layers_that_compute_again_from_a_move_on_take_the_time_for_it() -> None:
+    """Seven layers of 1 s forward and 2 s backward: from then on 4 s each, and what swaps takes none."""
+    times = []
+    for letters in ("kkkkkkk", "rrrrrrr", "sssssss"):
+        engine, _ = run((2, 4), [Move(9, (2, 5), policies(letters))], count=40)
+        times.append(engine.clock_s)
+    assert times[1] - times[0] == pytest.approx((40 - 9) * 3, abs=3 * 3)
+    assert times[2] - times[0] < 1
+
+
 REFUSED = {
+    "too few": ({}, [Move(9, (3, 5), (KEEP,) * 6)], "says of every layer what it does, of 7; got 6 policies"),
     "too early": ({}, [Move(5, (3, 5))], "comes too early: 0 minibatches have begun, .* from 6 on"),
     "too close": ({}, [Move(6, (3, 5)), Move(11, (2, 4))], "the move before is from minibatch 6 on.* from 12 on"),
     "replicated": ({"plan": ((2, 4), (1, 2, 1))}, [Move(9, (3, 5))], "one replica, and stage 1 has 2; set vpipe.live"),

@@ -13,7 +13,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Move, cut_problems
+from pipebench.schedule.moves import Layout, Move, layout_problems
 from pipebench.simulate.network import Network
 from tests.simulate.test_memory import profile_of
 from tests.support import Blobs, Mlp, flat_cluster, make_setup
@@ -60,13 +60,24 @@ def test_what_a_move_holds_is_foretold(policies: str, seed: int) -> None:
         assert found == held
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: int) -> None:
+    """Likewise, where other layers are computed again from each move on."""
+    draw = random.Random(seed)
+    starts, moves = drawn(draw)
+    moves = [replace(move, memory=tuple(draw.choice((KEEP, RECOMPUTE)) for _ in range(7))) for move in moves]
+    for found, held in compared(setup_of(starts, [KEEP] * 7), moves):
+        assert found == held
+
+
 def drawn(draw: random.Random) -> tuple[list[int], list[Move]]:
     """Return cuts of seven layers, and moves from there."""
     p = draw.randint(2, 4)
     starts = sorted(draw.sample(range(1, 7), p - 1))
     moves, now = list[Move](), tuple(starts)
     for at in (12, 24):
-        options = [after for after in itertools.combinations(range(1, 7), p - 1) if not [*cut_problems(now, after, 7)]]
+        layout, places = Layout(now, ("keep",) * 7), itertools.combinations(range(1, 7), p - 1)
+        options = [after for after in places if not [*layout_problems(layout, Move(0, after))]]
         if options:
             now = draw.choice(options)
             moves.append(Move(at, now))

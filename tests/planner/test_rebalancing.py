@@ -1,21 +1,58 @@
 """Algorithm 1's planner: stages become balanced in few steps, none of which moves a layer beyond a neighbour."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from pipebench.planner.rebalancing import UNBALANCED, WORTHWHILE, better_cuts, layer_seconds, one_step
+from pipebench.planner.rebalancing import UNBALANCED, WORTHWHILE, Measured, Rebalancing, as_measured, one_step
+from pipebench.planner.stage_problem import StageProblem
 from pipebench.profile.model import LayerProfile
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from pipebench.schedule.moves import Layout
 
 
-def chain(seconds: Sequence[float]) -> list[LayerProfile]:
+def chain(seconds: Sequence[float], saved: Sequence[int] = ()) -> list[LayerProfile]:
     layers = [
-        LayerProfile(f"l{i}", "linear", s / 3, 2 * s / 3, 8, 8, (i - 1,) if i else (), () if i else ("x",), {}, {})
+        LayerProfile(
+            f"l{i}", "linear", s / 3, 2 * s / 3, 8, 8, (i - 1,) if i else (), () if i else ("x",), {}, {},
+            saved_bytes=saved[i] if saved else 0,
+        )
         for i, s in enumerate(seconds)
-    ]
+    ]  # fmt: skip
     return [*layers, LayerProfile("loss", "loss", 0.0, 0.0, 8, 8, (len(layers) - 1,))]
+
+
+def running(
+    rows: Sequence[LayerProfile],
+    starts: Sequence[int],
+    stage_s: Sequence[float],
+    *,
+    limit: float = math.inf,
+    held: Sequence[float] = (),
+    memory: Sequence[str] = (),
+    chooses: tuple[str, ...] = (),
+    pcie: float | None = None,
+) -> Rebalancing:
+    """Return stages of which the first of p has p units in flight and the last one, nothing but activations kept."""
+    num_layers, num_stages = len(rows) - 1, len(starts) + 1
+    measured = [Measured(*each) for each in zip(stage_s, held or [0.0] * num_stages, strict=True)]
+
+    def problem_of(stage: int, start: int, stop: int) -> StageProblem:
+        return StageProblem(rows, start, stop, num_stages - stage, limit, pcie_bytes_per_s=pcie, chooses=chooses)
+
+    layout = Layout(tuple(starts), tuple(memory) or (KEEP,) * num_layers)
+    return Rebalancing(rows, layout, measured, problem_of)
+
+
+def better_cuts(rows: Sequence[LayerProfile], starts: Sequence[int], stage_s: Sequence[float]) -> Any:
+    """Return the cuts that are best, or None."""
+    stages = running(rows, starts, stage_s)
+    best = stages.best() if stages.is_needed else None
+    return best and best.layout.starts
 
 
 def stage_seconds(seconds: Sequence[float], starts: Sequence[int], slow: Sequence[float]) -> list[float]:
@@ -74,10 +111,15 @@ def test_little_gain_isn_t_worth_a_move() -> None:
 
 
 def test_layers_take_their_share_of_what_their_stage_took() -> None:
-    rows = chain([1.0, 3.0, 2.0])
-    assert layer_seconds(rows, (2,), [8.0, 1.0]) == [2.0, 6.0, 1.0, 0.0]
-    nothing = chain([0.0, 0.0, 2.0])
-    assert layer_seconds(nothing, (2,), [4.0, 1.0]) == [2.0, 2.0, 1.0, 0.0], "a profile that says nothing: equal shares"
+    layout = Layout((2,), (KEEP,) * 3)
+
+    def seconds(rows: Sequence[LayerProfile], stage_s: Sequence[float], layout: Layout = layout) -> list[float]:
+        return [row.forward_s + row.backward_s for row in as_measured(rows, layout, stage_s)]
+
+    assert seconds(chain([1.0, 3.0, 2.0]), [8.0, 1.0]) == pytest.approx([2.0, 6.0, 1.0, 0.0])
+    assert seconds(chain([0.0, 0.0, 2.0]), [4.0, 1.0]) == pytest.approx([2.0, 2.0, 1.0, 0.0]), "equal shares of nothing"
+    again = layout._replace(memory=(RECOMPUTE, KEEP, KEEP))  # a third of its time more
+    assert seconds(chain([3.0, 3.0, 2.0]), [7.0, 2.0], again) == pytest.approx([3.0, 3.0, 2.0, 0.0])
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -119,10 +161,73 @@ def test_cuts_fit_in_memory_and_are_near_the_best_that_do(seed: int) -> None:
     fit = [starts for starts in places if most(starts) <= limit]
     worst = max(fit, key=slowest_s)
 
-    def fits(part: int, start: int, stop: int) -> bool:
-        return needed(part, start, stop) <= limit
-
-    found = better_cuts(chain(seconds), worst, stage_seconds(seconds, worst, [1.0] * 3), None, fits)
-    ended = worst if found is None else found
+    stages = running(chain(seconds, kept), worst, stage_seconds(seconds, worst, [1.0] * 3), limit=limit)
+    found = stages.best()
+    ended = worst if found is None else found.layout.starts
     assert ended in fit
     assert slowest_s(ended) <= 1.1 * min(map(slowest_s, fit))
+
+
+WAYS = {"recompute": ((RECOMPUTE,), None), "swap": ((SWAP,), 1e3), "both": ((SWAP, RECOMPUTE), 20.0)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(12))
+def test_what_keeping_has_no_room_for_fits_with_other_policies(seed: int, way: str) -> None:
+    """All stages fit then, by a sum over their layers; and no cuts are clearly faster with what they need."""
+    draw = random.Random(seed)
+    seconds, kept = [draw.uniform(0.5, 1.5) for _ in range(9)], [draw.randint(4, 9) for _ in range(9)]
+    chooses, pcie = WAYS[way]
+    starts = (1, 2, 3)  # nearly all in the last stage
+    rows, stage_s = chain(seconds, kept), stage_seconds(seconds, (1, 2, 3), [1.0] * 4)
+    limit = 0.6 * 4 * sum(kept) / 4
+    stages = running(rows, starts, stage_s, limit=limit, chooses=chooses, pcie=pcie)
+    best = stages.best()
+    assert best is not None
+    for stage, (start, stop) in enumerate(itertools.pairwise(best.layout.ends)):
+        keeps = sum(kept[i] for i in range(start, stop) if best.layout.memory[i] == KEEP)
+        assert (4 - stage) * keeps <= limit, "what is kept of every unit in flight"
+    assert best.num_unfit == 0
+    proposals = [stages.chosen(each) for each in itertools.combinations(range(1, 9), 3)]
+    ideal_s = min(max(each.stage_s) for each in proposals if each.num_unfit == 0)
+    assert max(best.stage_s) <= 1.2 * ideal_s
+
+
+def test_a_stage_that_holds_more_than_its_device_has_is_reason_enough() -> None:
+    """Balanced to the second: it computes again what it has no room for, and only that stage does."""
+    seconds, kept = [1.0] * 8, [2] * 8
+    rows, stage_s = chain(seconds, kept), [4.0, 4.0]
+    fits = running(rows, (4,), stage_s, held=[16.0, 8.0], limit=20.0, chooses=(RECOMPUTE,))
+    assert fits.predicted_bytes == (16.0, 8.0)
+    assert not fits.is_needed
+    assert fits.next_step() is None
+    over = running(rows, (4,), stage_s, held=[24.0, 8.0], limit=20.0, chooses=(RECOMPUTE,))
+    assert over.is_needed
+    step = over.next_step()
+    assert step is not None
+    assert over.now.num_unfit == 1
+    again = over.chosen(step.starts)
+    assert again.num_unfit == 0
+    (start, stop), _ = itertools.pairwise(step.ends)
+    held = 1.5 * 2 * sum(kept[i] for i in range(start, stop) if step.memory[i] == KEEP)  # as much more as was measured
+    assert held <= 20.0
+    assert {*step.memory[step.starts[0] :]} == {KEEP}
+
+
+def test_what_layers_were_told_to_do_they_go_on_doing() -> None:
+    memory = [RECOMPUTE, KEEP] * 4
+    stages = running(chain([1.0] * 8, [2] * 8), (2,), [8 / 3, 7.0], memory=memory)
+    best = stages.best()
+    assert best is not None
+    assert best.layout.memory == tuple(memory)
+    assert best.layout.starts == (4,)
+
+
+def test_what_is_computed_again_counts_where_stages_are_cut() -> None:
+    """The first stage has little room to keep anything, so it gets fewer layers than the second."""
+    rows = chain([3.0] * 12, [4] * 12)
+    stages = running(rows, (6,), [24.0, 18.0], limit=30.0, memory=[RECOMPUTE] * 6 + [KEEP] * 6, chooses=(RECOMPUTE,))
+    best = stages.best()
+    assert best is not None
+    assert best.layout.starts == (5,)
+    assert max(best.stage_s) < 24.0

@@ -150,10 +150,6 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"pictures__0": {"kind": "schedule", "run": "dq", "row": "first"}}, "pictures.0.run: got 'dq', allowed are dp"),
     ({"pictures__0": {"kind": "curves", "runs": ["dp"], "row": "first"}}, "pictures.0.metric: is missing, needed for"),
     ({"pictures__0": {"kind": "phases", "runs": ["dp"]}}, "pictures.0.metric: is missing, needed for phases"),
-    (
-        {"pictures__0": {"kind": "phases", "runs": ["dp"], "metric": "m", "bound": "speedup"}},
-        "pictures.0.bound: got 'speedup', allowed are dp",
-    ),
     # calibration
     ({"calibration__column": "slw"}, "calibration.column: got 'slw', allowed are ideal, slow; did you mean 'slow'"),
     ({"calibration__fitted_on": {"ring": ["first.sped"]}}, "calibration.fitted_on.ring: got 'first.sped', .*mean 'fir"),

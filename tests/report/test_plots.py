@@ -160,10 +160,10 @@ def test_columns_with_results_of_their_own_have_curves_of_their_own() -> None:
     ]
 
 
-def searched(rates: Sequence[float], layers: Sequence[int]) -> tuple[RunResult, ...]:
+def searched(rates: Sequence[float], layers: Sequence[int], bound: float) -> tuple[RunResult, ...]:
     """A run of phases of ten seconds each."""
     points = tuple(
-        Point(0, 10.0 * n, {"throughput_samples_per_s": rate, "active_layers": count})
+        Point(0, 10.0 * n, {"throughput_samples_per_s": rate, "active_layers": count, "most_samples_per_s": bound})
         for n, (rate, count) in enumerate(zip(rates, layers, strict=True), 1)
     )
     return (replace(DP, points=points),)
@@ -172,24 +172,26 @@ def searched(rates: Sequence[float], layers: Sequence[int]) -> tuple[RunResult, 
 def test_phases_are_steps_a_panel_per_row_with_lines_where_layers_change() -> None:
     column, layers = IDEAL.name, (5, 7, 7)
     results = {
-        ("vgg", "plain", column): searched((30.0, 20.0, 10.0), layers),
-        ("vgg", "ideal", column): searched((40.0, 40.0, 35.0), layers),
-        ("gnmt", "ideal", column): searched((50.0, 50.0, 50.0), layers),
+        ("vgg", "plain", column): searched((30.0, 20.0, 10.0), layers, 50.0),
+        ("vgg", "moved", column): searched((40.0, 40.0, 35.0), layers, 55.0),
+        ("gnmt", "moved", column): searched((50.0, 50.0, 50.0), layers, 60.0),
     }
     rows = tuple(
         replace(row, runs={run: RunReference(()) for name, run, _ in results if name == row.name})
         for row in REPORT.rows
     )
     report = replace(REPORT, rows=rows, columns=(IDEAL,))
-    picture = Picture("phases", runs=("plain", "ideal"), metric="throughput_samples_per_s", bound="ideal")
+    picture = Picture("phases", runs=("plain", "moved"), metric="throughput_samples_per_s", bound="most_samples_per_s")
     figure = phases_figure(replace(evaluated(), report=report, results=results), picture)
     assert figure is not None
     first, second = figure.axes
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["VGG-16, 4x4 (A)", "GNMT-16 | 4x4 (A)"]
     steps = {str(patch.get_label()): patch for patch in first.patches if isinstance(patch, StepPatch)}
+    assert [*steps] == ["plain", "moved", "most"]
     values, edges, _ = steps["plain"].get_data()
     assert ([*values], [*edges]) == ([30.0, 20.0, 10.0], [0.0, 10.0, 20.0, 30.0])
-    assert steps["ideal"].get_edgecolor() == (0.0, 0.0, 0.0, 1.0)
+    assert [*steps["most"].get_data()[0]] == [55.0] * 3, "the highest of the row"
+    assert to_hex(steps["most"].get_edgecolor()) == "#000000"
     assert [xs(line)[0] for line in first.lines] == [10.0], "after 20 s the pace changes, the layers don't"
     assert first.get_ylim() == second.get_ylim()
 

@@ -2,11 +2,13 @@
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
 from pipebench.schedule.instructions import Instruction, Op, parse, render
-from pipebench.schedule.moves import Move, Starts
+from pipebench.schedule.modes import KEEP
+from pipebench.schedule.moves import Layout, Move, Starts
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
@@ -19,7 +21,7 @@ def lists(
 ) -> tuple[Routes, list[list[Instruction]]]:
     p = len(before) + 1
     shape = pipeline or Pipeline((1,) * p, chain(p), "1f1b", False, p)
-    routes = Routes(shape, before, 20, lambda starts: shape)
+    routes = Routes(shape, Layout(before, (KEEP,) * 20), lambda layout: shape)
     for move in moves:
         routes.announce(move)
     return routes, [list(program) for program in programs(shape, count, routes)]
@@ -248,7 +250,7 @@ def test_edges_follow_the_owners_unit_by_unit() -> None:
     near = Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
     skipping = Pipeline((1,) * 3, (Edge(0, 1), Edge(0, 2), Edge(1, 2)), "1f1b", False, 3)
     shapes: dict[Starts, Pipeline] = {(4, 8): skipping, (4, 10): near}
-    routes = Routes(skipping, (4, 8), 20, lambda starts: shapes[starts])
+    routes = Routes(skipping, Layout((4, 8), (KEEP,) * 20), lambda layout: shapes[layout.starts])
     routes.announce(Move(7, (4, 10)))
     found = [list(program) for program in programs(skipping, 12, routes)]
     forward = [it.number for it in found[0] if it.op is Op.SEND_ACTIVATION and it.peer == 2]
@@ -256,3 +258,28 @@ def test_edges_follow_the_owners_unit_by_unit() -> None:
     assert forward == list(range(7))
     assert back == list(range(6))  # boundary 1, of depth 2, turns over at B = 6
     assert [it.number for it in found[2] if it.op is Op.SEND_GRADIENT and it.peer == 0] == back
+
+
+def test_a_stage_that_takes_nothing_is_cut_anew_before_the_first_forward_with_other_policies() -> None:
+    """Stage 0 gives a layer and computes others again; stage 1 takes it; stage 2 does what it did."""
+    memory = ("recompute",) * 4 + (KEEP,) * 16
+    _, found = lists((6, 12), [Move(6, (5, 12), memory), Move(12, (5, 12), memory[::-1])], 16)
+    assert " 0B3@1 0U3@4 0G6>1 0RC6 0F6@4 " in render(it for it in found[0] if it.op not in MESSAGES)
+    assert [[it for it in program if it.op is Op.RECUT and it.peer < 0] for program in found] == [
+        [parse("0RC6"), parse("0RC12")], [], [parse("2RC12")]
+    ]  # fmt: skip
+
+
+def test_what_swaps_is_copied_unit_by_unit() -> None:
+    """From the minibatch on that the move names, and of those before it no more than was before."""
+    p = 3
+    shape = Pipeline((1,) * p, chain(p), "1f1b", False, p)
+    swapping = replace(shape, swaps=(0,))
+    layout, memory = Layout((6, 12), (KEEP,) * 20), ("swap",) * 3 + (KEEP,) * 17
+    routes = Routes(shape, layout, lambda under: swapping if "swap" in under.memory else shape)
+    routes.announce(Move(6, (6, 12), memory))
+    routes.announce(Move(12, (6, 12), layout.memory))
+    program, *others = [list(each) for each in programs(shape, 16, routes)]
+    for op in (Op.SWAP_OUT, Op.SWAP_IN):
+        assert [it.number for it in program if it.op is op] == [*range(6, 12)]
+    assert not any(it.op in (Op.SWAP_OUT, Op.SWAP_IN) for each in others for it in each)

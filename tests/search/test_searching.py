@@ -203,3 +203,15 @@ def test_cuts_stay_whatever_is_left_out() -> None:
         tuple((stage.start, stage.stop) for stage in given.setup.plan.stages)
     }
     assert len({str(plan.crossings) for plan in plans}) > 1
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_layers_that_move_meanwhile_change_nothing_of_a_search_whose_pipeline_flushes(live: bool) -> None:
+    """As vPipe says of searches (TPDS'21, section 6.3): not one bit of a score or of a weight is another."""
+    setup = whole(weights="one", plain=True, sizes=(1, 2, 4), microbatches=2, cuts=("cells_a_up", "cells_b_up"))
+    moving = dataclasses.replace(setup, repartitions=True, balances=True, live=live)
+    (stays, engine), (moves, other) = (run(job(given)) for given in (setup, moving))
+    assert moves.moves, "the last stage had nearly all layers"
+    mine, theirs = ([(each.cells, each.scores) for each in history(result).individuals] for result in (stays, moves))
+    assert mine == theirs
+    assert bits(captured(engine)) == bits(captured(other))

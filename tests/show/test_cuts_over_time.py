@@ -8,14 +8,14 @@ from pipebench.show.cuts_over_time import cuts_markdown, cuts_over_time, draw_cu
 LAYERS = ["a", "b", "c", "d", "e"]
 MOVES = [
     Repartition(10, ("c", "d"), was=("b", "c"), why="to balance the stages", live=True),
-    Repartition(30, ("b", "e"), was=("c", "d"), stall_s=0.002),
+    Repartition(30, ("b", "e"), {"a": "swap", "d": "recompute", "e": "swap"}, was=("c", "d"), stall_s=0.002),
 ]
 
 
 def test_the_table_has_a_row_per_move() -> None:
     assert cuts_markdown(MOVES).splitlines()[2:] == [
-        "| 10 | c, d | b, c | to balance the stages | while training went on | 0 s |",
-        "| 30 | b, e | c, d | decided beforehand | at a drain | 2.00 ms |",
+        "| 10 | c, d | b, c | as before | to balance the stages | while training went on | 0 s |",
+        "| 30 | b, e | c, d | 1 recompute, 2 swap | decided beforehand | at a drain | 2.00 ms |",
     ]
 
 

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from pipebench.schedule.moves import cut_problems
+from pipebench.schedule.modes import KEEP
+from pipebench.schedule.moves import Layout, Move, layout_problems
 from reports.studies.live_moves import balanced, steps
 from tests.support import Mlp, make_setup
 
@@ -30,4 +31,4 @@ def test_every_step_moves_layers_by_one_stage() -> None:
         path = [before, *steps(before, after, num_layers)]
         assert path[-1] == after
         for one, other in itertools.pairwise(path):
-            assert not [*cut_problems(one, other, num_layers)]
+            assert not [*layout_problems(Layout(one, (KEEP,) * num_layers), Move(0, other))]

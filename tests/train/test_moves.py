@@ -171,6 +171,40 @@ def test_cuts_that_can_t_be_had_are_refused_before_anything_runs(moves: Any, pro
         job(moves)
 
 
+@pytest.mark.parametrize(
+    ("memory", "problem"),
+    [
+        ({"body_x": "swap"}, r"moves\[0\].memory: the model has no layer 'body_x'; did you mean"),
+        ({"body_1": "swop"}, r"moves\[0\].memory.body_1: got 'swop', allowed are keep, recompute, swap; did you mean"),
+        ({"body_1": "swap"}, r"moves\[0\]: layers of stage 0 swap, and cluster flat doesn't say how fast .* pcie"),
+    ],
+)
+def test_policies_that_can_t_be_had_are_refused_before_anything_runs(memory: Any, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        job([WRITTEN[0] | {"memory": memory}])
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_policies_that_a_run_has_kept_are_repeated(tmp_path: Path, live: bool) -> None:
+    """With the weights of a run that keeps all, and other times."""
+    asked = [
+        {"at": {"minibatches": 8}, "cuts": ["body_3", "body_5"], "memory": {"body_0": "recompute", "body_4": "keep"}},
+        {"at": {"minibatches": 20}, "cuts": ["body_3", "body_5"], "memory": {"body_6": "recompute"}},
+    ]  # fmt: skip
+    result, weights = run(job(asked, every=24, epochs=3, live=live))
+    assert [each.memory for each in result.moves] == [{"body_0": "recompute"}, {"body_6": "recompute"}]
+    path = tmp_path / FILE_NAME
+    path.write_text(to_text(result.moves))
+    again, repeated = run(job(str(path), every=24, epochs=3, live=live))
+    assert again.moves == result.moves
+    assert same(weights, repeated)
+    kept, plain = run(job([asked[0] | {"memory": None}], every=24, epochs=3, live=live))
+    assert same(weights, plain) is live, (
+        "the second move is of policies alone, and where it drains it changes staleness"
+    )
+    assert kept.metrics["total_time_s"] < result.metrics["total_time_s"]
+
+
 def test_moves_of_text_leave_no_stream_behind() -> None:
     setup = text_setup(([1, 2], [1, 1, 1]))
     streams = setup.sampler.streams

@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from pipebench.engine.gate import StopRequest
 from pipebench.recipe.load import load, load_file
 from pipebench.run.deciding import prepare_job
+from pipebench.run.recorder import record_moves
 from pipebench.show.progress import Silent
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
@@ -106,6 +108,15 @@ def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, liv
     assert rates[1] > 1.05 * rates[0], "three stages had all the work"
 
 
+def test_moves_of_a_trace_are_recorded_though_its_points_tell_nothing_of_bytes(tmp_path: Path) -> None:
+    given = job(tmp_path, [{"minibatch": 40, "delete": 12, "stage": 3}], vpipe="{swap: false, recompute: false}")
+    result, _ = simulate_search(given)
+    log = Mock()
+    assert result.moves
+    assert record_moves(log, result, given).moves == ()
+    assert [call.args[0] for call in log.file.call_args_list] == ["cuts.png"]
+
+
 def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> None:
     vpipe = "{swap: false, recompute: false}"
     whole, _ = simulate_search(job(tmp_path, [{"minibatch": 150, "delete": 6, "stage": 0}], 10, vpipe))
@@ -135,6 +146,21 @@ def test_what_is_told_of_a_phase_while_layers_move_adds_up_to_it(
     assert min(point.metrics["throughput_samples_per_s"] for point in result.points) == pytest.approx(
         result.metrics["least_throughput_samples_per_s"]
     )
+
+
+def test_the_ideal_is_what_balanced_workers_do_that_never_wait(tmp_path: Path) -> None:
+    """Seconds of all layers that there are, and of the updates of their bytes, shared among four workers."""
+    given = job(tmp_path, [{"minibatch": 100, "delete": 12, "stage": 3}])
+    result, _ = simulate_search(given)
+    for point in result.points:
+        assert point.metrics["throughput_samples_per_s"] < point.metrics["ideal_throughput_samples_per_s"]
+    rows = given.profile.layers[50]
+    taken_s = sum(row.forward_s + row.backward_s for row in rows) + sum(
+        each.update_s for each in given.setup.costs.stages
+    )
+    assert result.points[0].metrics["ideal_throughput_samples_per_s"] == pytest.approx(4 * 50 / taken_s)
+    first, last = (result.points[index].metrics["ideal_throughput_samples_per_s"] for index in (0, -1))
+    assert first <= result.metrics["ideal_throughput_samples_per_s"] <= last
 
 
 def peaks_of(given: Job, cells: Sequence[str]) -> int:
