@@ -10,57 +10,22 @@ Differs: reports travel with every `EVERY`-th unit, not with each; and stages ar
 that ran under the new cuts alone, before anything else is decided.
 """
 
-import logging
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
+from pipebench.engine.balancing import Balancing, Report
 from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
-from pipebench.errors import PlanError
-from pipebench.formats import num_bytes, seconds
-from pipebench.model.plan import layout_of, recut
-from pipebench.planner.rebalancing import Measured, Rebalancing, problems_of
-from pipebench.planner.states import prefixes
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.modes import MEMORY_POLICIES
-from pipebench.schedule.moves import Layout, Move
+from pipebench.schedule.moves import Move
 from pipebench.simulate.timeline import CONTROL
 
-_LOG = logging.getLogger("pipebench.engine.monitor")
-
 EVERY = 4  # units
-ENOUGH = 4  # backwards of a stage that its mean is of, at least
 _UNITS_KEPT = 64  # with which decisions may travel at once; a pipeline has fewer in flight
 
-Decide = Callable[[int, Sequence["Report"]], Move | None]
-
-
-class Report(NamedTuple):
-    """What a stage takes.
-
-    Attributes:
-        stage: which one.
-        moves: how many moves it has heard of.
-        units: that it has measured since the last of them.
-        forward_s: mean seconds of a unit's forward.
-        backward_s: likewise, backward.
-        peak_bytes: the most that it has held meanwhile; 0: not known.
-    """
-
-    stage: int
-    moves: int
-    units: int
-    forward_s: float
-    backward_s: float
-    peak_bytes: float = 0.0
-
-    @property
-    def measured(self) -> Measured:
-        """What the planner makes of it."""
-        return Measured(self.forward_s + self.backward_s, self.peak_bytes)
+Decide = Callable[[int, Sequence[Report]], Move | None]
 
 
 class AllocatorPeak:
@@ -203,56 +168,6 @@ def _move_of(words: Sequence[int], num_stages: int) -> Move | None:
 def _is_reported(unit: int) -> bool:
     """Return whether reports and decisions travel with a unit."""
     return unit % EVERY == EVERY - 1
-
-
-class Balancing:
-    """The last stage's planner.
-
-    Args:
-        setup: what runs, with the cuts at the drain before.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        pipeline, cluster, size = setup.pipeline, setup.cluster, setup.costs.most_samples
-        self._setup = setup
-        self._rows = setup.profile.by_size[size]
-        self._may_start = {members.bit_count() for members in prefixes(self._rows).members[1:-1]}
-        self._num_stages = pipeline.num_stages
-        self._layout = layout_of(setup.plan)
-        limit_bytes = math.inf if cluster.memory_bytes is None else float(cluster.memory_bytes)
-        self._problem_of = problems_of(
-            setup.profile, pipeline, size, limit_bytes, cluster.pcie_bytes_per_s, setup.chooses
-        )
-        self._ahead = 3 * pipeline.depth + 1  # of the last stage's backward; the first stage is a depth further
-        self._multiple = math.lcm(pipeline.period, setup.sampler.streams or 1)
-
-    def decide(self, minibatch: int, reports: Sequence[Report]) -> Move | None:
-        """Return what to go to next, and from which minibatch on; None: all is well, or not known yet."""
-        if len(reports) < self._num_stages or min(report.units for report in reports) < ENOUGH:
-            return None
-        if len({report.moves for report in reports}) > 1 or not self._all_hear(self._layout):
-            return None
-        measured = [report.measured for report in sorted(reports)]
-        stages = Rebalancing(self._rows, self._layout, measured, self._problem_of, self._may_start)
-        layout = stages.next_step()
-        if layout is None or not self._all_hear(layout):
-            return None
-        at = math.ceil((minibatch + self._ahead) / self._multiple) * self._multiple
-        for stage, (own, predicted_bytes) in enumerate(zip(measured, stages.predicted_bytes, strict=True)):
-            _LOG.info(
-                "minibatch %d: stage %d takes %s and holds %s, predicted were %s",
-                minibatch, stage, seconds(own.seconds), num_bytes(own.num_bytes), num_bytes(predicted_bytes),
-            )  # fmt: skip
-        self._layout = layout
-        return Move(at, *layout)
-
-    def _all_hear(self, layout: Layout) -> bool:
-        """Return whether all stages wait for gradients under cuts: who gets none hears of nothing, and runs ahead."""
-        try:
-            edges = self._setup.under(recut(self._setup.graph, self._setup.plan, *layout)).pipeline.edges
-        except PlanError:  # layers that share something would be torn apart
-            return False
-        return {edge.source for edge in edges if edge.has_gradient} == {*range(self._num_stages - 1)}
 
 
 def monitors(setup: Setup, on_move: Callable[[Move], None], allocator: AllocatorPeak | None = None) -> list[Monitor]:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from pipebench.checkpoint.handover import Claim, Key, asked
+from pipebench.engine.balancing import ENOUGH
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.mailbox import Mailbox
-from pipebench.engine.monitor import ENOUGH, EVERY, Monitor, monitors
+from pipebench.engine.monitor import EVERY, Monitor, monitors
 from pipebench.engine.movable import Movable
 from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phase_memory import Inputs, PhaseMemory

@@ -16,7 +16,7 @@ it says, since a stage may not have met its worst yet.
 import bisect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -82,6 +82,7 @@ class Rebalancing:
         measured: by stage.
         problem_of: the memory of stages, and what their layers may choose from; nothing: they do what they did.
         may_start: layers that a stage may begin with; None: any but the first.
+        known: what was chosen already for stages of these times, by units in flight, layers and memory.
     """
 
     rows: Sequence[LayerProfile]
@@ -89,6 +90,7 @@ class Rebalancing:
     measured: Sequence[Measured]
     problem_of: ProblemOf
     may_start: Collection[int] | None = None
+    known: dict[tuple[int, int, int, float], Outcome] = field(default_factory=dict)
 
     @property
     def is_needed(self) -> bool:
@@ -143,17 +145,13 @@ class Rebalancing:
 
     def _chosen_of(self, problem: StageProblem) -> Outcome:
         """Return what a stage's layers do: the best that they can choose, or what they did."""
-        key = problem.in_flight, problem.start, problem.stop
-        if key not in self._known:
+        key = problem.in_flight, problem.start, problem.stop, problem.limit_bytes
+        if key not in self.known:
             if problem.chooses:
-                self._known[key] = best_policies(problem, _MOST_STEPS)
+                self.known[key] = best_policies(problem, _MOST_STEPS)
             else:
-                self._known[key] = problem.outcome(self.layout.memory[problem.start : problem.stop])
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int, int], Outcome]:
-        return {}
+                self.known[key] = problem.outcome(self.layout.memory[problem.start : problem.stop])
+        return self.known[key]
 
     def _searched(self, fits: Fits | None) -> Iterator[Proposal]:
         """Yield what Algorithm 3 finds for the times that policies make, again and again, as long as it gets better."""

@@ -11,6 +11,7 @@ fits, swaps first what is better recomputed (the gain of an op whose copy takes 
 counts a copy once for every unit in flight though each has a window of its own, and looks at no layer's neighbours.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator
@@ -29,27 +30,66 @@ _SAME = 1e-12  # seconds: floats' own rounding
 
 def algorithm_2(problem: StageProblem) -> Outcome:
     """Return the policies of the paper's listing."""
-    memory = [KEEP] * problem.num_layers
-    rate = problem.pcie_bytes_per_s
-    keeping = [*_kept_alone(problem)]
-    seconds = [problem.rows[problem.start + layer].forward_s for layer in range(problem.num_layers)]
-    recomputed = [rate is None or keeping[layer] / rate > seconds[layer] for layer in range(problem.num_layers)]
+    listing = _Listing.of(problem)
+    for count in range(len(listing.ops)):
+        if (found := listing.outcome(count)).fits:
+            return found
+    return listing.outcome(len(listing.ops))
 
-    def gain(layer: int) -> float:
-        cost_s = seconds[layer] if recomputed[layer] or rate is None else keeping[layer] / rate
-        return keeping[layer] / cost_s if cost_s else math.inf if keeping[layer] else 0.0
 
-    ordered = iter(sorted(range(problem.num_layers), key=gain, reverse=True))
-    space = problem.window_s * rate if rate is not None and SWAP in problem.choices else -1.0
-    while space >= 0 and (layer := next(ordered, None)) is not None:
-        memory[layer] = SWAP
-        space -= problem.in_flight * keeping[layer]
-    found = problem.outcome(memory)
-    while not found.fits and (layer := next(ordered, None)) is not None:
-        op = RECOMPUTE if recomputed[layer] else SWAP
-        memory[layer] = op if op in problem.choices else problem.choices[-1]  # not every stage has both
-        found = problem.outcome(memory)
-    return found
+def _near_algorithm_2(problem: StageProblem) -> Outcome:
+    """Return what the listing comes to if memory only gets less with every layer that is given its op.
+
+    That is so but where copies come too late; a stage of hundreds of layers is looked at a few times, not hundreds.
+    """
+    listing = _Listing.of(problem)
+    counts = range(len(listing.ops))
+    return listing.outcome(bisect.bisect_left(counts, True, key=lambda count: listing.outcome(count).fits))
+
+
+class _Listing(NamedTuple):
+    """The listing as far as it doesn't look at memory.
+
+    Attributes:
+        problem: the stage.
+        memory: swapped is what fits in the window.
+        ops: the other layers, and what becomes of them as long as memory is short, in this order.
+    """
+
+    problem: StageProblem
+    memory: list[str]
+    ops: list[tuple[int, str]]
+
+    @classmethod
+    def of(cls, problem: StageProblem) -> "_Listing":
+        """Return a stage's."""
+        memory = [KEEP] * problem.num_layers
+        rate = problem.pcie_bytes_per_s
+        keeping = [*_kept_alone(problem)]
+        seconds = [problem.rows[problem.start + layer].forward_s for layer in range(problem.num_layers)]
+        recomputed = [rate is None or keeping[layer] / rate > seconds[layer] for layer in range(problem.num_layers)]
+
+        def gain(layer: int) -> float:
+            cost_s = seconds[layer] if recomputed[layer] or rate is None else keeping[layer] / rate
+            return keeping[layer] / cost_s if cost_s else math.inf if keeping[layer] else 0.0
+
+        ordered = iter(sorted(range(problem.num_layers), key=gain, reverse=True))
+        space = problem.window_s * rate if rate is not None and SWAP in problem.choices else -1.0
+        while space >= 0 and (layer := next(ordered, None)) is not None:
+            memory[layer] = SWAP
+            space -= problem.in_flight * keeping[layer]
+        ops = ((layer, RECOMPUTE if recomputed[layer] else SWAP) for layer in ordered)
+        # Not every stage has both.
+        return cls(
+            problem, memory, [(layer, op if op in problem.choices else problem.choices[-1]) for layer, op in ops]
+        )
+
+    def outcome(self, count: int) -> Outcome:
+        """Return what it comes to if so many layers are given their op."""
+        memory = [*self.memory]
+        for layer, op in self.ops[:count]:
+            memory[layer] = op
+        return self.problem.outcome(memory)
 
 
 def _kept_alone(problem: StageProblem) -> Iterator[int]:
@@ -89,7 +129,10 @@ def best_policies(problem: StageProblem, most_steps: int = MOST_STEPS) -> Outcom
     kept = problem.outcome((KEEP,) * problem.num_layers)
     if kept.fits:
         return replace(kept, is_exact=True)
-    known = [algorithm_2(problem), *(problem.outcome((policy,) * problem.num_layers) for policy in problem.choices)]
+    known = [
+        _near_algorithm_2(problem),
+        *(problem.outcome((policy,) * problem.num_layers) for policy in problem.choices),
+    ]
     limit_s = min((each.extra_s for each in known if each.fits), default=math.inf) + _SAME
     most = max(_FEWEST_LABELS, most_steps // problem.num_layers)
     later_bytes = [*_least_bytes_after(problem)]
@@ -98,7 +141,7 @@ def best_policies(problem: StageProblem, most_steps: int = MOST_STEPS) -> Outcom
         labels = [*_undominated(_following(problem, labels, index, least_bytes, limit_s))]
         if len(labels) > most:
             labels, is_exact = _spread(labels, most), False
-    found = [problem.outcome(_unrolled(label, problem.num_layers)) for label in labels]
+    found = [_finished(problem, label) for label in labels]
     fitting = [each for each in (*found, *known) if each.fits]
     if not fitting:
         return min(known, key=lambda each: each.num_bytes)
@@ -150,11 +193,14 @@ def _spread(labels: list[_Label], most: int) -> list[_Label]:
     return [labels[index * (len(labels) - 1) // (most - 1)] for index in range(most)]
 
 
-def _unrolled(label: _Label, num_layers: int) -> list[str]:
-    """Return the policies of a choice, in order of layers, without that of the loss."""
-    found: list[str] = []
+def _finished(problem: StageProblem, label: _Label) -> Outcome:
+    """Return the outcome of a choice for all layers; the loss, which has the last one's policy, is none of them."""
+    memory: list[str] = []
     rest = label.memory
     while rest:
-        found.append(rest[0])
+        memory.append(rest[0])
         rest = rest[1]
-    return found[::-1][:num_layers]
+    sums = label.sums
+    return Outcome(
+        problem, tuple(memory[::-1][: problem.num_layers]), problem.num_bytes(sums), problem.extra_s(sums), sums
+    )

@@ -114,7 +114,14 @@ def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[int]
     stages = tuple({**row, "peak_memory_bytes": peak} for row, peak in zip(result.stages, most, strict=True))
     metrics = {**result.metrics, "peak_memory_bytes_max": max(most)}
     limit, notes = job.cluster.memory_bytes, {**result.notes}
-    if limit is not None and max(moving) > limit:
+    told = (
+        f"after minibatch {move.minibatch}: {each.out_of_memory}"
+        for move, each in zip(result.moves, found[1:], strict=True)
+        if each.out_of_memory
+    )
+    if sentence := next(told, ""):
+        notes[MEMORY] = sentence
+    elif limit is not None and max(moving) > limit:
         stage = moving.index(max(moving))
         what = f"stage {stage} holds {num_bytes(moving[stage])} while layers move"
         notes[MEMORY] = f"out of memory: {what}, more than the {num_bytes(limit)} of a {job.cluster.device}"

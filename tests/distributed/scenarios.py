@@ -24,7 +24,7 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, read_header
 from pipebench.distributed.shared_memory import SharedSender
 from pipebench.distributed.world import World
-from pipebench.engine.monitor import Balancing
+from pipebench.engine.balancing import Balancing
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.model.plan import recut

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipebench.engine.monitor import Balancing, Monitor, Report
+from pipebench.engine.balancing import Balancing, Report
+from pipebench.engine.monitor import Monitor
 from pipebench.engine.setup import Setup
 from pipebench.model.plan import layout_of, recut
 from pipebench.planner.rebalancing import problems_of
@@ -16,6 +17,9 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.memory import stage_memories
+from pipebench.simulate.memory_meter import MemoryMeter
+from pipebench.simulate.meter import Meter
+from pipebench.simulate.steady import simulate_segment
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.models import SkipNet
@@ -138,7 +142,7 @@ def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any
 @pytest.mark.parametrize("live", [True, False])
 def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> None:
     """The weights are those of the same moves with everything kept."""
-    setup = choosing([1, 2, 3], 2700, live=live)
+    setup = choosing([4, 5, 6], 3400, live=live)
     engine, done, moves = make_engine(setup), 0, []
     while done < 120:
         first = done
@@ -163,6 +167,21 @@ def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> 
             done = at
     kept.train(done, 120 - done)
     assert bits(captured(engine)) == bits(captured(kept))
+
+
+def simulated_peaks(setup: Setup) -> list[int]:
+    meter = MemoryMeter(setup.pipeline, stage_memories(setup.profile, setup.plan, setup.pipeline), setup.costs)
+    simulate_segment(setup, 100, Meter(setup.pipeline, meter))
+    return [peak.num_bytes for peak in meter.timeline().peaks]
+
+
+@pytest.mark.parametrize(("starts", "limit"), [([1, 2, 3], 2800), ([4, 5, 6], 3400)])
+def test_what_is_decided_fits_with_the_messages_that_wait(starts: list[int], limit: int) -> None:
+    """The closed form, which knows no messages, says of other cuts that they fit."""
+    setup = choosing(starts, limit)
+    engine, made = played(setup, 120)
+    assert made
+    assert max(simulated_peaks(engine.setup)) <= limit < max(simulated_peaks(setup))
 
 
 def test_what_stages_hold_is_reported_with_what_they_take() -> None:

@@ -35,7 +35,7 @@ def entries() -> dict[str, Any]:
 
 def test_every_model_has_a_recipe_of_every_system() -> None:
     found = {name.removeprefix("vpipe/") for name in recipe_names() if name.startswith("vpipe/")}
-    found = {name for name in found if not name.startswith("search/")}
+    found = {name for name in found if not name.startswith("search/")} - {"transformer/pipedream-repartitioned"}
     assert found == {f"{folder}/{system}" for folder in FOLDERS for system in SYSTEMS}
 
 

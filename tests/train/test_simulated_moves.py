@@ -108,7 +108,13 @@ def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
     stayed = replace(given, moves=(), setup=replace(given.setup, repartitions=False))
     first, _ = simulate(stayed, Watch(given, 12))
     assert result.metrics["peak_memory_bytes_max"] > first.metrics["peak_memory_bytes_max"]
-    small = replace(given.cluster, memory_bytes=int(first.metrics["peak_memory_bytes_max"]))
-    capped = replace(given, cluster=small, setup=replace(given.setup, cluster=small))
-    told = simulate_moving(capped, Watch(capped, 12))[0].notes[MEMORY]
-    assert re.match(r"out of memory: stage \d holds .* while layers move, more than the .* of a ", told)
+
+    def told(limit_bytes: float) -> str:
+        small = replace(given.cluster, memory_bytes=int(limit_bytes))
+        capped = replace(given, cluster=small, setup=replace(given.setup, cluster=small))
+        return simulate_moving(capped, Watch(capped, 12))[0].notes[MEMORY]
+
+    moving = r"out of memory: stage \d holds .* while layers move, more than the .* of a "
+    assert re.match(moving, told(result.metrics["peak_memory_bytes_max"] - 1))
+    after = r"after minibatch 8: out of memory at .* needs .* of the .* of a "
+    assert re.match(after, told(first.metrics["peak_memory_bytes_max"]))
