@@ -40,9 +40,9 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> "Figure | None":
         _draw_changes(axes, results)
         axes.set_title(plain(row.title), fontsize=NORMAL, loc="left")
         axes.yaxis.set_major_formatter(EngFormatter())
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(left=0)
         finish(axes)
+    panels[0].set_ylim(bottom=0)  # of all, which share it: once everything is drawn
+    panels[0].set_xlim(left=0)
     panels[-1].set_xlabel("time of the run [s]", fontsize=NORMAL)
     figure.supylabel(plain(picture.metric.replace("_per_s", " per second").replace("_", " ")), fontsize=NORMAL)
     found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}

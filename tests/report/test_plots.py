@@ -194,6 +194,7 @@ def test_phases_are_steps_a_panel_per_row_with_lines_where_layers_change() -> No
     assert to_hex(steps["most"].get_edgecolor()) == "#000000"
     assert [xs(line)[0] for line in first.lines] == [10.0], "after 20 s the pace changes, the layers don't"
     assert first.get_ylim() == second.get_ylim()
+    assert first.get_ylim()[1] >= 50.0, "the last panel has the most"
 
 
 def test_files_are_small_and_have_names_of_their_own(tmp_path: Path) -> None:
