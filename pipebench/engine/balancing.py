@@ -15,7 +15,7 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes, seconds
 from pipebench.model.plan import layout_of, recut
-from pipebench.planner.rebalancing import Measured, Rebalancing, problems_of
+from pipebench.planner.rebalancing import WORTHWHILE, Measured, Rebalancing, problems_of
 from pipebench.planner.stage_problem import Outcome, StageProblem, input_bytes_of
 from pipebench.planner.states import prefixes
 from pipebench.schedule.moves import Layout, Move
@@ -69,6 +69,7 @@ class Balancing:
         self._may_start = {members.bit_count() for members in prefixes(self._rows).members[1:-1]}
         self._num_stages = pipeline.num_stages
         self._layout = layout_of(setup.plan)
+        self._before: Sequence[Measured] | None = None  # what was measured when nothing better was found
         self._limit_bytes = math.inf if cluster.memory_bytes is None else float(cluster.memory_bytes)
         self._problem_of = problems_of(
             setup.profile, pipeline, size, self._limit_bytes, cluster.pcie_bytes_per_s, setup.chooses
@@ -83,8 +84,11 @@ class Balancing:
         if len({report.moves for report in reports}) > 1 or self._after(self._layout) is None:
             return None
         measured = [report.measured for report in sorted(reports)]
+        if self._is_as_before(measured):
+            return None
         layout = self._next_layout(measured)
         if layout is None:
+            self._before = measured
             return None
         at = math.ceil((minibatch + self._ahead) / self._multiple) * self._multiple
         predicted = Rebalancing(self._rows, self._layout, measured, self._problem_of).predicted_bytes
@@ -93,8 +97,15 @@ class Balancing:
                 "minibatch %d: stage %d takes %s and holds %s, predicted were %s",
                 minibatch, stage, seconds(own.seconds), num_bytes(own.num_bytes), num_bytes(predicted_bytes),
             )  # fmt: skip
-        self._layout = layout
+        self._layout, self._before = layout, None
         return Move(at, *layout)
+
+    def _is_as_before(self, measured: Sequence[Measured]) -> bool:
+        """Return whether stages take and hold what they did when nothing better was found: to look again takes long."""
+        return self._before is not None and all(
+            abs(now.seconds - before.seconds) <= WORTHWHILE * before.seconds and now.num_bytes <= before.num_bytes
+            for now, before in zip(measured, self._before, strict=True)
+        )
 
     def _next_layout(self, measured: Sequence[Measured]) -> Layout | None:
         """Return what to go to next; None: nothing, or nothing that fits as well as what there is."""

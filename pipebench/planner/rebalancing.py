@@ -36,6 +36,7 @@ UNBALANCED = 0.05  # the slowest stage over the mean of all, less one
 WORTHWHILE = 0.01  # by how much, at least, the slowest stage has to become faster
 _MOST_ROUNDS = 10  # of cutting for the times that policies make; the paper says 3 to 9
 _MOST_LOOKED_AT = 100  # cuts, on the way to better ones
+_SAME = 1e-9  # floats' own rounding, as a share
 _MOST_STEPS = 2000  # of choosing a stage's policies: training waits for it
 
 ProblemOf = Callable[[int, int, int], StageProblem]  # of a stage, made of the layers from one to before another
@@ -178,13 +179,27 @@ class Rebalancing:
         while left > 0:
             before, stage_s = found, found.stage_s
             for stage in sorted(range(len(stage_s)), key=stage_s.__getitem__, reverse=True):
-                others = [self.chosen(starts) for starts in itertools.islice(self._lighter(before, stage), left)]
+                lighter = (each for each in self._lighter(before, stage) if self._may_be_better(each, before))
+                others = [self.chosen(starts) for starts in itertools.islice(lighter, left)]
                 found, left = min([before, *others], key=_badness), left - len(others)
                 if found is not before:
                     break
             if found is before:
                 break
         return found
+
+    def _may_be_better(self, starts: Sequence[int], found: Proposal) -> bool:
+        """Return whether cuts may be better than others: no stage takes less than its layers, if these keep all."""
+        if found.num_unfit:
+            return True
+        ends, begun_s = (0, *starts, len(self.layout.memory) + 1), self._begun_s  # the loss goes with the last stage
+        slowest_s = max(begun_s[end] - begun_s[start] for start, end in itertools.pairwise(ends))
+        return slowest_s <= max(found.stage_s) * (1 + _SAME)
+
+    @cached_property
+    def _begun_s(self) -> list[float]:
+        """What the layers before each take."""
+        return [0.0, *itertools.accumulate(row.forward_s + row.backward_s for row in self._scaled)]
 
     def _lighter(self, found: Proposal, stage: int) -> Iterator[Starts]:
         """Yield cuts under which a stage has fewer layers.

@@ -11,7 +11,7 @@ from pipebench.engine.balancing import Balancing, Report
 from pipebench.engine.monitor import Monitor
 from pipebench.engine.setup import Setup
 from pipebench.model.plan import layout_of, recut
-from pipebench.planner.rebalancing import problems_of
+from pipebench.planner.rebalancing import Proposal, Rebalancing, problems_of
 from pipebench.schedule.instructions import Instruction, Op
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
@@ -182,6 +182,20 @@ def test_what_is_decided_fits_with_the_messages_that_wait(starts: list[int], lim
     engine, made = played(setup, 120)
     assert made
     assert max(simulated_peaks(engine.setup)) <= limit < max(simulated_peaks(setup))
+
+
+def test_where_nothing_better_was_found_nobody_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are unbalanced, and no cuts on the way to better ones fit."""
+    looked, best = [], Rebalancing.best
+
+    def counted(stages: Rebalancing) -> Proposal | None:
+        looked.append(stages)
+        return best(stages)
+
+    monkeypatch.setattr(Rebalancing, "best", counted)
+    _, made = played(choosing([1, 2, 3], 3200), 120)
+    assert not made
+    assert len(looked) == 1
 
 
 def test_what_stages_hold_is_reported_with_what_they_take() -> None:
