@@ -109,6 +109,18 @@ TWO = {
         "conv", (3,), (1, 1), {"weights": "one", "microbatches": 2}, (12, 5), moves=(Move(4, (5,)),)
     ),
     "a segment ends while a layer moves": Case("skip", (7,), (1, 1), {}, (6, 5), moves=(Move(7, (4,)),)),
+    "layers move and change policies": Case(
+        "skip", (7,), (1, 1), {"memory": SOME}, (17, 5), moves=(Move(6, (4,), (*SOME[:20][::-1],)),)
+    ),
+    "layers change policies where they are, then move, sockets": Case(
+        "skip",
+        (7,),
+        (1, 1),
+        {"memory": SOME},
+        (25, 5),
+        shares_memory=False,
+        moves=(Move(6, (7,), (*SOME[:20][::-1],)), Move(14, (9,), (*SOME[:20],))),
+    ),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
     "cells left out and put back": Case(
         "stack", (12,), (1, 1), {"sizes": (2, 4)}, segments=(7, 6, 5), left_out=("bc", "a")
