@@ -40,10 +40,11 @@ class Wire:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiting: dict[bool, list[Work]] = {True: [], False: []}
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # of what set out
         self.most_posted = 0
 
     def isend(self, data: torch.Tensor, peer: int, group: Any, tag: int) -> Work:
+        self.sizes.append(len(data))
         return self._met(data, is_send=True)
 
     def irecv(self, data: torch.Tensor, peer: int, group: Any, tag: int) -> Work:
@@ -64,7 +65,6 @@ class Wire:
                 sent, received = self.waiting[True].pop(0), self.waiting[False].pop(0)
                 assert len(sent.data) == len(received.data)
                 received.data.copy_(sent.data)
-                self.sizes.append(len(sent.data))
                 sent.done.set()
                 received.done.set()
         return work
