@@ -7,6 +7,7 @@ are before a run (`planner/virtualised.py`).
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from pipebench.simulate.steady import simulate_segment
 _LOG = logging.getLogger("pipebench.engine.balancing")
 
 ENOUGH = 4  # backwards of a stage that its mean is of, at least
-_MOST_TRIALS = 4  # of what doesn't fit in the simulator; one or two are enough where any are
+_MOST_TRIALS = 8  # of what doesn't fit in the simulator; one or two are enough where any are
 
 
 class Report(NamedTuple):
@@ -108,8 +109,12 @@ class Balancing:
         )
 
     def _next_layout(self, measured: Sequence[Measured]) -> Layout | None:
-        """Return what to go to next; None: nothing, or nothing that fits as well as what there is."""
-        less_bytes = [0.0] * self._num_stages
+        """Return what to go to next; None: nothing, or nothing that fits as well as what there is.
+
+        A stage that has more in the simulator than fits chooses again with so much less memory, under the same cuts:
+        under others it is other stages' turn to have too much. Only if that makes stages slow are cuts sought again.
+        """
+        less_bytes, excess, found, late = [0.0] * self._num_stages, [0.0], None, Counter[int]()
         known: dict[tuple[int, int, int, float], Outcome] = {}
 
         def problem_of(stage: int, start: int, stop: int) -> StageProblem:
@@ -119,17 +124,20 @@ class Balancing:
 
         for _ in range(_MOST_TRIALS):
             stages = Rebalancing(self._rows, self._layout, measured, problem_of, self._may_start, known)
-            layout = stages.next_step()
-            setup = None if layout is None else self._after(layout)
-            if layout is None or setup is None:
+            found = (None if found is None else stages.chosen_again(found.starts)) or stages.next_step()
+            setup = None if found is None else self._after(found)
+            if found is None or setup is None:
                 return None
             excess = self._excess_bytes(setup)
             if not any(excess):
-                return layout
-            less_bytes = [less + more for less, more in zip(less_bytes, excess, strict=True)]
+                return found
+            late.update(stage for stage, more in enumerate(excess) if more)
+            less_bytes = [
+                less + late[stage] * more for stage, (less, more) in enumerate(zip(less_bytes, excess, strict=True))
+            ]
         now = self._after(self._layout)
         unfit = sum(each > 0 for each in excess)
-        return layout if now is not None and unfit <= sum(each > 0 for each in self._excess_bytes(now)) else None
+        return found if now is not None and unfit <= sum(each > 0 for each in self._excess_bytes(now)) else None
 
     def _excess_bytes(self, setup: Setup) -> list[float]:
         """Return by how much every stage has more than fits, in the simulator."""

@@ -36,8 +36,9 @@ UNBALANCED = 0.05  # the slowest stage over the mean of all, less one
 WORTHWHILE = 0.01  # by how much, at least, the slowest stage has to become faster
 _MOST_ROUNDS = 10  # of cutting for the times that policies make; the paper says 3 to 9
 _MOST_LOOKED_AT = 100  # cuts, on the way to better ones
+_SLOW = 0.999  # of what the slowest stage takes: a stage that holds training up, too
 _SAME = 1e-9  # floats' own rounding, as a share
-_MOST_STEPS = 2000  # of choosing a stage's policies: training waits for it
+_MOST_LABELS = 512  # in choosing a stage's policies: training waits for it
 
 ProblemOf = Callable[[int, int, int], StageProblem]  # of a stage, made of the layers from one to before another
 
@@ -128,6 +129,12 @@ class Rebalancing:
         step = best if starts == best.layout.starts else self.chosen(starts)
         return step.layout if step.num_unfit <= self.now.num_unfit and step.layout != self.layout else None
 
+    def chosen_again(self, starts: Sequence[int]) -> Layout | None:
+        """Return what cuts come to, with less memory than before; None: they don't fit, or aren't worth it any more."""
+        step = self.chosen(starts)
+        is_slower = max(step.stage_s) > max(self.now.stage_s) and not self.now.num_unfit
+        return None if step.num_unfit or is_slower or step.layout == self.layout else step.layout
+
     def best(self) -> Proposal | None:
         """Return the best that is found: fewer stages that don't fit, or a clearly faster slowest stage; or None."""
         found = [*self._searched(None)]
@@ -149,7 +156,7 @@ class Rebalancing:
         key = problem.in_flight, problem.start, problem.stop, problem.limit_bytes
         if key not in self.known:
             if problem.chooses:
-                self.known[key] = best_policies(problem, _MOST_STEPS)
+                self.known[key] = best_policies(problem, _MOST_LABELS)
             else:
                 self.known[key] = problem.outcome(self.layout.memory[problem.start : problem.stop])
         return self.known[key]
@@ -170,7 +177,7 @@ class Rebalancing:
                 break
 
     def _climbed(self, found: Proposal) -> Proposal:
-        """Return what becomes better at single boundaries, slow stages first.
+        """Return what becomes better at single boundaries of the slowest stages.
 
         How much longer a layer takes because of what its stage chooses changes with the cuts, by which Algorithm 3
         overshoots.
@@ -178,7 +185,8 @@ class Rebalancing:
         left = _MOST_LOOKED_AT
         while left > 0:
             before, stage_s = found, found.stage_s
-            for stage in sorted(range(len(stage_s)), key=stage_s.__getitem__, reverse=True):
+            slow = [stage for stage, each_s in enumerate(stage_s) if each_s >= _SLOW * max(stage_s)]
+            for stage in sorted(slow, key=stage_s.__getitem__, reverse=True):
                 lighter = (each for each in self._lighter(before, stage) if self._may_be_better(each, before))
                 others = [self.chosen(starts) for starts in itertools.islice(lighter, left)]
                 found, left = min([before, *others], key=_badness), left - len(others)
@@ -189,12 +197,23 @@ class Rebalancing:
         return found
 
     def _may_be_better(self, starts: Sequence[int], found: Proposal) -> bool:
-        """Return whether cuts may be better than others: no stage takes less than its layers, if these keep all."""
+        """Return whether cuts may be better than others.
+
+        No stage takes less than its layers if these keep all; and one that has got layers computes again, or waits for
+        copies, no less than before.
+        """
         if found.num_unfit:
             return True
-        ends, begun_s = (0, *starts, len(self.layout.memory) + 1), self._begun_s  # the loss goes with the last stage
-        slowest_s = max(begun_s[end] - begun_s[start] for start, end in itertools.pairwise(ends))
+        ends, slowest_s = (0, *starts, len(self.layout.memory)), 0.0
+        layers = zip(itertools.pairwise(ends), itertools.pairwise(found.layout.ends), found.stage_s, strict=True)
+        for (start, stop), (first, end), stage_s in layers:
+            more_s = stage_s - self._kept_s(first, end) if start <= first and end <= stop else 0.0
+            slowest_s = max(slowest_s, self._kept_s(start, stop) + more_s)
         return slowest_s <= max(found.stage_s) * (1 + _SAME)
+
+    def _kept_s(self, start: int, stop: int) -> float:
+        """Return what a stage takes that keeps all; the loss goes with the last."""
+        return self._begun_s[stop + (stop == len(self.layout.memory))] - self._begun_s[start]
 
     @cached_property
     def _begun_s(self) -> list[float]:

@@ -12,7 +12,10 @@ has room for what it computes again, and a run of recomputed layers keeps what i
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
@@ -20,6 +23,8 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 # Of units that swap, those on the device if copies keep up: one that runs forward or leaves, one that runs backward,
 # one that comes in.
 MOST_ON_DEVICE = 3
+
+Amounts = TypeVar("Amounts", np.float64, NDArray[np.float64])  # of one choice of policies, or of many at once
 
 
 def input_bytes_of(rows: Sequence[LayerProfile]) -> dict[str, int]:
@@ -102,23 +107,24 @@ class StageProblem:
         """Units that are on the device at once of what is swapped, where copies keep up with forwards."""
         return min(self.in_flight, MOST_ON_DEVICE)
 
-    def swapped_on_device(self, swapped_bytes: float) -> float:
+    def swapped_on_device(self, swapped_bytes: Amounts) -> Amounts:
         """Return the bytes of swapped tensors that are on the device at most, of all units.
 
         While the pipeline fills, d forwards follow each other. If a copy takes longer, c, than a forward, f, only
         (d - 1) f / c units have left when the last has run, rounded down, and then the first of them comes back.
         """
-        ways = [self.on_device * swapped_bytes]
+        most = self.on_device * swapped_bytes
         if self.pcie_bytes_per_s is not None:
             gone_bytes = (self.in_flight - 1) * self.forward_s * self.pcie_bytes_per_s
-            ways.append((self.in_flight + 2) * swapped_bytes - gone_bytes)
-        return min(self.in_flight * swapped_bytes, max(ways))
+            most = np.maximum(most, (self.in_flight + 2) * swapped_bytes - gone_bytes)
+        least: Amounts = np.minimum(self.in_flight * swapped_bytes, most)
+        return least
 
-    def swaps_gain(self, sums: Sums) -> bool:
+    def swaps_gain(self, swapped_bytes: Amounts) -> NDArray[np.bool_]:
         """Return whether memory is gained by what is swapped; beyond, copies are so late that all might be kept."""
-        return (
-            not sums.swapped_bytes or self.swapped_on_device(sums.swapped_bytes) < self.in_flight * sums.swapped_bytes
-        )
+        gained_bytes = np.asarray(self.in_flight * swapped_bytes - self.swapped_on_device(swapped_bytes))
+        gains: NDArray[np.bool_] = (gained_bytes > 0) | (np.asarray(swapped_bytes) == 0)
+        return gains
 
     @cached_property
     def forward_s(self) -> float:
@@ -164,17 +170,26 @@ class StageProblem:
 
     def num_bytes(self, sums: Sums) -> float:
         """Return the bytes that a stage keeps at most."""
-        stays = sums.unit_bytes - sums.swapped_bytes
-        activations = self.in_flight * stays + self.swapped_on_device(sums.swapped_bytes)
-        return self.constant_bytes + self.in_flight * self.each_bytes + activations + sums.again_bytes
+        return float(self.most_bytes(*map(np.float64, (sums.unit_bytes, sums.swapped_bytes, sums.again_bytes))))
+
+    def most_bytes(self, unit_bytes: Amounts, swapped_bytes: Amounts, again_bytes: Amounts) -> Amounts:
+        """Return the bytes that a stage keeps at most, for one choice of policies or many; arguments as in `Sums`."""
+        stays = unit_bytes - swapped_bytes
+        activations = self.in_flight * stays + self.swapped_on_device(swapped_bytes)
+        return self.constant_bytes + self.in_flight * self.each_bytes + activations + again_bytes
 
     def extra_s(self, sums: Sums) -> float:
         """Return the seconds that a stage takes beyond those of its layers: what equation 2 adds."""
-        return sums.again_s + max(0.0, self.copies_s(sums) - self.window_s)
+        return float(self.added_s(np.float64(sums.again_s), np.float64(sums.swapped_bytes)))
 
-    def copies_s(self, sums: Sums) -> float:
+    def added_s(self, again_s: Amounts, swapped_bytes: Amounts) -> Amounts:
+        """Return the seconds that equation 2 adds, for one choice of policies or many; arguments as in `Sums`."""
+        late_s: Amounts = np.maximum(0.0, self.copies_s(swapped_bytes) - self.window_s)
+        return again_s + late_s
+
+    def copies_s(self, swapped_bytes: Amounts) -> Amounts:
         """Return the seconds of a unit's copies, to the host and back."""
-        return 2 * sums.swapped_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0
+        return 2 * swapped_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0 * swapped_bytes
 
     def _size(self, read: int | str) -> int:
         return self.input_bytes.get(read, 0) if isinstance(read, str) else self.rows[read].output_bytes
@@ -277,6 +292,5 @@ class Outcome:
         """What becomes of the stage's activations, in numbers."""
         kept, swapped, recomputed = (self.memory.count(policy) for policy in (KEEP, SWAP, RECOMPUTE))
         sums, problem = self.sums, self.problem
-        return VirtualMemory(
-            kept, swapped, recomputed, sums.swapped_bytes, problem.copies_s(sums), problem.window_s, sums.again_s
-        )
+        copies_s = float(problem.copies_s(np.float64(sums.swapped_bytes)))
+        return VirtualMemory(kept, swapped, recomputed, sums.swapped_bytes, copies_s, problem.window_s, sums.again_s)

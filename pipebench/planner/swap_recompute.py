@@ -12,19 +12,15 @@ counts a copy once for every unit in flight though each has a window of its own,
 """
 
 import bisect
-import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from pipebench.planner.policy_search import MOST_LABELS, fastest_policies
 from pipebench.planner.stage_problem import Outcome, StageProblem, Sums
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
-# Unfinished choices that are followed, over all layers: a few tenths of a second. Stages of some tens of layers seldom
-# have more; of others, those are followed that are spread over memory.
-MOST_STEPS = 8000
-_FEWEST_LABELS = 24
 _SAME = 1e-12  # seconds: floats' own rounding
 
 
@@ -101,30 +97,17 @@ def _kept_alone(problem: StageProblem) -> Iterator[int]:
         sums = following
 
 
-class _Label(NamedTuple):
-    """The policies of the layers so far, and what they come to.
-
-    Attributes:
-        sums: of those layers.
-        num_bytes: that they keep, with what the later ones will at least.
-        memory: their policies, the last first: that policy and the rest; empty before the first layer.
-    """
-
-    sums: Sums
-    num_bytes: float
-    memory: Any
-
-
-def best_policies(problem: StageProblem, most_steps: int = MOST_STEPS) -> Outcome:
+def best_policies(problem: StageProblem, most_labels: int = MOST_LABELS) -> Outcome:
     """Return the policies that fit and take least time; of those that swap least; of those that keep least.
 
     Layer by layer, in order, all choices are followed that another with the same consequences for later layers doesn't
-    beat in time, memory and copies at once. If they become too many, some are: then the answer may not be the best, and
-    `is_exact` says so. If nothing fits, what keeps least of a few ways is returned.
+    beat in time, memory and copies at once. If they become too many, of those that keep about equally much only the
+    fastest is: then the answer may not be the best, and `is_exact` says so. If nothing fits, what keeps least of a few
+    ways is returned.
 
     Args:
         problem: the stage.
-        most_steps: choices that are followed, over all layers.
+        most_labels: choices that are followed at once.
     """
     kept = problem.outcome((KEEP,) * problem.num_layers)
     if kept.fits:
@@ -134,73 +117,10 @@ def best_policies(problem: StageProblem, most_steps: int = MOST_STEPS) -> Outcom
         *(problem.outcome((policy,) * problem.num_layers) for policy in problem.choices),
     ]
     limit_s = min((each.extra_s for each in known if each.fits), default=math.inf) + _SAME
-    most = max(_FEWEST_LABELS, most_steps // problem.num_layers)
-    later_bytes = [*_least_bytes_after(problem)]
-    labels, is_exact = [_Label(Sums(), 0.0, ())], True
-    for index, least_bytes in zip(problem.own, later_bytes, strict=True):
-        labels = [*_undominated(_following(problem, labels, index, least_bytes, limit_s))]
-        if len(labels) > most:
-            labels, is_exact = _spread(labels, most), False
-    found = [_finished(problem, label) for label in labels]
+    memory, is_exact = fastest_policies(problem, limit_s, most_labels)
+    found = [] if memory is None else [problem.outcome(memory)]
     fitting = [each for each in (*found, *known) if each.fits]
     if not fitting:
         return min(known, key=lambda each: each.num_bytes)
     best = min(fitting, key=lambda each: (each.extra_s, each.sums.swapped_bytes, each.num_bytes))
     return replace(best, is_exact=is_exact or best.extra_s == 0)
-
-
-def _following(
-    problem: StageProblem, labels: Iterable[_Label], index: int, least_bytes: float, limit_s: float
-) -> Iterator[_Label]:
-    """Yield the choices with one more layer that may still fit, and be no slower than what is known."""
-    is_loss = index == problem.stop
-    for label in labels:
-        for policy in (label.memory[0],) if is_loss else problem.choices:
-            sums = problem.then(label.sums, index, policy)
-            num_bytes = problem.num_bytes(sums) + least_bytes
-            if sums.again_s <= limit_s and num_bytes <= problem.limit_bytes and problem.swaps_gain(sums):
-                yield _Label(sums, num_bytes, (policy, label.memory))
-
-
-def _least_bytes_after(problem: StageProblem) -> Iterator[float]:
-    """Yield what the layers after each keep at least, whatever is done with them."""
-    times = {KEEP: problem.in_flight, SWAP: problem.on_device, RECOMPUTE: 1}  # of what a layer saves: see `num_bytes`
-    least = min(times[policy] for policy in problem.choices)
-    later = [0.0, *itertools.accumulate(least * problem.rows[index].saved_bytes for index in reversed(problem.own))]
-    yield from reversed(later[:-1])
-
-
-def _undominated(labels: Iterable[_Label]) -> Iterator[_Label]:
-    """Yield the choices that no other with the same consequences beats in time, memory and copies at once."""
-    alike: dict[Hashable, list[_Label]] = {}
-    for label in labels:
-        alike.setdefault(label.sums.consequences, []).append(label)
-    for group in alike.values():
-        group.sort(key=lambda label: (label.num_bytes, label.sums.again_s, label.sums.swapped_bytes))
-        front: list[_Label] = []
-        for label in group:
-            sums = label.sums
-            if not any(
-                each.sums.again_s <= sums.again_s and each.sums.swapped_bytes <= sums.swapped_bytes for each in front
-            ):
-                front.append(label)
-        yield from front
-
-
-def _spread(labels: list[_Label], most: int) -> list[_Label]:
-    """Return so many of the choices, those that keep least and most among them."""
-    labels.sort(key=lambda label: (label.num_bytes, label.sums.again_s))
-    return [labels[index * (len(labels) - 1) // (most - 1)] for index in range(most)]
-
-
-def _finished(problem: StageProblem, label: _Label) -> Outcome:
-    """Return the outcome of a choice for all layers; the loss, which has the last one's policy, is none of them."""
-    memory: list[str] = []
-    rest = label.memory
-    while rest:
-        memory.append(rest[0])
-        rest = rest[1]
-    sums = label.sums
-    return Outcome(
-        problem, tuple(memory[::-1][: problem.num_layers]), problem.num_bytes(sums), problem.extra_s(sums), sums
-    )
