@@ -7,35 +7,31 @@ long enough, what is left of a segment costs what such a segment costs under the
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from pipebench.checkpoint.handover import Claim, Key, asked
 from pipebench.engine.balancing import ENOUGH
-from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.mailbox import Mailbox
-from pipebench.engine.monitor import EVERY, Monitor, monitors
+from pipebench.engine.monitor import EVERY, monitors
 from pipebench.engine.movable import Movable
-from pipebench.engine.phase_costs import PhaseCosts
-from pipebench.engine.phase_memory import Inputs, PhaseMemory
+from pipebench.engine.phase_memory import Inputs
 from pipebench.engine.phases import Phases, phases_of
+from pipebench.engine.segment import Segment, SizeOf
 from pipebench.engine.setup import Setup, share_of
 from pipebench.model.graph import attribute
 from pipebench.model.plan import Plan
-from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import Event
 from pipebench.simulate.steady import Totals, simulate_all, simulate_segment
 from pipebench.simulate.throughput import Mark, Marks
 from pipebench.simulate.timeline import MIGRATION, Timeline
 
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 _RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
-_SIZES_KEPT = 1024  # more than there are units in flight
 NOTHING = Totals(0.0, 0.0, 0.0, Counter())
 
 
@@ -57,7 +53,7 @@ def simulate_moves(
     phases = Phases(setup)
     for move in moves:
         phases.announce(move)
-    return _Segment(setup, phases, first, num_minibatches, 0.0, meter).played()
+    return Segment(setup, phases, first, num_minibatches, 0.0, meter).played()
 
 
 class SimulatedEngine(Movable):
@@ -106,9 +102,12 @@ class SimulatedEngine(Movable):
         if self._phases is None and not self._monitors:
             return self._took(self._steady(first, num_minibatches), num_minibatches, first)
         phases = self._phases = self._phases or phases_of(self.setup)
-        segment = self._segment = _Segment(
-            self.setup, phases, first, num_minibatches, self.clock_s, self._meter, self._monitors, self._enough(),
-            self._inputs,
+        self._mailbox = Mailbox(self.setup, Counter())
+        for monitor in self._monitors:
+            monitor.begin()
+        segment = self._segment = Segment(
+            self.setup, phases, first, num_minibatches, self.clock_s, self._meter,
+            self._measure if self._monitors else None, self._enough(), self._inputs,
         )  # fmt: skip
         played, done, self._shown = segment.played(), segment.limit, True
         before, self._phases = self.setup, None
@@ -166,6 +165,15 @@ class SimulatedEngine(Movable):
             self.marks.append(Mark(self.clock_s, samples, totals.num_bytes))
         return num_minibatches
 
+    def _measure(self, event: Event, size_of: SizeOf) -> None:
+        """Let a stage take note of what it did, and of what others say: as a worker does that trains."""
+        it, monitor = event.instruction, self._monitors[event.worker]
+        monitor.note(it, event.end_s - event.start_s)
+        if it.op in _SENDS and size_of(it.number):
+            monitor.sent(it, self._mailbox)
+        elif it.op in _RECEIVES and size_of(it.number):
+            monitor.received(it, self._mailbox)
+
     def _enough(self) -> int:
         """Return after how many minibatches more nothing will be decided any more, if nothing is.
 
@@ -215,130 +223,6 @@ class SimulatedEngine(Movable):
         """Minibatches in which a pipeline is filled, and emptied, with some to spare."""
         pipeline = self.setup.pipeline
         return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period
-
-
-class _Segment:
-    """A segment that is played.
-
-    Args:
-        setup: what is run.
-        phases: the cuts, where layers may move meanwhile.
-        first: the minibatch of the run that it begins with.
-        num_minibatches: its length.
-        start_s: the run's clock when it begins.
-        meter: takes note of every event and transfer.
-        measured: every stage's part of Algorithm 1; empty: nobody is measured.
-        enough: minibatches without a move after which the rest needn't be played; 0: all is.
-        inputs: bytes of the model's inputs, by size of the unit.
-
-    Attributes:
-        memory: what every worker holds, where layers may move meanwhile.
-        is_quiet: whether that many have run.
-        began_s: when the minibatches began at which layers move, numbered from the run's first.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        phases: Phases | None,
-        first: int,
-        num_minibatches: int,
-        start_s: float,
-        meter: Meter | None = None,
-        measured: Sequence[Monitor] = (),
-        enough: int = 0,
-        inputs: Inputs | None = None,
-    ) -> None:
-        self._setup, self._phases, self._start_s = setup, phases, start_s
-        self._meter = meter or Meter(setup.pipeline)
-        self._measured, self._enough = measured, enough
-        self._mailbox = Mailbox(setup, Counter())
-        self._num_minibatches, self._first = num_minibatches, first
-        self._grain = math.lcm(setup.pipeline.period, setup.sampler.streams or 1)
-        self._drains_at = 0
-        self.is_quiet = False
-        self.began_s: dict[int, float] = {}
-        self.memory: PhaseMemory | None = None
-        self._inputs = inputs or {}
-        self._admission = StoppableAdmission(
-            StopRequest(), setup.pipeline, num_minibatches, self._grain, lambda cut: None
-        )
-
-    @property
-    def limit(self) -> int:
-        """Minibatches that are played."""
-        return self._admission.limit
-
-    @property
-    def changed_at(self) -> int:
-        """The first minibatch under the last cuts, those after the segment included; 0: there are no others."""
-        return self._announced[-1].at if self._announced else self._drains_at
-
-    @property
-    def _announced(self) -> tuple[Move, ...]:
-        return () if self._phases is None else self._phases.routes.moves.announced
-
-    def end_at(self, minibatch: int) -> None:
-        """End before a minibatch, to move there."""
-        self._drains_at = minibatch
-        self._admission.end_at(minibatch)
-
-    def played(self) -> Totals:
-        """Play it, and return what that comes to."""
-        setup, phases, pipeline, meter = self._setup, self._phases, self._setup.pipeline, self._meter
-        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
-        costs, sizes, moving = setup.costs, size_of, None
-        if phases is not None:
-            moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
-            costs, sizes = moving.costs, moving.size_of
-            self.memory = PhaseMemory(phases, moving, size_of, self._inputs, trained=self._start_s > 0)
-        routes, count = None if phases is None else phases.routes, self._num_minibatches
-        lists = [admitted_program(pipeline, w, count, self._admission, routes) for w in range(pipeline.num_workers)]
-        network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
-        simulation = Simulation(pipeline, lists, costs, network, sizes, self._start_s, moving=moving)
-        for monitor in self._measured:
-            monitor.begin()
-        meter.begin(size_of, None if moving is None else moving.recomputing_s)
-        before = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s
-        for event in simulation:
-            if self._measured:
-                self._measure(event, size_of)
-            meter.event(event)
-            if self.memory is not None:
-                self.memory.event(event)
-            if event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
-                self._begun(pipeline.minibatch(event.instruction.number)[0], event.start_s)
-        after = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s
-        busy_s, stall_s, again_s, swap_stall_s = (b - a for a, b in zip(before, after, strict=True))
-        return Totals(
-            simulation.end_s - self._start_s, busy_s, stall_s, network.num_bytes,
-            again_s=again_s, swap_stall_s=swap_stall_s,
-        )  # fmt: skip
-
-    def _size_of(self, unit: int) -> Size:
-        minibatch, microbatch = self._setup.pipeline.minibatch(unit)
-        return self._setup.sampler.sizes(self._first + minibatch, self._setup.pipeline.microbatches)[microbatch]
-
-    def _measure(self, event: Event, size_of: Callable[[int], Size]) -> None:
-        """Let a stage take note of what it did, and of what others say: as a worker does that trains."""
-        it, monitor = event.instruction, self._measured[event.worker]
-        monitor.note(it, event.end_s - event.start_s)
-        if it.op in _SENDS and size_of(it.number):
-            monitor.sent(it, self._mailbox)
-        elif it.op in _RECEIVES and size_of(it.number):
-            monitor.received(it, self._mailbox)
-
-    def _begun(self, minibatch: int, start_s: float) -> None:
-        """End as soon as enough has run since the last change, and let the pipeline become steady before that."""
-        since = minibatch - self.changed_at
-        if any(move.at == minibatch for move in self._announced):
-            self.began_s.setdefault(self._first + minibatch, start_s)
-        if not self._enough or self.is_quiet or self._drains_at or since < self._enough:
-            return
-        self.is_quiet = True
-        end = math.ceil((minibatch + 1 + 8 * self._setup.pipeline.depth) / self._grain) * self._grain
-        if end < self._num_minibatches:
-            self._admission.end_at(end)
 
 
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
