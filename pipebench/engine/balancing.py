@@ -1,34 +1,28 @@
 """The last stage's part of Algorithm 1 (vPipe, TPDS'21, section 4.2): from all stages' reports to a decision.
 
 What it decides fits in the devices' memory: by the closed form of equation 1 first, then in the simulator, which sees
-what messages keep while they wait, too. A stage that has more there is planned again with so much less memory, as plans
-are before a run (`planner/virtualised.py`).
+what messages keep while they wait, too, and what stages hold while layers move (`foresight`). A stage that has more
+there is planned again with so much less memory, as plans are before a run (`planner/virtualised.py`).
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from pipebench.engine.foresight import Foresight, halfway
 from pipebench.engine.setup import Setup
-from pipebench.errors import PlanError
 from pipebench.formats import num_bytes, seconds
-from pipebench.model.plan import layout_of, recut
 from pipebench.planner.rebalancing import WORTHWHILE, Measured, Rebalancing, problems_of
-from pipebench.planner.stage_problem import Outcome, StageProblem, input_bytes_of
+from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.states import prefixes
-from pipebench.schedule.moves import Layout, Move
-from pipebench.simulate.memory import stage_memories
-from pipebench.simulate.memory_meter import MemoryMeter
-from pipebench.simulate.meter import Meter
-from pipebench.simulate.steady import simulate_segment
+from pipebench.schedule.moves import Layout, Move, Starts
 
 _LOG = logging.getLogger("pipebench.engine.balancing")
 
 ENOUGH = 4  # backwards of a stage that its mean is of, at least
-_MOST_TRIALS = 8  # of what doesn't fit in the simulator; one or two are enough where any are
+_MOST_TRIALS = 8  # of what doesn't fit in the simulator; two or three are enough where any are
 
 
 class Report(NamedTuple):
@@ -64,42 +58,44 @@ class Balancing:
     """
 
     def __init__(self, setup: Setup) -> None:
-        pipeline, cluster, size = setup.pipeline, setup.cluster, setup.costs.most_samples
-        self._setup = setup
+        pipeline, size = setup.pipeline, setup.costs.most_samples
         self._rows = setup.profile.by_size[size]
         self._may_start = {members.bit_count() for members in prefixes(self._rows).members[1:-1]}
         self._num_stages = pipeline.num_stages
-        self._layout = layout_of(setup.plan)
+        self._foresight = Foresight(setup)
+        self._layout = self._foresight.layout
+        self._next: Layout | None = None  # where there is to be room first
         self._before: Sequence[Measured] | None = None  # what was measured when nothing better was found
-        self._limit_bytes = math.inf if cluster.memory_bytes is None else float(cluster.memory_bytes)
         self._problem_of = problems_of(
-            setup.profile, pipeline, size, self._limit_bytes, cluster.pcie_bytes_per_s, setup.chooses
+            setup.profile, pipeline, size, self._foresight.limit_bytes, setup.cluster.pcie_bytes_per_s, setup.chooses
         )
-        self._ahead = 3 * pipeline.depth + 1  # of the last stage's backward; the first stage is a depth further
-        self._multiple = math.lcm(pipeline.period, setup.sampler.streams or 1)
 
     def decide(self, minibatch: int, reports: Sequence[Report]) -> Move | None:
         """Return what to go to next, and from which minibatch on; None: all is well, or not known yet."""
         if len(reports) < self._num_stages or min(report.units for report in reports) < ENOUGH:
             return None
-        if len({report.moves for report in reports}) > 1 or self._after(self._layout) is None:
+        if len({report.moves for report in reports}) > 1 or self._foresight.after(self._layout) is None:
             return None
         measured = [report.measured for report in sorted(reports)]
-        if self._is_as_before(measured):
+        if self._next is None and self._is_as_before(measured):
             return None
-        layout = self._next_layout(measured)
+        layout, self._next = self._next, None
         if layout is None:
-            self._before = measured
+            layout, self._next = self._next_layouts(measured)
+        self._before = measured if layout is None else None
+        if layout is None:
             return None
-        at = math.ceil((minibatch + self._ahead) / self._multiple) * self._multiple
+        self._tell(minibatch, measured)
+        self._layout = layout
+        return Move(self._foresight.earliest(minibatch), *layout)
+
+    def _tell(self, minibatch: int, measured: Sequence[Measured]) -> None:
         predicted = Rebalancing(self._rows, self._layout, measured, self._problem_of).predicted_bytes
         for stage, (own, predicted_bytes) in enumerate(zip(measured, predicted, strict=True)):
             _LOG.info(
                 "minibatch %d: stage %d takes %s and holds %s, predicted were %s",
                 minibatch, stage, seconds(own.seconds), num_bytes(own.num_bytes), num_bytes(predicted_bytes),
             )  # fmt: skip
-        self._layout, self._before = layout, None
-        return Move(at, *layout)
 
     def _is_as_before(self, measured: Sequence[Measured]) -> bool:
         """Return whether stages take and hold what they did when nothing better was found: to look again takes long."""
@@ -108,59 +104,101 @@ class Balancing:
             for now, before in zip(measured, self._before, strict=True)
         )
 
-    def _next_layout(self, measured: Sequence[Measured]) -> Layout | None:
-        """Return what to go to next; None: nothing, or nothing that fits as well as what there is.
+    def _next_layouts(self, measured: Sequence[Measured]) -> tuple[Layout | None, Layout | None]:
+        """Return what to go to next, and right after it; None: nothing, or nothing that fits as well as what there is.
 
-        A stage that has more in the simulator than fits chooses again with so much less memory, under the same cuts:
-        under others it is other stages' turn to have too much. Only if that makes stages slow are cuts sought again.
+        Where what is wanted doesn't fit while layers move, stages that take them make room before; those that can't
+        take fewer layers.
         """
-        less_bytes, excess, found, late = [0.0] * self._num_stages, [0.0], None, Counter[int]()
-        known: dict[tuple[int, int, int, float], Outcome] = {}
+        layout = self._layout
+        stages = Rebalancing(self._rows, layout, measured, self._problem_of, self._may_start)
+        tight = _Tight(stages)
+        wanted = self._fitting(tight)
+        if wanted is None or self._num_unfit(layout):  # what doesn't fit now can't wait
+            return wanted, None
+        while wanted is not None:
+            first = self._on_the_way(_Tight(stages), wanted)
+            if first is not None:
+                return first, None if first == wanted else wanted
+            starts = halfway(layout.starts, wanted.starts)
+            wanted = None if starts in {layout.starts, wanted.starts} else self._fitting(tight, starts)
+        return None, None
+
+    def _fitting(self, tight: "_Tight", starts: Starts | None = None) -> Layout | None:
+        """Return what to go to that fits in the simulator; None: nothing that does, or that does as well as what is.
+
+        A stage that has more there than fits chooses again with so much less memory, under the same cuts: under others
+        it is other stages' turn to have too much. Only if that makes stages slow are cuts sought again.
+
+        Args:
+            tight: the stages, which have less memory afterwards.
+            starts: cuts that aren't to be sought.
+        """
+        seeks, layout, unfit = starts is None, None, self._num_stages
+        for _ in range(_MOST_TRIALS):
+            layout = None if starts is None else tight.stages.chosen_again(starts)
+            if layout is None and seeks:
+                layout = tight.stages.next_step()
+            excess = None if layout is None else self._foresight.excess(layout)
+            if layout is None or excess is None:
+                return None
+            unfit = sum(more > 0 for more in excess)
+            if not unfit:
+                return layout
+            tight.tighten(excess)
+            starts = layout.starts
+        return layout if unfit <= self._num_unfit(self._layout) else None
+
+    def _num_unfit(self, layout: Layout) -> int:
+        """Return how many stages have more than fits."""
+        return sum(more > 0 for more in self._foresight.excess(layout) or ())
+
+    def _on_the_way(self, tight: "_Tight", wanted: Layout) -> Layout | None:
+        """Return what to go to first so that stages have room while layers move: mostly what is wanted; None: nothing.
+
+        Args:
+            tight: the stages, which have less memory afterwards.
+            wanted: what to go to in the end.
+        """
+        first, excess = wanted, self._foresight.excess_on_the_way([self._layout, wanted])
+        unused = [max(0.0, self._foresight.limit_bytes - held) for held in tight.stages.predicted_bytes]
+        for _ in range(_MOST_TRIALS):
+            if not any(excess):
+                return first
+            tight.tighten([more + left if more else 0.0 for more, left in zip(excess, unused, strict=True)])
+            unused = [0.0 if more else left for more, left in zip(excess, unused, strict=True)]
+            room = tight.stages.chosen(self._layout.starts)
+            if room.num_unfit or room.layout in {first, self._layout}:
+                return None
+            first = room.layout
+            excess = self._foresight.excess_on_the_way([self._layout, first, wanted])
+        return None
+
+
+class _Tight:
+    """Stages that have to do with less memory than their devices have.
+
+    Args:
+        stages: as they were measured.
+
+    Attributes:
+        stages: the same, with less memory.
+    """
+
+    def __init__(self, stages: Rebalancing) -> None:
+        self.stages, self._all = stages, stages.problem_of
+        self._less_bytes, self._late = [0.0] * len(stages.measured), Counter[int]()
+
+    def tighten(self, excess: Sequence[float]) -> None:
+        """Take memory from stages: as much as they have too much, and more every time."""
+        self._late.update(stage for stage, more in enumerate(excess) if more)
+        less = [
+            before + self._late[k] * more for k, (before, more) in enumerate(zip(self._less_bytes, excess, strict=True))
+        ]
+        self._less_bytes = less
 
         def problem_of(stage: int, start: int, stop: int) -> StageProblem:
-            problem = self._problem_of(stage, start, stop)
-            less = less_bytes[stage]
-            return replace(problem, limit_bytes=problem.limit_bytes - less) if less else problem
+            problem = self._all(stage, start, stop)
+            return replace(problem, limit_bytes=problem.limit_bytes - less[stage]) if less[stage] else problem
 
-        for _ in range(_MOST_TRIALS):
-            stages = Rebalancing(self._rows, self._layout, measured, problem_of, self._may_start, known)
-            found = (None if found is None else stages.chosen_again(found.starts)) or stages.next_step()
-            setup = None if found is None else self._after(found)
-            if found is None or setup is None:
-                return None
-            excess = self._excess_bytes(setup)
-            if not any(excess):
-                return found
-            late.update(stage for stage, more in enumerate(excess) if more)
-            less_bytes = [
-                less + late[stage] * more for stage, (less, more) in enumerate(zip(less_bytes, excess, strict=True))
-            ]
-        now = self._after(self._layout)
-        unfit = sum(each > 0 for each in excess)
-        return found if now is not None and unfit <= sum(each > 0 for each in self._excess_bytes(now)) else None
-
-    def _excess_bytes(self, setup: Setup) -> list[float]:
-        """Return by how much every stage has more than fits, in the simulator."""
-        if math.isinf(self._limit_bytes):
-            return [0.0] * self._num_stages
-        inputs = {size: input_bytes_of(rows) for size, rows in setup.profile.by_size.items()}
-        memories = stage_memories(setup.profile, setup.plan, setup.pipeline, inputs)
-        meter = MemoryMeter(setup.pipeline, memories, setup.costs)
-        simulate_segment(setup, setup.sampler.minibatches_per_epoch, Meter(setup.pipeline, meter))
-        peaks = meter.timeline().peaks
-        held = [
-            max(peaks[worker].num_bytes for worker in setup.pipeline.workers_of(k)) for k in range(self._num_stages)
-        ]
-        return [max(0.0, most - self._limit_bytes) for most in held]
-
-    def _after(self, layout: Layout) -> Setup | None:
-        """Return what runs under other cuts; None: some stage would hear of nothing.
-
-        All stages have to wait for gradients: who gets none runs ahead. Layers that share something stay together.
-        """
-        try:
-            setup = self._setup.under(recut(self._setup.graph, self._setup.plan, *layout))
-        except PlanError:
-            return None
-        heard = {edge.source for edge in setup.pipeline.edges if edge.has_gradient}
-        return setup if heard == {*range(self._num_stages - 1)} else None
+        self.stages = replace(self.stages, problem_of=problem_of)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from pipebench.engine.balancing import Balancing, Report
+from pipebench.engine.foresight import Foresight
 from pipebench.engine.monitor import Monitor
 from pipebench.engine.setup import Setup
+from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.model.plan import layout_of, recut
 from pipebench.planner.rebalancing import Proposal, Rebalancing, problems_of
 from pipebench.schedule.instructions import Instruction, Op
@@ -23,6 +25,7 @@ from pipebench.simulate.steady import simulate_segment
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.models import SkipNet
+from tests.simulate.test_memory import profile_of
 from tests.support import Blobs, Mlp, make_engine, make_setup
 
 SGD = OPTIMIZERS["fused-momentum"]
@@ -111,9 +114,9 @@ def test_throughput_grows_while_it_goes_on() -> None:
     assert balanced.clock_s < drained.clock_s < bad.clock_s
 
 
-@pytest.mark.parametrize("starts", [(1, 2), (5, 6)])
-def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[int, ...]) -> None:
-    free = balancing([*starts], live=True)
+@pytest.mark.parametrize(("starts", "live"), [((1, 2), False), ((5, 6), True), ((5, 6), False)])
+def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[int, ...], live: bool) -> None:
+    free = balancing([*starts], live=live)
     capped = replace(free, cluster=replace(free.cluster, memory_bytes=2600))
     (engine, _), (other, _) = played(free, 120), played(capped, 120)
     needed = [
@@ -182,6 +185,41 @@ def test_what_is_decided_fits_with_the_messages_that_wait(starts: list[int], lim
     engine, made = played(setup, 120)
     assert made
     assert max(simulated_peaks(engine.setup)) <= limit < max(simulated_peaks(setup))
+
+
+@pytest.mark.parametrize(
+    ("starts", "limit", "made"),
+    [
+        ([2, 3, 4], 4000, [(2, 3, 4), (1, 3, 5)]),  # policies alone, by which there is room for layers to come
+        ([1, 2, 3], 4400, [(1, 2, 5)]),  # the stages in the middle keep all, and can't have less for the last block
+    ],
+)
+def test_stages_have_room_while_layers_move(
+    starts: list[int], limit: int, made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, found = played(choosing(starts, limit), 160)
+    assert [where for _, where in found] == made
+    assert max(worker.peak_bytes for worker in engine.workers) <= limit
+    monkeypatch.setattr(Foresight, "excess_on_the_way", lambda *_: [0.0] * 4)
+    careless, _ = played(choosing(starts, limit), 160)
+    assert max(worker.peak_bytes for worker in careless.workers) > limit
+
+
+def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage would hold some of what it gives away twice."""
+    setup, limit = balancing([1, 2], live=True), 4600
+    setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)).under(setup.plan)
+    setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
+    assert not played(setup, 120)[1]
+    monkeypatch.setattr(Foresight, "excess_on_the_way", lambda *_: [0.0] * 3)
+    _, ((at, starts), *_) = played(setup, 120)
+    peaks = []
+    for cuts in (starts, (1, 3)):
+        simulated = SimulatedEngine(replace(setup, balances=False))
+        simulated.announce(Move(at, cuts))
+        simulated.train(0, 60)
+        peaks.append(max(simulated.peaks))
+    assert max(simulated_peaks(setup)) <= limit < min(peaks)
 
 
 def test_where_nothing_better_was_found_nobody_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
