@@ -220,7 +220,7 @@ def make_setup(
 
 def make_engine(setup: Setup, observe: Callable[[Any], None] = lambda event: None) -> VirtualEngine:
     """Return a virtual engine on a network of the setup's cluster."""
-    return VirtualEngine(setup, Network(setup.cluster, setup.devices), observe)
+    return VirtualEngine(setup, Network(setup.cluster, setup.devices, copies=setup.copies), observe)
 
 
 def parameters_of(engine: VirtualEngine) -> dict[str, torch.Tensor]:

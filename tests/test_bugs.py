@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from pipebench.cli.main import cli
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.engine.protocols import UnitLoss
+from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.errors import Fault, ProfileError
 from pipebench.model.graph import trace
 from pipebench.planner.planner import Planner
@@ -25,6 +26,8 @@ from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
+from pipebench.schedule.moves import Move
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.drawing import draw_cells
@@ -32,6 +35,7 @@ from pipebench.tracking.run_log import _one_line
 from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
 from pipebench.train.watch import Watch
+from tests.engine.test_phase_memory import setup_of as moving_setup
 from tests.models import SkipNet
 from tests.recipe.conftest import VALID
 from tests.support import Blobs, make_engine, make_setup, unit_profile
@@ -229,3 +233,15 @@ def test_memory_of_a_worker_all_of_whose_layers_are_idle_could_not_be_told(tmp_p
     memory = Watch.over(given).memory
     assert [peak.worker for peak in memory.peaks] == [0, 1, 2, 3]
     assert memory.peaks[1].num_bytes == 0
+
+
+def test_copies_that_begin_with_a_move_took_lanes_that_messages_cross_for_free() -> None:
+    """0.1.0: whether devices copy was asked of the first cuts. After a drain only simulated runs asked anew."""
+    first, after = [KEEP] * 7, (SWAP, KEEP, KEEP, KEEP, RECOMPUTE, SWAP, RECOMPUTE)
+    setup = moving_setup([1, 3, 4], first, rate=30.0)
+    trained, simulated = make_engine(setup), SimulatedEngine(setup)
+    for engine in (trained, simulated):
+        engine.announce(Move(12, (2, 3, 6), after))
+        for begin in (0, 20):
+            engine.train(begin, 20)
+    assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-9)

@@ -15,7 +15,6 @@ from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.planner.predict import pipeline_under
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import LossScaleRecipe
-from pipebench.schedule.modes import SWAP
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES, delay
 from pipebench.simulate.costs import Costs, stage_costs
@@ -85,8 +84,8 @@ class Setup:
 
     @property
     def copies(self) -> bool:
-        """Whether devices copy to their hosts and back, now or once layers have moved."""
-        return bool(self.pipeline.swaps) or SWAP in self.chooses
+        """Whether devices copy to their hosts and back, now or once layers have moved, which may begin to swap then."""
+        return bool(self.pipeline.swaps) or self.repartitions
 
     def under(self, plan: Plan) -> "Setup":
         """Return the same run under a plan with other cuts or memory policies; all that follows from them follows.

@@ -9,6 +9,8 @@ from pipebench.report.origins import origins
 from pipebench.report.page import Block, Heading, Image, Page, Text, Verbatim
 from pipebench.report.tables import tables
 
+PICTURES = "Pictures"  # the heading above them
+
 
 def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
     """Return the page of a report.
@@ -20,7 +22,7 @@ def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> Page:
     report = evaluated.report
     blocks: list[Block] = [*_head(evaluated), *tables(evaluated)]
     pictures = [block for picture in report.pictures for block in _picture(evaluated, picture, drawn)]
-    blocks += [Heading("Pictures"), *pictures] if pictures else []
+    blocks += [Heading(PICTURES), *pictures] if pictures else []
     blocks += [*scores(evaluated), *claims(evaluated), *origins(evaluated)]
     return Page(evaluated.command, report.title, tuple(blocks))
 

@@ -125,6 +125,8 @@ def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent
         _say(f"no value: {problem}")
     if kept:
         _say(f"kept: {len(kept)} results of runs that trained, in {display(kept[0].parent)}/")
+    if rendered.removed:
+        _say(f"removed: {', '.join(path.name for path in rendered.removed)}, which the page shows no longer")
     for path in rendered.files:
         if path.suffix in (".md", ".html"):
             _say(f"written: {display(path)}")

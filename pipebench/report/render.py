@@ -10,6 +10,7 @@ from pipebench.files import replace as replace_file
 from pipebench.report.contents import page_of
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.html import html
+from pipebench.report.leftovers import leftovers
 from pipebench.report.markdown import blocks_markdown, markdown
 from pipebench.report.plots import draw_plots
 from pipebench.report.tables import tables
@@ -24,11 +25,13 @@ class Rendered:
     Attributes:
         files: all that was written.
         pictures: of these the PNGs, in the report's order.
+        removed: pictures of an earlier rendering that the page doesn't show any more.
         summary: Markdown of the tables alone, as a description of the report.
     """
 
     files: tuple[Path, ...]
     pictures: tuple[Path, ...]
+    removed: tuple[Path, ...]
     summary: str
 
 
@@ -37,21 +40,24 @@ def render(evaluated: Evaluated, folder: Path) -> Rendered:
 
     Args:
         evaluated: the report and its results.
-        folder: what it has of an earlier rendering is replaced.
+        folder: what it has of an earlier rendering is replaced, and removed where nothing takes its place.
 
     Raises:
         OSError: the folder takes no file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw_plots(evaluated, folder)
+    removed = tuple(leftovers(evaluated.report.name, folder / MARKDOWN, {image.name for image in drawn.values()}))
     page = page_of(evaluated, drawn)
     texts = {MARKDOWN: markdown(page), HTML: html(page, folder, evaluated.server, _footer())}
     for name, text in texts.items():
         replace_file(folder / name, text.encode())
+    for path in removed:
+        path.unlink(missing_ok=True)
     pictures = tuple(folder / f"{image.name}.png" for image in drawn.values())
     vectors = tuple(path.with_suffix(".svg") for path in pictures)
     files = (*(folder / name for name in texts), *pictures, *vectors)
-    return Rendered(files, pictures, blocks_markdown(tables(evaluated)))
+    return Rendered(files, pictures, removed, blocks_markdown(tables(evaluated)))
 
 
 def _footer() -> str:

@@ -207,6 +207,41 @@ def test_a_schedule_is_drawn_as_text(make: Make, write: Write) -> None:
     assert "pipedream, plan straight, one column" in Path("rendered/small/report.md").read_text()
 
 
+def test_pictures_that_the_page_shows_no_longer_are_removed(make: Make, write: Write) -> None:
+    folder, (bars, lines) = Path("rendered/small"), changed()["pictures"]
+    one = {"rows": [changed()["rows"][1]], "calibration": None}
+    us = "![Us](bars-us.png)\n\n![us](photo.png)"
+    write(changed(**one, pictures=[bars, lines, {**lines, "measure": "twice"}]) | {"about": us})
+    assert make("small.yaml")[0] == 0
+    names = {f"{name}.{kind}" for name in ("bars-speedup", "lines-speedup", "lines-twice") for kind in ("png", "svg")}
+    texts, others = {"report.md", "report.html"}, {"bars-us.png", "photo.png", "lines-other.png", "stages.svg"}
+    assert {path.name for path in folder.iterdir()} == names | texts
+    for name in others:
+        (folder / name).touch()
+
+    write(changed(**one, pictures=[lines]))
+    code, said = make("small.yaml")
+    assert code == 0
+    removed = "bars-speedup.png, bars-speedup.svg, lines-twice.png, lines-twice.svg"
+    assert f"removed: {removed}, which the page shows no longer\n" in said
+    assert {path.name for path in folder.iterdir()} == {"lines-speedup.png", "lines-speedup.svg"} | texts | others
+    assert "removed" not in make("small.yaml")[1]
+
+
+def test_pictures_of_another_report_stay(make: Make, write: Write) -> None:
+    one = {"rows": [changed()["rows"][1]], "calibration": None}
+    write(changed(**one), "other file.yaml")
+    write(changed(**one, pictures=None))
+    assert make("other file.yaml", "--out", "both")[0] == 0
+    assert "removed" not in make("small.yaml", "--out", "both")[1]
+    assert Path("both/bars-speedup.png").is_file()
+
+    assert make("other file.yaml", "--out", "both")[0] == 0
+    write(changed(**one, pictures=None), "other file.yaml")
+    assert "removed: bars-speedup.png" in make("other file.yaml", "--out", "both")[1]
+    assert not Path("both/bars-speedup.png").is_file()
+
+
 def test_reports_are_listed_with_what_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "reports_folder", Path.cwd)
     for name in ("dp", "straight"):  # beside the report, and none themselves
