@@ -189,7 +189,8 @@ def above_lowest(frozen: str) -> list[str]:
     named = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
     lowest = dict(re.findall(r"^([\w.-]+)>=([\w.]+)", "\n".join(named), re.MULTILINE))
     found = dict(line.lower().split("==") for line in frozen.splitlines() if "==" in line)
-    return [name for name, version in lowest.items() if not f"{found[name.lower()]}.0.0".startswith(f"{version}.")]
+    installed = {name: found[name.lower()] for name in lowest if name.lower() in found}  # not the extras left out
+    return [name for name, version in installed.items() if not f"{version}.0.0".startswith(f"{lowest[name]}.")]
 
 
 def python_with_pipebench(session: nox.Session) -> str:

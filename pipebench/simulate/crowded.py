@@ -15,19 +15,17 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.schedule.pushes import Turns
 from pipebench.simulate.agenda import Action
 from pipebench.simulate.costs import Costs, HostCosts
+from pipebench.simulate.messages import RECEIVES, SENDS
 from pipebench.simulate.network import Network
 from pipebench.simulate.reductions import Wait
 from pipebench.simulate.sharing import Flow, Resource, Uses
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import LATER, Event, Simulation
 
 _ALONE = 1.0  # the rate of work that has its cores to itself
-_RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
-_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 
 
 class _Done(NamedTuple):
@@ -39,27 +37,20 @@ class _Done(NamedTuple):
 
 
 class Crowded(Simulation):
-    """A simulation whose workers share `costs.host.cores` cores; arguments as for `Simulation`."""
+    """A simulation whose workers share `costs.host.cores` cores, and whose layers stay where they are."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        programs: Sequence[Iterator[Instruction]],
-        costs: Costs,
-        network: Network,
-        size_of: Callable[[int], Size],
-        start_s: float = 0.0,
-        turns: Turns | None = None,
-    ) -> None:
-        assert costs.host.cores is not None
+    def __post_init__(self) -> None:
+        self._host = self.costs.host
+        assert self._host.cores is not None
+        assert self.moving is None
         # What the host's costs are, is work here; the simulation would wait for it.
-        super().__init__(pipeline, programs, replace(costs, host=HostCosts()), network, size_of, start_s, turns)
-        self._host = costs.host
-        self._uses: Uses = ((Resource(costs.host.cores), float(costs.host.threads)),)
+        self.costs = replace(self.costs, host=HostCosts())
+        super().__post_init__()
+        self._uses: Uses = ((Resource(self._host.cores), float(self._host.threads)),)
 
     def __iter__(self) -> Iterator[Event]:
         """Yield events in an order that respects every dependency."""
-        agenda, made = self._network.agenda, self._made
+        agenda, made = self.network.agenda, self._made
         while agenda.heap:
             now_s, _, _, worker, payload = heapq.heappop(agenda.heap)
             if worker < 0:
@@ -83,28 +74,19 @@ class Crowded(Simulation):
 
     def _go_on(self, worker: int, now_s: float) -> Iterator[Event]:
         """Execute a worker's instructions until one takes time."""
-        for instruction in self._programs[worker]:
+        for instruction in self.programs[worker]:
             sent_s = math.inf
-            if instruction.op is Op.PUSH:  # its event comes once the server has applied it
-                self._pushing.push(worker, instruction, now_s)
-                continue
-            if self._copies is not None and instruction.op in COPIES:
-                self._copies.begin(worker, instruction, now_s)
-                yield from self._made
-                self._made.clear()
-                continue
             if self._copies is not None and self._copies.holds_up(instruction, now_s):
                 return
-            if instruction.op in _SENDS:
-                self._send(worker, instruction, now_s)
-            elif self._waits(instruction):
-                ready = self._ready(worker, instruction, now_s)
-                if ready is None:
+            if self._waits(instruction):
+                lasts_s = self._plays[instruction.op](worker, instruction, now_s)
+                if lasts_s is None:
                     return
-                ready_s, sent_s = ready
-                if ready_s > now_s:
-                    self._wake(ready_s, worker, (now_s, instruction, sent_s))
-                    return
+                if lasts_s == LATER:
+                    yield from self._made
+                    self._made.clear()
+                    continue
+                sent_s = math.inf if instruction.op in SENDS else now_s  # or before, which is the same to a stall
             own_s = self._own_s(instruction)
             if own_s > 0:
                 self._work(own_s, worker, _Done(now_s, instruction, sent_s), now_s)
@@ -113,41 +95,39 @@ class Crowded(Simulation):
             yield Event(now_s, now_s, worker, instruction)
         self._running.discard(worker)
 
-    def _compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
+    def _let_compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
         """Let a worker that has waited run a backward now, on its cores."""
         self._work(self._own_s(instruction), worker, _Done(now_s, instruction, math.inf), now_s)
 
     def _waits(self, instruction: Instruction) -> bool:
-        """Return whether an instruction waits for something that isn't the worker's own work."""
+        """Return whether there is more to an instruction than the worker's own work."""
         if instruction.op is Op.LOAD_INPUT:
             return not self._host.fetches
         return instruction.op not in self._durations and instruction.op is not Op.UPDATE
 
     def _own_s(self, instruction: Instruction) -> float:
         """Return the seconds that an instruction takes of the worker's own cores, if it has them to itself."""
-        op, stage, number, other, *_ = instruction
+        op, stage, number, *_ = instruction
         if op in self._durations:
-            return self._durations[op][stage][self._size_of(number)]
-        costs = self._costs.stages[stage]
+            return self._durations[op][stage][self.size_of(number)]
+        costs = self.costs.stages[stage]
         if op is Op.UPDATE:
             return costs.update_s
         if op is Op.LOAD_INPUT:
-            return costs.load_s[self._size_of(number)] if self._host.fetches else 0.0
+            return costs.load_s[self.size_of(number)] if self._host.fetches else 0.0
         if op is Op.WAIT_ALL_REDUCE:
             num_bytes = sum(bucket.num_bytes for bucket in costs.buckets)
-            return self._host.all_reduce(num_bytes, self._pipeline.replicas[stage])
-        if op not in _SENDS and op not in _RECEIVES:
+            return self._host.all_reduce(num_bytes, self.pipeline.replicas[stage])
+        if op not in SENDS and op not in RECEIVES:
             return 0.0
-        edges = self._activations if op in (Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION) else self._gradients
-        ends = (stage, other) if op in _SENDS else (other, stage)
-        num_bytes = edges[ends].num_bytes[self._size_of(number)]
+        num_bytes = self._messages.num_bytes(instruction)
         return self._host.message(num_bytes) if num_bytes else 0.0
 
     def _work(self, own_s: float, worker: int, done: _Done, now_s: float) -> None:
         """Let a worker work on its cores, or its share of them."""
         flow = Flow(own_s, self._uses, cap=_ALONE)
-        self._network.sharing.start(flow, now_s)
-        self._network.sharing.tell(flow, partial(self._worked, worker, done), now_s)
+        self.network.sharing.start(flow, now_s)
+        self.network.sharing.tell(flow, partial(self._worked, worker, done), now_s)
 
     def _worked(self, worker: int, done: _Done, now_s: float) -> tuple[int, _Done]:
         """Return who goes on now."""

@@ -29,7 +29,7 @@ from pipebench.simulate.simulation import Event
 
 _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
-_PATIENCE = 2048  # minibatches after which the mean of the later half has to do
+_PATIENCE = 2048  # minibatches after which the mean of the later half has to do, if they are blocks enough for it
 _BATCHES = 8  # parts of that half, whose means tell its standard error
 _TOLERANCE = 1e-9  # relative; times are sums of floats
 
@@ -361,7 +361,9 @@ class _Watch:
             # Workers at rates of their own fill or empty a queue, which comes to its end some day.
             if max(shifts) - min(shifts) <= _TOLERANCE * ends[0][-1]:
                 return self._found(blocks, shifts[0], num_minibatches)
-        return self._mean(num_minibatches) if len(ends[0]) // own[0] * self._block >= _PATIENCE else None
+        ended = len(ends[0]) // own[0]
+        enough = ended * self._block >= _PATIENCE and ended >= 2 * _BATCHES
+        return self._mean(num_minibatches) if enough else None
 
     def _mean(self, num_minibatches: int) -> _Steady | None:
         """Return the later half of what was simulated as if it repeated itself, with its standard error."""

@@ -57,6 +57,19 @@ def test_where_no_state_repeats_itself_the_later_half_stands_for_the_rest(
     assert mean.num_bytes == whole.num_bytes
 
 
+@pytest.mark.parametrize("plan", [([], [3]), ([2], [2, 1]), ([4], [3, 1])], ids=str)
+def test_blocks_of_more_minibatches_than_patience_reaches_are_waited_for(
+    plan: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on thousands of replicas, where the first block alone is longer: there are no halves of it, nor parts."""
+    monkeypatch.setattr(steady, "_PATIENCE", 2)
+    setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=40 * 12 + 3, num_eval=4))
+    num_minibatches = setup.sampler.minibatches_per_epoch
+    whole, short = simulate_all(setup, num_minibatches), simulate_segment(setup, num_minibatches)
+    assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
+    assert short.error_s == 0.0, "a period is found before a mean has to do"
+
+
 @pytest.mark.parametrize("plan", [([2], [1, 3]), ([4], [3, 1]), ([2], [2, 2])], ids=str)
 def test_extrapolation_is_exact_where_links_are_shared(
     plan: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch

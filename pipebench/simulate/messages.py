@@ -1,0 +1,172 @@
+"""Messages between stages: those that nobody has asked for yet, and who waits for one.
+
+A stage sends activations to those that read them and gradients back, and, where layers move, these and what their units
+need. Both ends of a message may take some of their workers' own time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from pipebench.model.sampling import Size
+from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.costs import Costs
+from pipebench.simulate.network import Connection, Message, Network
+from pipebench.simulate.reductions import Wait, Wake
+from pipebench.simulate.timeline import ACTIVATION, GRADIENT, MIGRATION
+
+SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.GIVE_UNIT, Op.GIVE)
+RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.TAKE_UNIT, Op.TAKE)
+
+_Stages = tuple[int, int]  # the stage a message leaves, the one that reads it
+
+
+@dataclass
+class _Edge:
+    """Messages from one stage to another, of one kind.
+
+    Attributes:
+        kind: of the bytes.
+        letter: of their labels.
+        num_bytes: by size of the unit.
+        first, replicas: workers of the stage that reads them: unit u goes to worker first + u mod replicas.
+        values: as how many values of one size they come.
+        connections: by sender and receiver.
+        arrived: by unit, messages that nobody waits for yet, with the time at which they were sent.
+        waiting: by unit, since when its receiver waits, and in which instruction.
+    """
+
+    kind: str
+    letter: str
+    num_bytes: Mapping[Size, int]
+    first: int
+    replicas: int
+    values: float = 1.0
+    connections: dict[tuple[int, int], Connection] = field(default_factory=dict)
+    arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
+    waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
+
+
+class Weighing(Protocol):
+    """Knows how large is what layers are moved with."""
+
+    def num_bytes(self, it: Instruction) -> int:
+        """Return the bytes of what is given."""
+
+
+class Messages:
+    """All messages between the stages of a simulation.
+
+    Args:
+        pipeline: its stages.
+        costs: how large messages are, and what their ends take of a worker's time.
+        network: the links.
+        size_of: what a unit's costs depend on.
+        moving: where layers move; None where they stay.
+        copies: whether messages cross lanes to hosts that copies use, too.
+        wake: lets a worker go on.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        costs: Costs,
+        network: Network,
+        size_of: Callable[[int], Size],
+        moving: Weighing | None,
+        wake: Wake,
+        *,
+        copies: bool,
+    ) -> None:
+        self._pipeline, self._host, self._network, self._size_of = pipeline, costs.host, network, size_of
+        self._moving, self._copies, self._wake = moving, copies, wake
+        activations: dict[_Stages, _Edge] = {}
+        gradients: dict[_Stages, _Edge] = {}
+        migrations: dict[_Stages, _Edge] = {}
+        first, replicas = pipeline.first_workers, pipeline.replicas
+        for (source, target), sizes in costs.activation_bytes.items():
+            values, _ = costs.values.get((source, target), (1.0, 1.0))
+            activations[source, target] = _Edge(ACTIVATION, "F", sizes, first[target], replicas[target], values)
+        for (source, target), sizes in costs.gradient_bytes.items():
+            _, values = costs.values.get((source, target), (1.0, 1.0))
+            gradients[target, source] = _Edge(GRADIENT, "B", sizes, first[source], replicas[source], values)
+        for left in range(pipeline.num_stages - 1 if moving is not None else 0):
+            for source, target in ((left, left + 1), (left + 1, left)):
+                migrations[source, target] = _Edge(MIGRATION, "M", {}, first[target], replicas[target])
+        kinds = (activations, gradients, migrations, migrations)
+        self._edges = dict(zip((*SENDS, *RECEIVES), (*kinds, *kinds), strict=True))
+
+    def send(self, worker: int, send: Instruction, now_s: float) -> float:
+        """Let a message set out; return the seconds that sending it keeps the worker."""
+        op, stage, unit, other, _, _, _ = send
+        edge = self._edges[op][stage, other]
+        peer = edge.first + unit % edge.replicas
+        if edge.kind == MIGRATION and self._moving is not None:
+            num_bytes = self._moving.num_bytes(send)
+        else:
+            num_bytes = edge.num_bytes[self._size_of(unit)]
+        connection = edge.connections.get((worker, peer))
+        if connection is None:
+            connection = edge.connections[worker, peer] = self._network.connection(edge.kind, worker, peer, edge.values)
+        label = (
+            edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit)) if self._network.observed else ""
+        )
+        message = self._network.send(connection, num_bytes, now_s, label)
+        waiting = edge.waiting.pop(unit, None)
+        if waiting is None:
+            edge.arrived[unit] = message, now_s
+        else:
+            self._tell(message, peer, (*waiting, now_s), now_s)
+        return self._end_s(message)
+
+    def receive(self, worker: int, receive: Instruction, now_s: float) -> float | None:
+        """Take a message; return 0 where that keeps the worker no longer, None where it waits: it is woken then."""
+        op, stage, unit, other, _, _, _ = receive
+        edge = self._edges[op][other, stage]
+        arrived = edge.arrived.pop(unit, None)
+        if arrived is None:
+            edge.waiting[unit] = now_s, receive
+            return None
+        message, sent_s = arrived
+        wait = now_s, receive, sent_s
+        if message.arrival_s > now_s:
+            self._tell(message, worker, wait, now_s)
+            return None
+        return None if self._taken(message, worker, wait, now_s) is None else 0.0
+
+    def num_bytes(self, instruction: Instruction) -> int:
+        """Return the bytes of an activation or a gradient that an instruction sends or receives."""
+        op, stage, unit, other, *_ = instruction
+        return self._edges[op][(stage, other) if op in SENDS else (other, stage)].num_bytes[self._size_of(unit)]
+
+    def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
+        """Yield workers that wait, since when and in which instruction."""
+        for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.TAKE):
+            for (_, stage), edge in self._edges[op].items():
+                for unit, waiting in sorted(edge.waiting.items()):
+                    yield self._pipeline.worker(stage, unit), *waiting
+
+    def _tell(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
+        """Let a worker go on when a message has arrived, and its end of it is done."""
+        self._network.sharing.tell(message, partial(self._taken, message, worker, wait), now_s)
+
+    def _taken(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
+        """Return who goes on now; nobody where the receiver's end of the message takes some time."""
+        self._network.arrived(message)
+        if self._copies:
+            self._network.copy_with_host(message, now_s, out=False)
+        end_s = self._end_s(message)
+        if end_s == 0:
+            return worker, wait
+        self._wake(now_s + end_s, worker, wait)
+        return None
+
+    def _end_s(self, message: Message) -> float:
+        """Return what one end of a message takes of its worker's own time; there is none where nothing is sent."""
+        num_bytes, connection = message.num_bytes, message.connection
+        if not num_bytes:
+            return 0.0
+        host_s = self._host.message(num_bytes)
+        return host_s + connection.level.copy_s(num_bytes) if connection.copies else host_s
