@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster, Level
+from pipebench.planner.activations import Unit
 from pipebench.planner.states import Floats, States
 from pipebench.simulate.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
 
@@ -170,6 +171,21 @@ class StageGrid:
         after[0, -1] = 0.0
         return before, after
 
+    @property
+    def unit(self) -> Unit | None:
+        """What the stages keep of a unit, where every layer has a policy of its own."""
+        states = self.work.states
+        if states.activations is None:
+            return None
+        return states.activations.of(states.bounds[self.starts], states.bounds[self.stop_from :])
+
+    @property
+    def compute_s(self) -> Floats:
+        """The seconds of a forward and a backward, and those that what swaps comes back late."""
+        states, unit = self.work.states, self.unit
+        own_s = self.sums(states.forward_s + states.backward_s)
+        return own_s if states.activations is None or unit is None else own_s + states.activations.late_s(unit)
+
 
 class CostModel(ABC):
     """What a stage costs.
@@ -208,8 +224,8 @@ class CostModel(ABC):
 
     def round(self, grid: StageGrid, level: Level) -> Term:
         """Return what a replica's round takes: a forward, a backward, and what must follow before the next forward."""
-        states = grid.work.states
-        return Term(grid.sums(states.forward_s + states.backward_s))
+        del level
+        return Term(grid.compute_s)
 
     def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
         """Return what bounds the stages of a grid, however many minibatches are in flight, besides their rounds."""
@@ -260,7 +276,7 @@ class _Sosp19(CostModel):
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         states, level = grid.work.states, _plain(level)
         rate = level.sum_bytes_per_s
-        compute_s = inner.seconds if inner else grid.sums(states.forward_s + states.backward_s)
+        compute_s = inner.seconds if inner else grid.compute_s
         sync = grid.sums(states.parameter_bytes * (2 / rate))
         before = 0.0 if first else grid.cuts(states.sent_bytes * (2 / level.message_bytes_per_s))[0]
         return StageTerms((Term(compute_s), Term(np.zeros((1, 1)), tail=sync)), before)
@@ -288,7 +304,7 @@ class _Artifact(CostModel):
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
         states, level = grid.work.states, _plain(level)
         rate = level.sum_bytes_per_s
-        compute_s = inner.seconds if inner else grid.sums(states.forward_s + states.backward_s)
+        compute_s = inner.seconds if inner else grid.compute_s
         sync = grid.sums(states.parameter_bytes * (4 / rate))
         if first:
             return StageTerms((Term(compute_s, sync / inner.count if inner else sync),))
@@ -356,7 +372,7 @@ class _Overlap(CostModel):
         states, rate = grid.work.states, level.sum_bytes_per_s
         weights = grid.sums(states.parameter_bytes)
         late = np.minimum(weights, np.maximum(states.next_bytes[grid.starts, None], LAST_BUCKET_BYTES))
-        compute_s = grid.sums(states.forward_s + states.backward_s) + self._update_s(grid)
+        compute_s = grid.compute_s + self._update_s(grid)
         return Term(compute_s, late * (2 / rate), np.where(weights > 0, 2 * level.latency_s, 0.0))
 
     def _update_s(self, grid: StageGrid) -> Floats:

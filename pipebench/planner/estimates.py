@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, make_plan
+from pipebench.planner.activations import Activations, VirtualMemory
 from pipebench.planner.cost_models import Work
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.loops import loops_s
@@ -15,7 +16,7 @@ from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
 from pipebench.planner.predict import Course, arrange, arranged, course_of, payload, predict
-from pipebench.planner.stage_problem import StageProblem, VirtualMemory, input_bytes_of
+from pipebench.planner.stage_problem import StageProblem, input_bytes_of
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.straight import Straight
 from pipebench.profile.model import Profile, Rows
@@ -80,6 +81,9 @@ class Estimator:
         states = self._known[self.unit_size]
         if RECOMPUTE in self.memory_policies:
             states = states.recomputing(self.memory_policies)
+        if self.request.memory is not None and states.is_chain:
+            pcie = self.request.cluster.pcie_bytes_per_s
+            states = replace(states, activations=Activations(rows, self.memory_policies, pcie))
         load_s = profile.load_s.get(self.unit_size, 0.0)
         update_s_per_byte = profile.update_s_per_byte * WEIGHT_POLICIES[self.mode.weights].update_cost
         return Work(states, update_s_per_byte, profile.update_floor_s, load_s)
@@ -194,8 +198,6 @@ class Estimator:
             relay=self.request.relay,
         )
         kept = [self._kept(plan, stages, index) for index in range(len(stages))]
-        waits_s = [0.0 if each.virtual is None else each.virtual.waits_s for each in kept]
-        seconds = [own + wait_s / m for own, wait_s, m in zip(seconds, waits_s, replicas, strict=True)]
         slowest_s = max(sum(seconds[position :: len(widths)]) for position in range(len(widths)))
         return PlanEstimate(
             plan=plan,
@@ -213,7 +215,7 @@ class Estimator:
     def _seconds(
         self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
     ) -> tuple[list[float], float]:
-        """Return every stage's seconds per unit, copies to hosts left out, and those of the busiest port."""
+        """Return every stage's seconds per unit, and those of the busiest port."""
         model, cluster, relay = self.request.model, self.request.cluster, self.request.relay
         in_loops = model.has_ports and not self.mode.flush
         seconds, port_s = placed_s(self.work, model, cluster, stages, devices, ways=not in_loops)
@@ -230,10 +232,11 @@ class Estimator:
         in_flight = self.in_flight(replicas, index, plan.depth)
         if self.keeps_as_input_stage:
             rule = replace(rule, versions=-(-plan.depth * replicas[0] // stage.replicas))
-        if self.request.memory is None or not self.work.states.is_chain:
-            return _Kept(rule.num_bytes(self.work.states, stage.start, stage.stop, in_flight), in_flight)
-        outcome = self.stage_problem(rule, stage, in_flight).outcome(plan.stages[index].memory)
-        return _Kept(outcome.num_bytes, in_flight, outcome.virtual)
+        num_bytes = rule.num_bytes(self.work.states, stage.start, stage.stop, in_flight)
+        if self.work.states.activations is None:
+            return _Kept(num_bytes, in_flight)
+        start, stop = self.work.states.bounds[[stage.start, stage.stop]]
+        return _Kept(num_bytes, in_flight, self.work.states.activations.virtual(start, stop))
 
     def _stage_estimates(
         self,

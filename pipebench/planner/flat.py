@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipebench.cluster import Level
 from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, Work
-from pipebench.planner.memory import MemoryRule
+from pipebench.planner.memory import Kept, MemoryRule
 from pipebench.planner.states import Floats, States
 from pipebench.planner.thinning import is_thinned, loosened, refined
 
@@ -231,7 +231,7 @@ class _Stages:
         return self._bounds().seconds(float(self._problem.width))
 
     @cached_property
-    def memory(self) -> tuple[Floats, Floats]:
+    def memory(self) -> Kept:
         """What they keep, see `MemoryRule.parts`."""
         assert self._problem.memory is not None
         return self._problem.memory.parts(self._grid)

@@ -6,19 +6,41 @@ their backward, what one backward computes again, and room for two transfers eac
 masters besides, and the gradient, for the step, in their type. Its d is 1 + ceil(R / m): m replicas, R workers in the
 stages after it (1F1B-RR at NOAM); beyond NOAM R grows by what the input stage admits more, for every stage but the
 last.
+
+So bytes are a line in d. Where layers swap, they are the lower one of two: nothing leaves in time, or all does but for
+what is on its way (`activations.on_device`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipebench.planner.activations import on_device
 from pipebench.planner.cost_models import StageGrid, Work
 from pipebench.planner.states import Floats, States
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight
+
+
+class Kept(NamedTuple):
+    """What stages keep: the lowest of some lines in the units in flight; arrays are [line, start, stop].
+
+    Attributes:
+        constant: bytes whatever is in flight.
+        each: bytes for each unit in flight.
+    """
+
+    constant: Floats
+    each: Floats
+
+    def num_bytes(self, in_flight: int) -> Floats:
+        """Return the bytes with so many units in flight, [start, stop]."""
+        lowest: Floats = (self.constant + in_flight * self.each).min(axis=0)
+        return lowest
 
 
 @dataclass(frozen=True)
@@ -45,8 +67,7 @@ class MemoryRule:
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
         """Return the bytes that a replica of the stage between two states keeps at most."""
-        constant, each = self.parts(StageGrid(Work(states), np.array([start]), stop))
-        return float(constant[0, 0] + in_flight * each[0, 0])
+        return float(self.parts(StageGrid(Work(states), np.array([start]), stop)).num_bytes(in_flight)[0, 0])
 
     def beside_activations(self, states: States, start: int, stop: int) -> tuple[float, float]:
         """Return what the stage between two states keeps but for activations: in any case, and per unit in flight."""
@@ -59,17 +80,17 @@ class MemoryRule:
         depth = 1 + -(-(after + self.beyond) // m) if after else 1
         return self.in_flight or min(depth, self.depth_at_most or depth)
 
-    def least(self, parts: tuple[Floats, Floats], after: Floats) -> Floats:
+    def least(self, parts: Kept, after: Floats) -> Floats:
         """Return the fewest replicas with which the stages of a grid of one start fit, or infinity [stop].
 
         Args:
             parts: what `parts` says of the grid.
             after: workers behind each of them [stop].
         """
-        constant, each = (part[0] for part in parts)
+        constant, each = (part[:, 0] for part in parts)
         with np.errstate(all="ignore"):
             room = np.floor((self.limit_bytes - constant) / each)
-            room = np.where(each > 0, room, np.where(constant <= self.limit_bytes, np.inf, 0.0))
+            room = np.where(each > 0, room, np.where(constant <= self.limit_bytes, np.inf, 0.0)).max(axis=0)
             if self.in_flight is not None:
                 return np.where(room >= self.in_flight, 1.0, np.inf)
             if self.depth_at_most is not None:
@@ -79,8 +100,7 @@ class MemoryRule:
 
     def fits(self, grid: StageGrid, m: int, after: int) -> NDArray[np.bool_]:
         """Return whether a grid's stages on m replicas, with `after` workers behind them, fit [start, stop]."""
-        constant, each = self.parts(grid)
-        return constant + self.depth(m, after) * each <= self.limit_bytes
+        return self.parts(grid).num_bytes(self.depth(m, after)) <= self.limit_bytes
 
     def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
         """Return whether every replica of a plan fits.
@@ -97,13 +117,17 @@ class MemoryRule:
             after += replicas
         return True
 
-    def parts(self, grid: StageGrid) -> tuple[Floats, Floats]:
-        """Return the bytes kept however many minibatches are in flight, and those of each, [start, stop]."""
-        states = grid.work.states
-        saved, again = map(grid.sums, (states.saved_bytes, states.recomputed_bytes))
-        resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
+    def parts(self, grid: StageGrid) -> Kept:
+        """Return what the stages of a grid keep however many minibatches are in flight, and of each."""
+        states, unit = grid.work.states, grid.unit
         constant, stashed = self._beside(grid)
-        return constant + again, stashed + saved + resumed
+        constant = constant + grid.sums(states.recomputed_bytes)
+        if states.activations is None or unit is None:
+            resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
+            return Kept(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None])
+        lines = on_device(unit.swapped_bytes, unit.forward_s, states.activations.pcie_bytes_per_s)
+        once, each = (np.stack(parts) for parts in zip(*lines, strict=True))
+        return Kept(constant + once, stashed + unit.stays_bytes + each)
 
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return the same without activations."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from pipebench.cluster import Cluster
 from pipebench.model.plan import Plan
+from pipebench.planner.activations import VirtualMemory
 from pipebench.planner.cost_models import CostModel
-from pipebench.planner.stage_problem import VirtualMemory
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import Mode
 

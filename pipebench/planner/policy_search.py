@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipebench.planner.activations import MOST_ON_DEVICE
 from pipebench.planner.stage_problem import StageProblem, Sums
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
@@ -162,7 +163,8 @@ def _steps(problem: StageProblem, layer: int, situations: list[Sums]) -> _Steps:
 
 def _least_bytes_after(problem: StageProblem) -> Iterator[float]:
     """Yield what the layers after each keep at least, whatever is done with them; the loss counts as the last one's."""
-    times = {KEEP: problem.in_flight, SWAP: problem.on_device, RECOMPUTE: 1}  # of what a layer saves: `most_bytes`
+    on_device = min(problem.in_flight, MOST_ON_DEVICE)
+    times = {KEEP: problem.in_flight, SWAP: on_device, RECOMPUTE: 1}  # of what a layer saves: `most_bytes`
     least, own = min(times[policy] for policy in problem.choices), range(problem.start, problem.stop)
     with_loss = problem.own[problem.num_layers :]
     saved = [problem.rows[index].saved_bytes for index in own]

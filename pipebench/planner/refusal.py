@@ -7,6 +7,8 @@ from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.searches import Searches
+from pipebench.schedule.modes import SWAP
+from pipebench.schedule.pipeline import SPLIT
 
 
 def why_nothing_fits(of: Estimator) -> str:
@@ -15,8 +17,11 @@ def why_nothing_fits(of: Estimator) -> str:
     needed = _least_memory(of)
     ways = []
     recomputing = Estimator(replace(request, row=replace(mode, recompute=True), memory=None), of.name)
+    swapping = Estimator(replace(request, memory=(SWAP,) * len(of.memory_policies)), of.name)
     if not mode.recompute and mode.shape in ("any", "equal") and _least_memory(recomputing) <= limit:
         ways.append("parallelism.recompute: true")
+    if _may_swap(of) and _least_memory(swapping) <= limit:
+        ways.append("parallelism.swap_layers: ['*']")
     if mode.shape in ("one", "one-stage", "straight"):
         others = ("pipedream-flush", "gpipe")
         ways += [f"mode {name}" for name in others if _least_memory(Estimator(request, name)) <= limit]
@@ -34,6 +39,12 @@ def why_nothing_fits(of: Estimator) -> str:
         f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {request.cluster.device}; "
         f"what would help: {', or '.join(ways)}"
     )
+
+
+def _may_swap(of: Estimator) -> bool:
+    """Return whether layers that don't swap might."""
+    several = of.mode.shape not in ("one", "one-stage") and of.mode.backward != SPLIT
+    return several and of.request.cluster.pcie_bytes_per_s is not None and {*of.memory_policies} != {SWAP}
 
 
 def _least_memory(of: Estimator) -> float:

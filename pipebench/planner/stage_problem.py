@@ -12,19 +12,14 @@ has room for what it computes again, and a run of recomputed layers keeps what i
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipebench.planner.activations import MOST_ON_DEVICE, Amounts, copies_s, on_device
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-
-# Of units that swap, those on the device if copies keep up: one that runs forward or leaves, one that runs backward,
-# one that comes in.
-MOST_ON_DEVICE = 3
-
-Amounts = TypeVar("Amounts", np.float64, NDArray[np.float64])  # of one choice of policies, or of many at once
 
 
 def input_bytes_of(rows: Sequence[LayerProfile]) -> dict[str, int]:
@@ -102,22 +97,11 @@ class StageProblem:
         swaps = self.pcie_bytes_per_s is not None and self.in_flight > MOST_ON_DEVICE
         return (KEEP, *(policy for policy in self.chooses if policy != SWAP or swaps))
 
-    @property
-    def on_device(self) -> int:
-        """Units that are on the device at once of what is swapped, where copies keep up with forwards."""
-        return min(self.in_flight, MOST_ON_DEVICE)
-
     def swapped_on_device(self, swapped_bytes: Amounts) -> Amounts:
-        """Return the bytes of swapped tensors that are on the device at most, of all units.
-
-        While the pipeline fills, d forwards follow each other. If a copy takes longer, c, than a forward, f, only
-        (d - 1) f / c units have left when the last has run, rounded down, and then the first of them comes back.
-        """
-        most = self.on_device * swapped_bytes
-        if self.pcie_bytes_per_s is not None:
-            gone_bytes = (self.in_flight - 1) * self.forward_s * self.pcie_bytes_per_s
-            most = np.maximum(most, (self.in_flight + 2) * swapped_bytes - gone_bytes)
-        least: Amounts = np.minimum(self.in_flight * swapped_bytes, most)
+        """Return the bytes of swapped tensors that are on the device at most, of all units."""
+        lines = on_device(swapped_bytes, self.forward_s, self.pcie_bytes_per_s)
+        all_of_it, late = (constant + self.in_flight * each for constant, each in lines)
+        least: Amounts = np.minimum(all_of_it, late)
         return least
 
     def swaps_gain(self, swapped_bytes: Amounts) -> NDArray[np.bool_]:
@@ -184,12 +168,8 @@ class StageProblem:
 
     def added_s(self, again_s: Amounts, swapped_bytes: Amounts) -> Amounts:
         """Return the seconds that equation 2 adds, for one choice of policies or many; arguments as in `Sums`."""
-        late_s: Amounts = np.maximum(0.0, self.copies_s(swapped_bytes) - self.window_s)
+        late_s: Amounts = np.maximum(0.0, copies_s(swapped_bytes, self.pcie_bytes_per_s) - self.window_s)
         return again_s + late_s
-
-    def copies_s(self, swapped_bytes: Amounts) -> Amounts:
-        """Return the seconds of a unit's copies, to the host and back."""
-        return 2 * swapped_bytes / self.pcie_bytes_per_s if self.pcie_bytes_per_s else 0.0 * swapped_bytes
 
     def _size(self, read: int | str) -> int:
         return self.input_bytes.get(read, 0) if isinstance(read, str) else self.rows[read].output_bytes
@@ -232,37 +212,6 @@ class StageProblem:
 
 
 @dataclass(frozen=True)
-class VirtualMemory:
-    """What becomes of a stage's activations, per unit.
-
-    Attributes:
-        kept, swapped, recomputed: layers whose policy that is.
-        swapped_bytes: copied to the host and back.
-        copies_s: seconds that this takes, both ways.
-        window_s: seconds of the stage's own forward and backward, in which copies are hidden.
-        again_s: seconds of forwards that are computed again.
-    """
-
-    kept: int
-    swapped: int
-    recomputed: int
-    swapped_bytes: int
-    copies_s: float
-    window_s: float
-    again_s: float
-
-    @property
-    def waits_s(self) -> float:
-        """The seconds that copies take longer than the window."""
-        return max(0.0, self.copies_s - self.window_s)
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether all copies fit in the window."""
-        return self.copies_s <= self.window_s
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Policies of a stage's layers, and what they come to.
 
@@ -286,11 +235,3 @@ class Outcome:
     def fits(self) -> bool:
         """Whether the device has so much memory."""
         return self.num_bytes <= self.problem.limit_bytes
-
-    @property
-    def virtual(self) -> VirtualMemory:
-        """What becomes of the stage's activations, in numbers."""
-        kept, swapped, recomputed = (self.memory.count(policy) for policy in (KEEP, SWAP, RECOMPUTE))
-        sums, problem = self.sums, self.problem
-        copies_s = float(problem.copies_s(np.float64(sums.swapped_bytes)))
-        return VirtualMemory(kept, swapped, recomputed, sums.swapped_bytes, copies_s, problem.window_s, sums.again_s)

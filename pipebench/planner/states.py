@@ -5,13 +5,14 @@ inside the other. Paper: PipeDream (SOSP'19) section 3.1 works on a chain; its a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.errors import PlanError
+from pipebench.planner.activations import Activations
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import RECOMPUTE
 
@@ -42,6 +43,7 @@ class States:
         returned_bytes: bytes that come back: the gradients of those values.
         antichain_bytes: bytes that the artifact counts for a cut: the outputs of the state's augmented antichain.
         next_bytes: parameter bytes of the first layer with parameters beyond the cut, in order of execution.
+        activations: what stages keep of a unit where every layer has a policy of its own; None: what the sums say.
     """
 
     rows: tuple[LayerProfile, ...]
@@ -59,6 +61,7 @@ class States:
     returned_bytes: Floats
     antichain_bytes: Floats
     next_bytes: Floats
+    activations: Activations | None = field(kw_only=True)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -95,8 +98,7 @@ class States:
             kept[index] = sum(self.rows[source].output_bytes for source in fresh)
             read |= fresh
         repeated = np.array(again, dtype=float)
-        missing = [self.members[-1] & ~bits for bits in self.members]
-        beyond = [(bits & -bits).bit_length() - 1 for bits in missing]  # the first layer beyond each cut
+        beyond = self._beyond
         return replace(
             self,
             backward_s=self.backward_s + self._sums(repeated * [row.forward_s for row in self.rows]),
@@ -105,6 +107,17 @@ class States:
             recomputed_bytes=self._sums(repeated * [row.saved_bytes for row in self.rows]),
             resumes=np.array([float(again[i] and (i == 0 or again[i - 1])) for i in beyond]),
         )
+
+    @cached_property
+    def _beyond(self) -> list[int]:
+        """The first layer beyond each cut; -1 beyond the last."""
+        missing = [self.members[-1] & ~bits for bits in self.members]
+        return [(bits & -bits).bit_length() - 1 for bits in missing]
+
+    @cached_property
+    def bounds(self) -> NDArray[np.intp]:
+        """The first layer beyond each cut of a chain; beyond the last the number of layers, the loss included."""
+        return np.array([*self._beyond[:-1], len(self.rows)], dtype=np.intp)
 
     def _sums(self, values: Floats) -> Floats:
         """Return what a value of every layer comes to over every state; the loss belongs to the last."""
@@ -131,13 +144,15 @@ class States:
     def select(self, kept: Sequence[int]) -> "States":
         """Return some of the states."""
         arrays = [np.asarray(getattr(self, name))[..., list(kept)] for name in _ARRAYS]
-        return States(self.rows, tuple(self.members[i] for i in kept), *arrays)
+        members = tuple(self.members[i] for i in kept)
+        return States(self.rows, members, *arrays, activations=self.activations)
 
     def grouped(self, firsts: Sequence[int]) -> "States":
         """Return groups of neighbouring states as if each was one, by the positions of their first ones.
 
         States go by their compute time here, which puts every state behind those that it contains. Sums have two rows:
-        the least for stages that end in a group, the most for those that begin there. What cuts carry is the least.
+        the least for stages that end in a group, the most for those that begin there. What cuts carry is the least. Of
+        policies nothing is known.
         """
         compute_s = self.forward_s + self.backward_s
         order = np.lexsort((np.arange(len(self)), np.round(compute_s / (compute_s[-1] or 1.0), 9)))
@@ -147,7 +162,7 @@ class States:
             least = np.minimum.reduceat(values, firsts)
             arrays[name] = np.stack([least, np.maximum.reduceat(values, firsts)]) if name in _GROWING else least
         chain = tuple((1 << index) - 1 for index in range(len(firsts)))
-        return States(self.rows, chain, **arrays)
+        return States(self.rows, chain, activations=None, **arrays)
 
     def layers(self, start: int, stop: int) -> list[int]:
         """Return the layers of the stage between two states, in order of execution; the loss is not one."""
@@ -155,7 +170,7 @@ class States:
         return [index for index in range(len(self.rows) - 1) if bits >> index & 1]
 
 
-_ARRAYS = tuple(field.name for field in fields(States) if field.name not in ("rows", "members"))
+_ARRAYS = tuple(each.name for each in fields(States) if each.name not in ("rows", "members", "activations"))
 _SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
 _ONCE = ("parameter_bytes", "stepped_bytes")  # summed too, but a tied parameter counts once
 _GROWING = (*_SUMMED, *_ONCE, "recomputed_bytes")
@@ -291,7 +306,7 @@ class _Graph:
             arrays[name][-1] += getattr(loss, name)
         for name in ("sent_bytes", "returned_bytes", "parted_bytes"):
             arrays[name][-1] = 0.0
-        return States(self.rows, tuple(kept), **arrays)
+        return States(self.rows, tuple(kept), activations=None, **arrays)
 
     def _sums(self, bits: NDArray[np.bool_]) -> dict[str, Floats]:
         """Return the arrays of some states, [state, layer] bool, by name, as if none was the last."""

@@ -207,7 +207,7 @@ def kept_bytes(
         inputs: bytes of every model input, for profiles that don't tell.
         on_host: whether what swapped layers save is gone.
     """
-    if any(row.puts_out for row in rows[stage.start : stage.stop]):
+    if any(row.puts_out for row in rows):
         return sum(_held(rows, stage, on_host=on_host).values())
     again, total = {*_recomputed(rows, stage)}, 0
     gone = again | {*(_with_policy(rows, stage, SWAP) if on_host else ())}

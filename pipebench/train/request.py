@@ -11,7 +11,8 @@ from pipebench.planner.plans import Request
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.suited import unsuited_modes
-from pipebench.schedule.modes import AUTO, KEEP, RECOMPUTE
+from pipebench.schedule.modes import AUTO, KEEP, MODES, RECOMPUTE
+from pipebench.schedule.pipeline import SPLIT
 from zoo.registry import Dataset
 
 
@@ -66,9 +67,15 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         memory=_memory(parallelism, names),
         chooses=() if parallelism.vpipe is None else parallelism.vpipe.policies,
         streams=(recipe.train.streams or 1) if dataset.sequential else None,
-        unsuited=unsuited_modes(recipe.train),
+        unsuited=unsuited_modes(recipe.train) | _unswappable_modes(parallelism),
         relay=parallelism.relay,
     )
+
+
+def _unswappable_modes(parallelism: ParallelismRecipe) -> dict[str, str]:
+    """Return the modes in which no layer can swap, and why, if layers are to."""
+    why = "backwards are split, and their weight parts keep what layers read that are to swap"
+    return {name: why for name, row in MODES.items() if row.backward == SPLIT} if parallelism.swap_layers else {}
 
 
 def _memory(parallelism: ParallelismRecipe, names: Sequence[str]) -> tuple[str, ...] | None:
