@@ -145,6 +145,13 @@ def pipeline_of(graph: LayerGraph, plan: Plan, rows: Sequence[LayerProfile], **s
     return Pipeline(replicas=plan.replicas, edges=edges, loads=loads, swaps=swaps, **shape)
 
 
+def _memory(graph: LayerGraph, recompute: bool | Container[int]) -> list[str]:
+    """Return what every layer does with what it saves: all or some of them compute it again."""
+    every = range(len(graph.layers))
+    chosen = recompute if not isinstance(recompute, bool) else every if recompute else ()
+    return [RECOMPUTE if index in chosen else KEEP for index in every]
+
+
 def make_setup(
     model: nn.Module,
     plan: Plan | tuple[Sequence[int], Sequence[int]],
@@ -184,8 +191,7 @@ def make_setup(
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
     if not isinstance(plan, Plan):
-        chosen = range(len(graph.layers) if recompute else 0) if isinstance(recompute, bool) else recompute
-        memory = memory or [RECOMPUTE if index in chosen else KEEP for index in range(len(graph.layers))]
+        memory = memory or _memory(graph, recompute)
         plan = make_plan(graph, *plan, devices=devices, depth=depth, chunks=chunks, memory=memory, relay=relay)
     profile = unit_profile(graph, dataset, sizes or range(1, minibatch_size + 1))
     rows = profile.layers[minibatch_size]
@@ -196,26 +202,16 @@ def make_setup(
         sync=sync, backward=backward,
     )  # fmt: skip
     return Setup(
-        graph=graph,
-        plan=plan,
-        pipeline=pipeline,
-        profile=profile,
-        costs=stage_costs(profile, plan),
+        graph=graph, plan=plan, pipeline=pipeline, profile=profile, costs=stage_costs(profile, plan),
         evaluation=evaluation_of(graph, plan, pipeline, profile, dataset),
         cluster=cluster or flat_cluster(pipeline.num_workers),
         dataset=dataset,
         sampler=sampler or Sampler(dataset.num_train, minibatch_size, seed),
         held_out=held_out or InOrder(dataset.num_eval, minibatch_size),
-        make_optimizer=make_optimizer,
-        lr=lr,
-        clip_norm=clip_norm,
-        seed=seed,
-        device=torch.device("cpu"),
-        loss_scale=loss_scale,
-        correction_decay=correction_decay,
-        repartitions=repartitions,
+        make_optimizer=make_optimizer, lr=lr, clip_norm=clip_norm, seed=seed, device=torch.device("cpu"),
+        loss_scale=loss_scale, correction_decay=correction_decay, repartitions=repartitions,
         push_order=push_order or {},
-    )
+    )  # fmt: skip
 
 
 def make_engine(setup: Setup, observe: Callable[[Any], None] = lambda event: None) -> VirtualEngine:

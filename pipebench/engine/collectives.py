@@ -90,7 +90,11 @@ class Rings:
             sender, receiver = ends if to_server else reversed(ends)
             num_bytes = sum(p.nbytes for p in self._workers[sender].replicas[stage].weights.newest.parameters)
             kind = SYNCS[self._setup.pipeline.sync].kind
-            self._num_bytes[kind, self._setup.level_between(sender, receiver).name] += num_bytes
+            self.count(kind, sender, receiver, num_bytes)
+
+    def count(self, kind: str, sender: int, receiver: int, num_bytes: int) -> None:
+        """Count bytes that a worker sends to another."""
+        self._num_bytes[kind, self._setup.level_between(sender, receiver).name] += num_bytes
 
     def of_stage(self, stage: int) -> list[int]:
         """Return a stage's workers in the order of their ring."""
@@ -104,8 +108,7 @@ class Rings:
         """Return what counts the bytes that one member of a ring sends to another."""
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
-            level = self._setup.level_between(ring[sender], ring[receiver]).name
-            self._num_bytes[kind, level] += num_bytes
+            self.count(kind, ring[sender], ring[receiver], num_bytes)
 
         return count
 

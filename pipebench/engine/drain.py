@@ -1,7 +1,7 @@
 """What workers of one process exchange at a drain, while the pipeline is empty: averages, and layers that move."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
 from pipebench.checkpoint.state import ModelState
@@ -13,53 +13,43 @@ from pipebench.simulate.network import Message, Network
 from pipebench.simulate.timeline import BUFFERS, MIGRATION
 
 
+@dataclass(frozen=True)
 class Drain:
     """A drain: what is exchanged starts when the pipeline is empty, and the run goes on when all of it has arrived.
 
-    Args:
+    Attributes:
         setup: what is run.
         workers: all workers.
-        rings: their collectives.
+        rings: their collectives, which count what is sent.
         network: the links.
-        num_bytes: what has been sent, by kind and level; added to.
         clock_s: when the pipeline is empty.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        workers: Sequence[Worker],
-        rings: Rings,
-        network: Network,
-        num_bytes: Counter[tuple[str, str]],
-        clock_s: float,
-    ) -> None:
-        self._setup = setup
-        self._workers = workers
-        self._rings = rings
-        self._network = network
-        self._num_bytes = num_bytes
-        self._clock_s = clock_s
+    setup: Setup
+    workers: Sequence[Worker]
+    rings: Rings
+    network: Network
+    clock_s: float
 
     def average(self) -> float:
         """Average running statistics over the replicas of every stage (DESIGN: BatchNorm); return when that has ended.
 
         Replicas of a stage whose optimizer runs at a server get the averages that it keeps, to evaluate with.
         """
-        pipeline, network = self._setup.pipeline, self._network
-        ends = [self._clock_s]
+        pipeline, network = self.setup.pipeline, self.network
+        ends = [self.clock_s]
         for stage, r in enumerate(pipeline.replicas):
-            num_bytes = self._setup.costs.stages[stage].buffer_bytes
+            num_bytes = self.setup.costs.stages[stage].buffer_bytes
             if r == 1 or num_bytes == 0:
                 continue
-            ring = self._rings.of_stage(stage)
-            for column in zip(*(self._workers[worker].buffers(stage) for worker in ring), strict=True):
+            ring = self.rings.of_stage(stage)
+            for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
                 flats = [buffer.reshape(-1) for buffer in column]
-                mean = self._rings.all_reduce(BUFFERS, ring, flats) / r
+                mean = self.rings.all_reduce(BUFFERS, ring, flats) / r
                 for buffer in column:
                     buffer.copy_(mean.view(buffer.shape))
             workers = pipeline.workers_of(stage)
-            network.sum_up(ALL_REDUCE, BUFFERS, "buffers", workers, num_bytes, self._clock_s, ends.append)
+            network.sum_up(ALL_REDUCE, BUFFERS, "buffers", workers, num_bytes, self.clock_s, ends.append)
         arrived_s = self._arrive([*self._hand_out_averages()])
         return max([*ends, arrived_s])
 
@@ -72,7 +62,7 @@ class Drain:
         given = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
         offers = [keys_of(state) for state in given]
         messages = []
-        for worker, old in zip(self._workers, before, strict=True):
+        for worker, old in zip(self.workers, before, strict=True):
             claim = worker.claim()
             state = kept(old.held(), claim)
             for giver, keys in asked(offers, worker.index, keys_of(state), claim).items():
@@ -85,24 +75,24 @@ class Drain:
 
     def _hand_out_averages(self) -> Iterator[Message]:
         """Let replicas evaluate with the averages that a server's optimizer keeps; yield what sets out."""
-        for stage, server in enumerate(self._rings.servers):
-            host, *others = self._setup.pipeline.workers_of(stage)
+        for stage, server in enumerate(self.rings.servers):
+            host, *others = self.setup.pipeline.workers_of(stage)
             averages = server.averages
             for worker in others if averages is not None else ():
                 assert averages is not None
-                self._workers[worker].replicas[stage].weights.take_averages(averages)
+                self.workers[worker].replicas[stage].weights.take_averages(averages)
                 num_bytes = sum(average.nbytes for average in averages)
                 yield self._send(BUFFERS, host, worker, num_bytes, "averages")
 
     def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, what: str) -> Message:
         """Let bytes of the model's state set out from a worker to another."""
-        self._num_bytes[kind, self._setup.level_between(sender, receiver).name] += num_bytes
-        connection = self._network.connection(kind, sender, receiver)
-        return self._network.send(connection, num_bytes, self._clock_s, what)
+        self.rings.count(kind, sender, receiver, num_bytes)
+        connection = self.network.connection(kind, sender, receiver)
+        return self.network.send(connection, num_bytes, self.clock_s, what)
 
     def _arrive(self, messages: Sequence[Message]) -> float:
         """Let what was sent arrive, before anything else goes on; return when it has."""
-        self._network.agenda.play()
+        self.network.agenda.play()
         for message in messages:
-            self._network.arrived(message)
-        return max([self._clock_s, *(message.arrival_s for message in messages)])
+            self.network.arrived(message)
+        return max([self.clock_s, *(message.arrival_s for message in messages)])

@@ -319,7 +319,7 @@ class VirtualEngine(Movable):
 
     @property
     def _drain(self) -> Drain:
-        return Drain(self.setup, self.workers, self._rings, self.network, self.num_bytes, self.clock_s)
+        return Drain(self.setup, self.workers, self._rings, self.network, self.clock_s)
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

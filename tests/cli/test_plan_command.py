@@ -17,6 +17,7 @@ from pipebench.planner.plans import PlanEstimate
 from pipebench.profile.stored import write_profile
 from pipebench.schedule.modes import MODES
 from pipebench.show.plan_picture import is_our_picture
+from tests.recipes import uniform_recipe
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "profiles"
 VGG, GNMT = PUBLISHED / "vgg16_v100_b128.graph.txt", PUBLISHED / "gnmt8_v100.graph.txt"
@@ -33,15 +34,6 @@ GRAPH = "".join(
         "\tnode1 -- node2\n\tnode2 -- node3\n\tnode3 -- node4\n",
     )
 )
-# Equal layers, few enough for plans of every mode to be quick.
-FEW = """\
-name: few
-model: {name: uniform, num_layers: 8}
-dataset: {name: synthetic, shape: [64], num_classes: 64, num_train: 3072, num_eval: 8}
-train: {minibatch_size: 32, optimizer: {lr: 0.1}, max_epochs: 1}
-cluster: {name: cluster-a}
-parallelism: {mode: pipedream}
-"""
 KEYS = {
     *("config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused"),
     *("cost_model", "cluster", "minibatch_size", "minibatch_s", "samples_per_s", "dp_minibatch_s", "dp_samples_per_s"),
@@ -73,7 +65,7 @@ def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "few.yaml").write_text(FEW)
+    (tmp_path / "few.yaml").write_text(uniform_recipe(8, 3072, 8, minibatch_size=32))
     return "few.yaml"
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from pipebench.profile.model import LayerProfile
 
 Antichain = tuple[int, ...]
+# By the first state that isn't before it, the last in it, and machines: seconds, and machines per stage.
+_Answers = dict[tuple[int, int, int], tuple[float, tuple[int, ...]]]
 
 
 class Machines(NamedTuple):
@@ -107,6 +109,28 @@ class Optimizer:
         visit(frozenset((source,)))
         return [named[state] for state in order]
 
+    @cached_property
+    def layers(self) -> list[frozenset[int]]:
+        """The layers of every state."""
+        return [self.members(state) for state in self.states]
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """The positions of the states that are part of each."""
+        return [[k for k, part in enumerate(self.layers) if part < layers] for layers in self.layers]
+
+    @cached_property
+    def sent_bytes(self) -> list[float]:
+        """What is sent behind every state."""
+        return [sum(self.rows[node].output_bytes for node in self.augmented(state)) for state in self.states]
+
+    def _between(self, values: Sequence[float]) -> list[list[float]]:
+        """Return [i, j]: what the layers of state j come to without those of the state before position i."""
+        rows = [list(values)]
+        for i in range(1, len(values) + 1):
+            rows.append([values[j] - values[i - 1] if j > i - 1 else math.inf for j in range(len(values))])
+        return rows
+
     def best(self, levels: Sequence[Machines], *, fewer: bool, literal: bool = False) -> Found:
         """Return the optimizer's answer.
 
@@ -116,59 +140,77 @@ class Optimizer:
             literal: to the letter: the optimizer doesn't ask of the stages inside a component that they lie inside each
                 other, as those of a plan do; and what holds the layers of a single state leaves no machine over.
         """
-        members = [self.members(state) for state in self.states]
-        last = len(members) - 1
-        sent = [sum(self.rows[node].output_bytes for node in self.augmented(state)) for state in self.states]
-        own_s = [sum(self.rows[node].forward_s + self.rows[node].backward_s for node in state) for state in members]
-        weights = [sum(self.rows[node].parameter_bytes for node in state) for state in members]
-        parts = [[k for k in range(last + 1) if members[k] < state] for state in members]
-
-        def between(values: Sequence[float]) -> list[list[float]]:
-            """Return [i, j]: what the layers of state j come to without those of the state before position i."""
-            rows = [list(values)]
-            for i in range(1, last + 2):
-                rows.append([values[j] - values[i - 1] if j > i - 1 else math.inf for j in range(last + 1)])
-            return rows
-
-        seconds, parameter_bytes, machines_below = between(own_s), between(weights), 1
+        last = len(self.layers) - 1
+        rows = [[self.rows[node] for node in state] for state in self.layers]
+        seconds = self._between([sum(row.forward_s + row.backward_s for row in state) for state in rows])
+        parameter_bytes = self._between([sum(row.parameter_bytes for row in state) for state in rows])
         if not literal:
             seconds = [
-                [value if i == 0 or members[i - 1] < members[j] else math.inf for j, value in enumerate(row)]
+                [value if i == 0 or self.layers[i - 1] < self.layers[j] else math.inf for j, value in enumerate(row)]
                 for i, row in enumerate(seconds)
             ]
-        answers: dict[tuple[int, int, int], tuple[float, tuple[int, ...]]] = {}
-        for depth, (count, bandwidth) in enumerate(levels):
-            answers = {}
-            for i in range(1 if depth == len(levels) - 1 else last + 1):
-                for j in range(i, last + 1):
-                    for m in range(1, count + 1):
-                        summed_s = 4 * (m - 1) * parameter_bytes[i][j] / (bandwidth * m) / machines_below
-                        answers[i, j, m] = (seconds[i][j] + summed_s) / m, (m,)
-                for m in range(2, count + 1):
-                    for j in range(i + 1 if literal else i, last + 1):
-                        found = answers[i, j, m]
-                        if fewer:
-                            found = min(found, answers[i, j, m - 1], key=lambda each: each[0])
-                        for k in parts[j]:
-                            if k < i or (i > 0 and k in parts[i - 1]):
-                                continue
-                            for own in range(1, m):
-                                stage_s = seconds[k + 1][j]
-                                stage_s = (
-                                    stage_s + 4 * (own - 1) * parameter_bytes[k + 1][j] / (bandwidth * own)
-                                ) / own
-                                ways_s = [2 * sent[cut] / (bandwidth * own) for cut in (k, j) if cut < last]
-                                earlier_s, earlier = answers[i, k, m - own]
-                                value = max(earlier_s, stage_s, *ways_s)
-                                if value < found[0]:
-                                    found = value, (*earlier, own)
-                        answers[i, j, m] = found
+        answers: _Answers = {}
+        machines_below = 1
+        for depth, level in enumerate(levels):
+            starts = range(1 if depth == len(levels) - 1 else last + 1)
+            answers = self._one_stage(seconds, parameter_bytes, level, machines_below, starts)
+            self._split(answers, seconds, parameter_bytes, level, starts, fewer=fewer, literal=literal)
             if depth < len(levels) - 1:
                 seconds = [
-                    [answers[i, j, count][0] if i <= j else math.inf for j in range(last + 1)] for i in range(last + 1)
+                    [answers[i, j, level.size][0] if i <= j else math.inf for j in range(last + 1)]
+                    for i in range(last + 1)
                 ]
-            machines_below = count
+            machines_below = level.size
         return Found(*answers[0, last, levels[-1].size])
+
+    def _one_stage(
+        self,
+        seconds: list[list[float]],
+        parameter_bytes: list[list[float]],
+        level: Machines,
+        machines_below: int,
+        starts: range,
+    ) -> _Answers:
+        """Return what all layers between two states come to as one stage, on any number of a level's machines."""
+        answers: _Answers = {}
+        for i in starts:
+            for j in range(i, len(self.layers)):
+                for m in range(1, level.size + 1):
+                    summed_s = 4 * (m - 1) * parameter_bytes[i][j] / (level.bandwidth * m) / machines_below
+                    answers[i, j, m] = (seconds[i][j] + summed_s) / m, (m,)
+        return answers
+
+    def _split(
+        self,
+        answers: _Answers,
+        seconds: list[list[float]],
+        parameter_bytes: list[list[float]],
+        level: Machines,
+        starts: range,
+        *,
+        fewer: bool,
+        literal: bool,
+    ) -> None:
+        """Better the answers of a level by cutting a last stage off, with fewer machines first."""
+        bandwidth, last = level.bandwidth, len(self.layers) - 1
+        for i in starts:
+            for m in range(2, level.size + 1):
+                for j in range(i + 1 if literal else i, last + 1):
+                    found = answers[i, j, m]
+                    if fewer:
+                        found = min(found, answers[i, j, m - 1], key=lambda each: each[0])
+                    for k in self.parts[j]:
+                        if k < i or (i > 0 and k in self.parts[i - 1]):
+                            continue
+                        for own in range(1, m):
+                            stage_s = seconds[k + 1][j]
+                            stage_s = (stage_s + 4 * (own - 1) * parameter_bytes[k + 1][j] / (bandwidth * own)) / own
+                            ways_s = [2 * self.sent_bytes[cut] / (bandwidth * own) for cut in (k, j) if cut < last]
+                            earlier_s, earlier = answers[i, k, m - own]
+                            value = max(earlier_s, stage_s, *ways_s)
+                            if value < found[0]:
+                                found = value, (*earlier, own)
+                    answers[i, j, m] = found
 
     def plan_s(self, stages: Sequence[tuple[frozenset[int], int]], machines: Machines) -> float:
         """Return the seconds per minibatch of a flat plan: the layers of every stage, and its machines."""

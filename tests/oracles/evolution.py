@@ -1,4 +1,4 @@
-"""Evolution, told again as the papers write it down: one function, plain lists, its own random numbers.
+"""Evolution, told again as the papers write it down: a loop, plain lists, its own random numbers.
 
 Real et al. (AAAI'19), algorithm 1, with removal of the oldest; So et al. (ICML'19) with that of the worst of a
 tournament, and section 3.2's hurdles. Shares no code with pipebench.
@@ -29,6 +29,28 @@ def _stream(seed: int, name: str, number: int) -> Callable[[list[int]], int]:
         return among[_splitmix(seed, key, number, calls[0]) % len(among)]
 
     return choose
+
+
+def _grow(choose: Callable[[list[int]], int], num_cells: int, fewest: int) -> set[int]:
+    """Return cells by tossing a coin for each, and more until there are enough."""
+    cells = {cell for cell in range(num_cells) if choose([0, 1]) == 1}
+    while len(cells) < fewest:
+        cells.add(choose([c for c in range(num_cells) if c not in cells]))
+    return cells
+
+
+def _mutate(
+    parent: frozenset[int], choose: Callable[[list[int]], int], num_cells: int, num_mutations: int, fewest: int
+) -> set[int]:
+    """Return a parent's cells with so many of them, or of the others, the other way round."""
+    cells, touched = set(parent), set()
+    for _ in range(num_mutations):
+        allowed = [c for c in range(num_cells) if c not in touched and (c not in cells or len(cells) > fewest)]
+        if allowed:
+            cell = choose(allowed)
+            touched.add(cell)
+            cells.symmetric_difference_update({cell})
+    return cells
 
 
 def evolve(
@@ -76,24 +98,12 @@ def evolve(
             longest = [history[n][2][-1] for n in alive if len(history[n][2]) == len(hurdles) + 1]
             if longest:
                 hurdles.append(sum(longest) / len(longest))
-        child = me + 1
-        choose = _stream(seed, "search cells", child)
-        if child < population_size:
-            parent, cells = None, set()
-            for cell in range(num_cells):
-                if choose([0, 1]) == 1:
-                    cells.add(cell)
-            while len(cells) < fewest:
-                cells.add(choose([c for c in range(num_cells) if c not in cells]))
+        choose = _stream(seed, "search cells", me + 1)
+        if me + 1 < population_size:
+            parent, cells = None, _grow(choose, num_cells, fewest)
             continue
-        pick = _stream(seed, "search parent", child)
+        pick = _stream(seed, "search parent", me + 1)
         sample = [pick(alive) for _ in range(sample_size)]
         parent = max(sample, key=lambda n: (history[n][2][-1], -n))
-        cells, touched = set(history[parent][0]), set()
-        for _ in range(num_mutations):
-            allowed = [c for c in range(num_cells) if c not in touched and (c not in cells or len(cells) > fewest)]
-            if allowed:
-                cell = choose(allowed)
-                touched.add(cell)
-                cells.symmetric_difference_update({cell})
+        cells = _mutate(history[parent][0], choose, num_cells, num_mutations, fewest)
     return history

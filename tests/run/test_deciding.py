@@ -19,16 +19,8 @@ from pipebench.run.deciding import decided_apart, decision_of
 from pipebench.run.request import RunRequest
 from pipebench.train.job import Decision, Job
 from pipebench.train.prepare import prepare
+from tests.recipes import uniform_recipe
 
-# Of few layers: these are measured again and again.
-SMALL = """\
-name: small
-model: {name: uniform, num_layers: 4}
-dataset: {name: synthetic, shape: [64], num_classes: 64, num_train: 4000, num_eval: 250}
-train: {minibatch_size: 250, optimizer: {lr: 0.1}, max_epochs: 1}
-cluster: {name: cluster-a}
-parallelism: {mode: pipedream, plan: 1-1}
-"""
 ENDING = """\
 name: ending
 model: {target: "ending:HOW"}
@@ -59,7 +51,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "ending.py").write_text(MODEL)
-    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "small.yaml").write_text(
+        uniform_recipe(4, 4000, 250, minibatch_size=250, parallelism="mode: pipedream, plan: 1-1")
+    )
     return tmp_path
 
 

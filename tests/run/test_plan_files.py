@@ -11,16 +11,7 @@ from pipebench.cli.main import cli
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.train.prepare import prepare
-
-# Of few layers, planned as 2-2: plans of every mode are made again and again.
-SMALL = """\
-name: small
-model: {name: uniform, num_layers: 8}
-dataset: {name: synthetic, shape: [64], num_classes: 64, num_train: 2000, num_eval: 250}
-train: {minibatch_size: 250, optimizer: {lr: 0.1}, max_epochs: 1}
-cluster: {name: cluster-a}
-parallelism: {mode: pipedream}
-"""
+from tests.recipes import uniform_recipe
 
 
 @pytest.fixture
@@ -28,7 +19,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))  # planned as 2-2
     return tmp_path
 
 
