@@ -190,11 +190,11 @@ class Migrating:
 
     def swap_out(self, unit: int) -> int:
         """Copy what swapped layers saved of a unit to the host; return the bytes."""
-        return sum(replica.swap_out(unit) for replica in self._units[unit])
+        return sum(replica.swap_out(unit) for replica in self._ran_here(unit))
 
     def swap_in(self, unit: int) -> int:
         """Begin to copy that back; return the bytes."""
-        return sum(replica.swap_in(unit) for replica in self._units[unit])
+        return sum(replica.swap_in(unit) for replica in self._ran_here(unit))
 
     def host_bytes(self) -> int:
         """Return the bytes of minibatches in flight that are on the host."""
@@ -294,6 +294,11 @@ class Migrating:
         carried = {key: value for key, value in state.carried.items() if key.startswith(at)}
         read = replace(state, optimizer={}, carried=carried)
         return ModelState(**same_type_map(vars(read), lambda tensor: tensor.detach().clone()))
+
+    def _ran_here(self, unit: int) -> Iterator[Replica]:
+        """Yield who ran a unit forward here at first: a guest does so right before the backward, and copies nothing."""
+        guests = [*self._guests.values()]
+        return (replica for replica in self._units[unit] if replica not in guests)
 
     def _everybody(self) -> Iterator[Replica]:
         """Yield everyone who holds something here, once."""

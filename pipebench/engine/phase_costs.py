@@ -6,7 +6,7 @@ simulator asks as ever, and tables answer that are filled as moves come to be.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipebench.engine.phases import Phases
@@ -67,7 +67,7 @@ class PhaseCosts:
         self._minibatch_of = minibatch_of
         self.size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
 
-    @property
+    @cached_property
     def costs(self) -> Costs:
         """What instructions cost, by `PhasedSize`."""
         num_stages = self._phases.setup.pipeline.num_stages
@@ -103,8 +103,12 @@ class PhaseCosts:
         parameters, buffers = _held_bytes(setup, block)
         if it.op is Op.GIVE:
             return buffers + parameters * (1 + setup.profile.state_bytes_per_byte)
-        size = self._plain_size(it.number)
-        return (buffers + parameters + _read_bytes(setup, block, size)) if size else 0
+        return (buffers + parameters + self.read_bytes(it)) if self._plain_size(it.number) else 0
+
+    def read_bytes(self, it: Instruction) -> int:
+        """Return what of a given unit a block reads; the rest is what it reads that with."""
+        block = self._phases.handed(it.stage, it.peer, self._minibatch(it))
+        return _read_bytes(self._phases.setup, block, self._plain_size(it.number))
 
     def _minibatch(self, it: Instruction) -> int:
         return it.number if it.op is Op.GIVE else self._minibatch_of(it.number)

@@ -1,12 +1,15 @@
 """What workers hold while layers move, foretold: the bytes of `migration`, from the profile and the events alone.
 
 Every replica that a stage consists of meanwhile (its parts, those that have retired and serve their units in flight,
-and the guest that computes given units again) is a `Holding` of its layers. What is on its way isn't counted.
+and the guest that computes given units again) is a `Holding` of its layers. A `MemoryMeter` puts what they come to in
+order of time, and adds what is on its way between stages: messages, given units and blocks of layers.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phases import Phases
@@ -14,11 +17,16 @@ from pipebench.model.plan import StagePlan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import COPIES, Instruction, Op
 from pipebench.schedule.moves import HandOver
-from pipebench.simulate.holding import Holding
-from pipebench.simulate.memory import AGAIN, ON_HOST, StageMemory, layers_memory
+from pipebench.simulate.holding import Change, Holding
+from pipebench.simulate.memory import AGAIN, GRADIENTS, HELD, RECEIVED, SENT, StageMemory, layers_memory
+from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
 from pipebench.simulate.simulation import Event
+from pipebench.simulate.timeline import Transfer
 
 Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
+
+_RECEIVES: Final = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+_COUNTED: Final = {*HELD, SENT}  # in live tensors: what is set aside to be given is a stage's until it sets out
 
 
 @dataclass
@@ -43,37 +51,55 @@ class PhaseMemory:
 
     Args:
         phases: the cuts.
-        costs: what is given away, in bytes.
+        costs: what crosses and what is given away, in bytes.
         size_of: the size of a unit.
         inputs: of the model.
-        trained: whether there has been an update before.
-
-    Attributes:
-        peaks: the most bytes that every worker has held at any moment.
-        held: likewise, between two instructions, which is when engines count.
+        start_s: the run's clock when the segment begins; there have been updates before, but at 0.
     """
 
     def __init__(
-        self, phases: Phases, costs: PhaseCosts, size_of: Callable[[int], Size], inputs: Inputs, *, trained: bool
+        self, phases: Phases, costs: PhaseCosts, size_of: Callable[[int], Size], inputs: Inputs, start_s: float
     ) -> None:
+        pipeline, limit_bytes = phases.setup.pipeline, phases.setup.cluster.memory_bytes
         self._stages = [
-            _StageMemory(phases, costs, size_of, inputs, index, trained=trained)
-            for index in range(phases.setup.pipeline.num_stages)
+            _StageMemory(phases, costs, size_of, inputs, index, trained=start_s > 0)
+            for index in range(pipeline.num_stages)
         ]
-        self.held = [stage.num_bytes for stage in self._stages]
-        self.peaks = [*self.held]
+        holdings = [{index: stage} for index, stage in enumerate(self._stages)]
+        self._meter = MemoryMeter(
+            pipeline, (), costs.costs, limit_bytes, holdings=holdings, moving=costs, start_s=start_s
+        )
+        self._meter.begin(costs.size_of)
 
     def event(self, event: Event) -> None:
         """Take note of one event."""
-        index, stage = event.instruction.stage, self._stages[event.instruction.stage]
-        most = stage.execute(event.instruction)
-        self.held[index] = max(self.held[index], stage.num_bytes)
-        self.peaks[index] = max(self.peaks[index], most, stage.num_bytes)
-        stage.gather()
+        self._meter.event(event)
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Take note of a transfer: what arrives is there from its first byte on, what leaves until its last."""
+        self._meter.transfer(transfer)
+
+    @property
+    def held(self) -> list[int]:
+        """The most bytes that every worker has held between two instructions: when, and what, engines count."""
+        return [stage.held for stage in self._stages]
+
+    @property
+    def peaks(self) -> list[int]:
+        """The most bytes that every worker has held at any moment, with what is on its way."""
+        return [peak.num_bytes for peak in self.timeline().peaks]
+
+    def timeline(self) -> MemoryTimeline:
+        """Return what every worker has held over time."""
+        return self._meter.timeline()
 
 
 class _StageMemory:
-    """What one stage holds, as `Migrating` does."""
+    """What one stage holds, as `Migrating` does.
+
+    Attributes:
+        held: the most bytes between two instructions.
+    """
 
     def __init__(
         self,
@@ -94,92 +120,106 @@ class _StageMemory:
         self._guests: dict[int, _Part] = {}  # by the stage that their layers come from
         self._set_aside: dict[tuple[int, int], int] = {}  # bytes, by unit that is to be given, and to whom
         self._gradients = 0  # of layers whose replica makes no update
-        self._on_host = 0
+        self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes that a unit's pass will be done with
+        self._num_bytes = self.held = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """What it holds between two instructions."""
-        ran = (holding for holdings in self._units.values() for holding in holdings)
-        everybody = dict.fromkeys(
-            [*(part.holding for part in self._parts), *ran, *(guest.holding for guest in self._guests.values())]
-        )
-        held = sum(holding.num_bytes for holding in everybody)
-        return held + sum(self._set_aside.values()) + self._gradients - self._on_host
+    def before(self) -> Iterator[Change]:
+        """Yield what is there before anything runs."""
+        yield from self._noted(self._parts[0].holding.come())
 
-    def execute(self, it: Instruction) -> int:
-        """Execute an instruction; return the most bytes that are held meanwhile."""
-        op, most = it.op, 0
-        if op is Op.FORWARD:
-            self._forward(it)
+    def drained(self) -> Iterator[Change]:
+        """Begin the one segment there is."""
+        return iter(())
+
+    def changes(self, it: Instruction, _: Size) -> Iterator[Change]:
+        """Yield what an instruction changes, in order."""
+        yield from self._noted(self._executed(it, self._size_of(it.number) if it.op is not Op.UPDATE else 0))
+        yield from self._noted(self._gathered())
+
+    def _noted(self, changes: Iterator[Change]) -> Iterator[Change]:
+        """Yield changes, and note what they come to."""
+        for change in changes:
+            self._num_bytes += change.num_bytes if change.kind in _COUNTED else 0
+            yield change
+        self.held = max(self.held, self._num_bytes)
+
+    def _executed(self, it: Instruction, size: Size) -> Iterator[Change]:
+        op = it.op
+        if op in _RECEIVES:
+            self._arrived[op][it.number] += self._crossing_bytes(it)
+        elif op is Op.FORWARD:
+            yield from self._forward(it, size)
         elif op is Op.BACKWARD:
-            for holding in reversed(self._units.get(it.number, [])):
-                most = max(most, self._backward(holding, it))
-            self._units.pop(it.number, None)
+            yield from self._backward(it, size)
         elif op is Op.UPDATE:
-            most = max(self._change(part.holding, it) for part in self._parts)
+            for part in self._parts:
+                yield from part.holding.changes(it, size)
+            yield Change(GRADIENTS, -self._gradients, True)
             self._gradients = 0
         elif op in COPIES:
+            guests = [guest.holding for guest in self._guests.values()]
             for holding in self._units.get(it.number, []):
-                self._copy(holding, it)
+                if holding not in guests:  # who ran it forward right before the backward, and copies nothing
+                    yield from holding.changes(it, size)
         elif op is Op.RECUT:
             if it.peer < 0:
-                self._renew(it.number)
+                yield from self._renew(it.number)
             else:
-                self._part(self._phases.handed(it.stage, it.peer, it.number))
+                yield from self._part(self._phases.handed(it.stage, it.peer, it.number))
         elif op is Op.GIVE:
-            self._parts = [part for part in self._parts if part.leaves_to != it.peer]
+            (given,) = (part for part in self._parts if part.leaves_to == it.peer)
+            self._parts.remove(given)
+            yield from given.holding.go(at_end=False)
         elif op is Op.GIVE_UNIT:
-            self._set_aside.pop((it.number, it.peer), None)
+            yield Change(SENT, -self._set_aside.pop((it.number, it.peer), 0), False)
         elif op is Op.FORWARD_AGAIN:
-            self._forward_again(it)
+            yield from self._forward_again(it, size)
         elif op is Op.TAKE:
-            self._take(self._phases.handed(it.peer, it.stage, it.number))
-        return most
+            yield from self._take(it)
 
-    def gather(self) -> None:
+    def _gathered(self) -> Iterator[Change]:
         """Forget those who aren't needed any more, if one replica runs the stage again."""
         (*others, last) = self._parts
-        if others or last.leaves_to is not None:
+        if others or last.leaves_to is not None or not self._guests:
             return
         runs = (holding is last.holding for holdings in self._units.values() for holding in holdings)
         # Gradients may be of layers that are still to come.
         come = (last.start <= guest.start and guest.stop <= last.stop for guest in self._guests.values())
         if all(runs) and all(come):
+            for guest in self._guests.values():
+                yield from guest.holding.go(at_end=True)
             self._guests.clear()
 
-    def _forward(self, it: Instruction) -> None:
-        size = self._size_of(it.number)
+    def _forward(self, it: Instruction, size: Size) -> Iterator[Change]:
         if not size:
             return
+        yield Change(RECEIVED, -self._arrived[Op.RECEIVE_ACTIVATION].pop(it.number, 0), False)
         self._units[it.number] = []
         for part in self._parts:
-            self._change(part.holding, it)
+            if part.leaves_to is not None:
+                given = Instruction(Op.GIVE_UNIT, self._index, it.number, part.leaves_to)
+                aside = self._set_aside[it.number, part.leaves_to] = self._costs.num_bytes(given)
+                yield Change(SENT, aside, False)
+            yield from part.holding.changes(it, size)
             if part.leaves_to is None:
                 self._units[it.number].append(part.holding)
             else:
-                part.holding.let_go(it.number)
-                given = Instruction(Op.GIVE_UNIT, self._index, it.number, part.leaves_to)
-                self._set_aside[it.number, part.leaves_to] = self._costs.num_bytes(given)
+                yield from part.holding.let_go(it.number)
 
-    def _backward(self, holding: Holding, it: Instruction) -> int:
-        most = self._change(holding, it)
-        if all(holding is not part.holding for part in self._parts):
-            self._gradients += holding.give_gradients()
-        return most
+    def _backward(self, it: Instruction, size: Size) -> Iterator[Change]:
+        changes: list[Change] = []
+        for holding in reversed(self._units.pop(it.number, [])):
+            changes += holding.changes(it, size)
+            if all(holding is not part.holding for part in self._parts):
+                self._gradients += holding.give_gradients()
+        # One after the other they compute again.
+        again = max([0, *(change.num_bytes for change in changes if change.kind == AGAIN)])
+        yield Change(AGAIN, again, False)
+        yield from (change for change in changes if change.kind != AGAIN)
+        yield Change(AGAIN, -again, True)
+        yield Change(RECEIVED, -self._arrived[Op.RECEIVE_GRADIENT].pop(it.number, 0), True)
 
-    def _copy(self, holding: Holding, it: Instruction) -> None:
-        for change in holding.changes(it, self._size_of(it.number)):
-            self._on_host += change.num_bytes if change.kind == ON_HOST else 0
-
-    def _change(self, holding: Holding, it: Instruction) -> int:
-        """Let a replica do what it is told; return the most bytes that are held meanwhile."""
-        again = most = 0
-        for change in holding.changes(it, self._size_of(it.number) if it.op is not Op.UPDATE else 0):
-            again += change.num_bytes if change.kind == AGAIN else 0
-            most = max(most, self.num_bytes + again)
-        return most
-
-    def _part(self, block: HandOver) -> None:
+    def _part(self, block: HandOver) -> Iterator[Change]:
         """Cut a block apart that is about to leave."""
         (index,) = (i for i, p in enumerate(self._parts) if p.start <= block.start and block.stop <= p.stop)
         old = self._parts[index]
@@ -187,40 +227,55 @@ class _StageMemory:
         for start, stop in itertools.pairwise(sorted({old.start, block.start, block.stop, old.stop})):
             leaves_to = block.target if start == block.start else old.leaves_to
             made.append(_Part(old.holding.copied(self._memory(start, stop, block.at - 1)), start, stop, leaves_to))
-        self._parts[index : index + 1] = made
-        self._retire(old.holding)
+        yield from self._replaced(old, made)
 
-    def _renew(self, at: int) -> None:
+    def _renew(self, at: int) -> Iterator[Change]:
         """Cut what there is anew, for layers that do something else with the activations of forwards from `at` on."""
         (old,) = self._parts
         made = old.holding.copied(self._memory(old.start, old.stop, at))
-        self._parts = [_Part(made, old.start, old.stop)]
-        self._retire(old.holding)
+        yield from self._replaced(old, [_Part(made, old.start, old.stop)])
 
-    def _retire(self, holding: Holding) -> None:
-        """Let a replica make no more updates."""
-        self._gradients += holding.give_gradients()
-        holding.retire()
+    def _replaced(self, old: _Part, made: list[_Part]) -> Iterator[Change]:
+        """Let others go on in place of a part, which makes no more updates."""
+        index = self._parts.index(old)
+        self._parts[index : index + 1] = made
+        for part in made:
+            yield from part.holding.come()
+        self._gradients += old.holding.give_gradients()
+        yield from old.holding.retire()
 
-    def _forward_again(self, it: Instruction) -> None:
-        block = self._phases.handed(it.peer, it.stage, it.number)
-        if not self._size_of(it.number):
+    def _forward_again(self, it: Instruction, size: Size) -> Iterator[Change]:
+        if not size:
             return
+        block = self._phases.handed(it.peer, it.stage, it.number)
+        given = Instruction(Op.GIVE_UNIT, it.peer, it.number, it.stage)
+        read = self._costs.read_bytes(given)
+        yield Change(RECEIVED, -read, False)  # what it keeps of that are activations from now on
         if block.source not in self._guests:
             made = Holding(self._memory(block.start, block.stop, block.at - 1))
             self._guests[block.source] = _Part(made, block.start, block.stop)
+            yield from made.come()
         guest, ran = self._guests[block.source].holding, self._units[it.number]
-        self._change(guest, Instruction(Op.FORWARD, it.stage, it.number))
+        yield from guest.changes(Instruction(Op.FORWARD, it.stage, it.number), size)
         ran.insert(len(ran) if block.goes_left else 0, guest)
+        yield Change(RECEIVED, read - self._costs.num_bytes(given), True)
 
-    def _take(self, block: HandOver) -> None:
+    def _take(self, it: Instruction) -> Iterator[Change]:
         """Let a block that has come run with the layers beside it as one."""
+        block = self._phases.handed(it.peer, it.stage, it.number)
         beside = [part for part in self._parts if part.leaves_to is None]
         (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
         start, stop = min(block.start, old.start), max(block.stop, old.stop)
         joint = old.holding.copied(self._memory(start, stop, block.at))
-        self._parts[self._parts.index(old)] = _Part(joint, start, stop)
-        self._retire(old.holding)
+        yield from self._replaced(old, [_Part(joint, start, stop)])
+        yield Change(RECEIVED, -self._costs.num_bytes(Instruction(Op.GIVE, it.peer, it.number, it.stage)), True)
+
+    def _crossing_bytes(self, it: Instruction) -> int:
+        """Return the bytes of a message that this stage takes."""
+        costs, size = self._costs.costs, self._costs.size_of(it.number)
+        if it.op is Op.RECEIVE_ACTIVATION:
+            return costs.activation_bytes[it.peer, it.stage][size]
+        return costs.gradient_bytes[it.stage, it.peer][size]
 
     def _memory(self, start: int, stop: int, minibatch: int) -> StageMemory:
         """Return what consecutive layers keep, with the policies of a minibatch's forward."""

@@ -16,6 +16,7 @@ from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
 from pipebench.simulate.steady import Totals
+from pipebench.simulate.timeline import Transfer
 
 _SIZES_KEPT = 1024  # more than there are units in flight
 
@@ -95,10 +96,10 @@ class Segment:
         if phases is not None:
             moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
             costs, sizes = moving.costs, moving.size_of
-            self.memory = PhaseMemory(phases, moving, size_of, self._inputs, trained=self._start_s > 0)
+            self.memory = PhaseMemory(phases, moving, size_of, self._inputs, self._start_s)
         routes, count = None if phases is None else phases.routes, self._num_minibatches
         lists = [admitted_program(pipeline, w, count, self._admission, routes) for w in range(pipeline.num_workers)]
-        network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
+        network = Network(setup.cluster, setup.devices, self._transferred, copies=setup.copies)
         simulation = Simulation(pipeline, lists, costs, network, sizes, self._start_s, moving=moving)
         meter.begin(size_of, None if moving is None else moving.recomputing_s)
         before = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s
@@ -116,6 +117,12 @@ class Segment:
             simulation.end_s - self._start_s, busy_s, stall_s, network.num_bytes,
             again_s=again_s, swap_stall_s=swap_stall_s,
         )  # fmt: skip
+
+    def _transferred(self, transfer: Transfer) -> None:
+        """Tell who takes note of transfers."""
+        self._meter.transfer(transfer)
+        if self.memory is not None:
+            self.memory.transfer(transfer)
 
     def _size_of(self, unit: int) -> Size:
         minibatch, microbatch = self._setup.pipeline.minibatch(unit)

@@ -23,6 +23,7 @@ from pipebench.model.graph import attribute
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
+from pipebench.simulate.memory_meter import Moment, highest
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event
@@ -72,8 +73,8 @@ class SimulatedEngine(Movable):
         totals: of all segments.
         marks: what there was when, in the last segment as far as it was played, and at its end; counted from its start.
         began_s: the minibatches at which layers have moved meanwhile, and when those began.
-        peaks: the most bytes that every worker has held in segments in which layers moved; none before the first.
-        held: likewise, between two instructions.
+        peaks: when every worker has held most in segments in which layers moved; none before the first.
+        held: the most bytes that it has held in these between two instructions, messages aside.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class SimulatedEngine(Movable):
         self.marks: list[Mark] = []
         self.began_s: dict[int, float] = {}
         self._inputs = inputs or {}
-        self.peaks, self.held = ([0] * pipeline.num_stages for _ in range(2))
+        self.peaks: list[Moment] = []
+        self.held = [0] * pipeline.num_stages
         self.clock_s = 0.0
         self.totals = NOTHING
         self._shown = False  # whether the meter has seen anything
@@ -121,7 +123,8 @@ class SimulatedEngine(Movable):
             self._totals_of.clear()
         self.began_s |= segment.began_s
         if segment.began_s and segment.memory is not None:
-            self.peaks = [*map(max, self.peaks, segment.memory.peaks)]
+            found = segment.memory.timeline().peaks
+            self.peaks = [*highest(self.peaks or found, found)]
             self.held = [*map(max, self.held, segment.memory.held)]
         if segment.changed_at:  # what empties the pipeline where it only is as if it were emptied is left out
             last = done - 2 * before.pipeline.depth if segment.is_quiet else done

@@ -31,7 +31,7 @@ from pipebench.search.search import FILE_NAME as SEARCH_FILE
 from pipebench.show import console, pictures
 from pipebench.show.comparison import comparison_markdown
 from pipebench.show.cuts_over_time import cuts_markdown, draw_cuts
-from pipebench.show.memory_picture import draw_memory
+from pipebench.show.memory_picture import draw_memory, draw_peaks
 from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves
 from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
@@ -51,6 +51,7 @@ from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import predicted_metrics
+from pipebench.train.simulated_moves import watch_of
 from pipebench.train.watch import Watch
 from pipebench.typed_json import write
 
@@ -123,9 +124,19 @@ def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | No
 
 
 def record_watch(log: RunLog, watch: Watch) -> list[str]:
-    """Keep pictures of memory and occupancy over time; return their names."""
-    occupancy = watch.occupancy(NUM_PARTS)
+    """Keep pictures of memory and occupancy over time, where layers move of memory from part to part; return names."""
+    occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
     drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
+    if moved is not None:
+        parts = {
+            "first cuts": watch.memory.peaks,
+            "while layers move, and between moves": moved.between,
+            "last cuts": moved.last.peaks,
+        }
+        drawings["memory-first.png"] = drawings["memory.png"]
+        drawings["memory-last.png"] = partial(draw_memory, moved.last)
+        whole = {part: peaks for part, peaks in parts.items() if peaks}
+        drawings["memory.png"] = partial(draw_peaks, whole, watch.memory)
     return _record_drawn(log, drawings, "memory and occupancy")
 
 
@@ -257,7 +268,7 @@ class RunRecorder:
         told = {PLAN: f"backwards that can't be split run whole, in the input part: {whole}"} if whole else {}
         try:
             result, timeline = self._train(train)
-            watch = watch or self._watched()
+            watch = watch or self._watched(result)
             if watch is not None and watch.out_of_memory:
                 told[MEMORY] = watch.out_of_memory
                 _LOG.warning("%s", watch.out_of_memory)
@@ -301,10 +312,10 @@ class RunRecorder:
         ) as progress:
             return train(progress, self.log.point)
 
-    def _watched(self) -> Watch | None:
+    def _watched(self, result: RunResult) -> Watch | None:
         """Return what the simulator says of memory and occupancy over time, if it can."""
         try:
-            return Watch.over(self._job)
+            return watch_of(self._job, result.moves)
         except Exception as error:  # what was trained is worth more than what is foretold
             _LOG.warning("memory over time could not be simulated: %s", error)
             return None

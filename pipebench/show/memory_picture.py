@@ -1,7 +1,7 @@
 """Memory over time as an image: what every worker keeps, by kind, below what its device has."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +26,7 @@ from pipebench.simulate.memory import (
     VERSIONS,
     WEIGHTS,
 )
-from pipebench.simulate.memory_meter import Curve, MemoryTimeline
+from pipebench.simulate.memory_meter import Curve, MemoryTimeline, Moment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,6 +46,7 @@ COLOURS: Final = {
     RECEIVED: "#E8C4D8",
 }
 _ROOMY = 2.5  # a limit so many times the highest peak, or more, is said and not drawn: it would leave nothing to see
+_BARS_IN, _PART_IN, _MOST_NAMES = 12.0, 2.0, 16
 _UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether a file is a picture that `draw_memory` wrote
@@ -86,6 +87,50 @@ def memory_figure(memory: MemoryTimeline) -> "Figure":
     return figure
 
 
+def draw_peaks(parts: Mapping[str, Sequence[Moment]], memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
+    """Write a PNG of what workers keep at most in several parts of a run."""
+    peaks_figure(parts, memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
+
+
+def peaks_figure(parts: Mapping[str, Sequence[Moment]], memory: MemoryTimeline) -> "Figure":
+    """Return the picture that `draw_peaks` writes: a row per part of the run, in it a bar per worker.
+
+    Args:
+        parts: by name, the peak of every worker.
+        memory: of any part: it says what workers are called, and what a device has.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    most, limit, names = (
+        max(peak.num_bytes for row in parts.values() for peak in row),
+        memory.limit_bytes,
+        memory.worker_names,
+    )
+    scale, unit = next((scale, unit) for scale, unit in _UNITS if (most or 1) >= scale)
+    figure = Figure(figsize=(_BARS_IN, 1.3 + _PART_IN * len(parts)), layout="constrained")
+    every = figure.subplots(len(parts), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (part, peaks) in zip(every, parts.items(), strict=True):
+        bottom = np.zeros(len(peaks))
+        for kind, colour in COLOURS.items():
+            heights = np.array([peak.by_kind.get(kind, 0) for peak in peaks]) / scale
+            axes.bar(range(len(peaks)), heights, bottom=bottom, color=colour, width=0.8)
+            bottom += heights
+        fullest = max(peaks, key=lambda peak: peak.num_bytes)
+        told = f"{part}: {num_bytes(fullest.num_bytes)} at most, on {names[fullest.worker]}"
+        axes.set_title(f"{told}, {_cause(fullest)}", loc="left", fontsize=9, pad=3)
+        if limit is not None and limit < _ROOMY * most:
+            axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
+        axes.set_ylabel(unit)
+        axes.spines[["top", "right"]].set_visible(False)
+    step = -(-len(names) // _MOST_NAMES)
+    every[-1].set_xticks(range(0, len(names), step), names[::step], fontsize=8)
+    kinds = [kind for kind in COLOURS if any(peak.by_kind.get(kind) for row in parts.values() for peak in row)]
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in kinds]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
+    return figure
+
+
 def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
     """Draw what the device has, and where a worker first needs more."""
     if limit is not None:
@@ -119,7 +164,11 @@ def _note(memory: MemoryTimeline, worker: int) -> str:
     peak = memory.peaks[worker]
     host = memory.host_peaks[worker]
     swapped = f"; dotted: on its host, {num_bytes(host)} at most" if host else ""
-    return f"{num_bytes(peak.num_bytes)} at most, {'in ' if ' ' not in peak.during else ''}{peak.during}{swapped}"
+    return f"{num_bytes(peak.num_bytes)} at most, {_cause(peak)}{swapped}"
+
+
+def _cause(peak: Moment) -> str:
+    return peak.during if " " in peak.during else f"in {peak.during}"
 
 
 def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:

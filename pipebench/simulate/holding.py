@@ -148,22 +148,27 @@ class Holding:
         self._has_state = True
         return self
 
-    @property
-    def num_bytes(self) -> int:
-        """What it holds between two instructions, the gradients included."""
-        memory, alive = self._memory, self._versions.num_alive
-        once = 0 if self._is_retired else memory.masters + memory.state * self._has_state
-        return alive * memory.weights + once + self._gradients + sum(kept for _, kept in self._units.values())
+    def come(self) -> Iterator[Change]:
+        """Yield what it holds when an instruction begins that makes it."""
+        for kind, held in self._by_kind().items():
+            yield Change(kind, held, False)
 
-    def retire(self) -> None:
+    def go(self, *, at_end: bool) -> Iterator[Change]:
+        """Yield what it has held, when it goes."""
+        for kind, held in self._by_kind().items():
+            yield Change(kind, -held, at_end)
+
+    def retire(self) -> Iterator[Change]:
         """Make no more updates; what units in flight need stays until they have left."""
+        before = self._by_kind()
         self._is_retired = True
         self._versions.retire()
+        for kind, held in self._by_kind().items():
+            yield Change(kind, held - before[kind], True)
 
-    def let_go(self, unit: int) -> None:
+    def let_go(self, unit: int) -> Iterator[Change]:
         """Forget a unit in flight, which runs backward elsewhere."""
-        version, _ = self._units.pop(unit)
-        self._versions.release(version)
+        yield from self._left(unit)
 
     def give_gradients(self) -> int:
         """Return the bytes of the gradients, which somebody else keeps from here on."""
@@ -304,6 +309,18 @@ class Holding:
         if not self._has_state:
             self._has_state = True
             yield Change(STATE, self._memory.state, False)
+
+    def _by_kind(self) -> dict[str, int]:
+        """Return what it holds between two instructions."""
+        memory, alive, steps = self._memory, self._versions.num_alive, not self._is_retired
+        return {
+            WEIGHTS: memory.weights * steps,
+            VERSIONS: memory.weights * (alive - steps),
+            MASTERS: memory.masters * steps,
+            STATE: memory.state * (self._has_state and steps),
+            GRADIENTS: self._gradients,
+            ACTIVATIONS: sum(kept for _, kept in self._units.values()),
+        }
 
     def _gradients_are(self, num_bytes: int, *, at_end: bool) -> Change:
         change = Change(GRADIENTS, num_bytes - self._gradients, at_end)

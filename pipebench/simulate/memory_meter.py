@@ -8,9 +8,9 @@ only the first part is kept as curves, long enough for fill, a few periods and d
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,31 @@ from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.holding import Change, Holding
 from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemory
-from pipebench.simulate.simulation import Event
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
+from pipebench.simulate.simulation import Event, Moving
+from pipebench.simulate.timeline import ACTIVATION, GRADIENT, MIGRATION, Transfer
 
 RECORDED_CHANGES = 200_000  # that are kept as curves: some 20,000 units
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate((*KINDS, ON_HOST))}
 _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
-_SENDS: Final = {Op.SEND_ACTIVATION: ACTIVATION, Op.SEND_GRADIENT: GRADIENT}
+_SENDS: Final = {
+    Op.SEND_ACTIVATION: ACTIVATION,
+    Op.SEND_GRADIENT: GRADIENT,
+    Op.GIVE_UNIT: MIGRATION,
+    Op.GIVE: MIGRATION,
+}
+
+
+class Keeps(Protocol):
+    """Whoever has a stage at a worker: a replica's `Holding`, or several of them while layers move."""
+
+    def before(self) -> Iterable[Change]:
+        """Yield what is there before anything runs."""
+
+    def drained(self) -> Iterable[Change]:
+        """Begin a segment."""
+
+    def changes(self, it: Instruction, size: Size) -> Iterable[Change]:
+        """Yield what an instruction changes, in order."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,12 @@ class Moment:
     def num_bytes(self) -> int:
         """Bytes of all kinds."""
         return sum(self.by_kind.values())
+
+
+def highest(*peaks: Iterable[Moment]) -> Iterator[Moment]:
+    """Yield for every worker the highest of several peaks; of equals, the first."""
+    for of_worker in zip(*peaks, strict=True):
+        yield max(of_worker, key=lambda peak: peak.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -104,17 +128,31 @@ class MemoryMeter:
         memories: what replicas keep, per stage.
         costs: what messages are large.
         limit_bytes: memory of a device; None for no limit.
+        holdings: who has the stages of every worker, by stage, where layers move; None: replicas, of `memories`.
+        moving: what is given away where they do.
+        start_s: the run's clock at the start.
     """
 
     def __init__(
-        self, pipeline: Pipeline, memories: Sequence[StageMemory], costs: Costs, limit_bytes: int | None = None
+        self,
+        pipeline: Pipeline,
+        memories: Sequence[StageMemory],
+        costs: Costs,
+        limit_bytes: int | None = None,
+        *,
+        holdings: Sequence[Mapping[int, Keeps]] | None = None,
+        moving: Moving | None = None,
+        start_s: float = 0.0,
     ) -> None:
-        self._pipeline, self._costs, self._limit_bytes = pipeline, costs, limit_bytes
+        self._pipeline, self._costs, self._limit_bytes, self._moving = pipeline, costs, limit_bytes, moving
         self._waits = SYNCS[pipeline.sync].waits
         workers = range(pipeline.num_workers)
-        self._holdings = [
+        self._servers: dict[int, Holding] = {}
+        if not self._waits:
+            self._servers = {stage: Holding(memory, serves=True) for stage, memory in enumerate(memories)}
+        self._holdings: Sequence[Mapping[int, Keeps]] = holdings or [
             {
-                stage: Holding(memories[stage], serves=not self._waits and pipeline.replica_of(worker) == 0)
+                stage: self._replica(stage, pipeline.replica_of(worker), memories[stage])
                 for stage in pipeline.stages_of(worker)
             }
             for worker in workers
@@ -125,7 +163,7 @@ class MemoryMeter:
         self._workers, self._kinds = array("i"), array("b")
         self._during: list[Instruction | Transfer | None] = []
         self._levels = np.zeros((len(workers), len(_NUMBER_OF)), dtype=np.int64)
-        self._last_s = [0.0] * len(workers)
+        self._last_s = [start_s] * len(workers)
         # Messages by sender, receiver and kind: since when they are to be told of, which is when they have arrived.
         self._on_their_way: dict[tuple[int, int, str], deque[float]] = {}
         # Units that are or will be on a host: since when, for their copies are told of once they are over.
@@ -135,11 +173,11 @@ class MemoryMeter:
         self._peaks: list[Moment | None] = [None] * len(workers)
         self._host_peaks = [0] * len(workers)
         self._overflow: Moment | None = None
-        self._end_s = 0.0
-        for worker, holdings in enumerate(self._holdings):
-            self._add(0.0, worker, WEIGHTS, 0, None)  # a worker all of whose layers are idle never keeps more
-            for holding in holdings.values():
-                self._note(worker, holding.before(), 0.0, 0.0, None)
+        self._end_s = start_s
+        for worker, kept in enumerate(self._holdings):
+            self._add(start_s, worker, WEIGHTS, 0, None)  # a worker all of whose layers are idle never keeps more
+            for holding in kept.values():
+                self._note(worker, holding.before(), start_s, start_s, None)
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment, with nothing in flight; `size_of` tells what a unit's costs depend on."""
@@ -155,19 +193,14 @@ class MemoryMeter:
         if op is Op.WAIT_NORM:
             return
         self._end_s = max(self._end_s, end_s)
+        size = self._size_of(number) if op in _OF_A_UNIT else 0
+        self._note(worker, self._holdings[worker][stage].changes(it, size), start_s, end_s, it)
         if op in _SENDS:
-            size = self._size_of(number)
-            if op is Op.SEND_ACTIVATION:
-                num_bytes = self._costs.activation_bytes[stage, peer][size]
-            else:
-                num_bytes = self._costs.gradient_bytes[peer, stage][size]
+            num_bytes = self._sent_bytes(it)
             self._add(start_s, worker, SENT, num_bytes, it)
             if num_bytes:
                 connection = worker, self._pipeline.worker(peer, number), _SENDS[op]
                 self._on_their_way.setdefault(connection, deque()).append(start_s)
-        else:
-            size = self._size_of(number) if op in _OF_A_UNIT else 0
-            self._note(worker, self._holdings[worker][stage].changes(it, size), start_s, end_s, it)
         if op is Op.PUSH:
             self._applied(worker, it, end_s)
         elif op is Op.PULL and self._holds_pulled(worker, stage):
@@ -189,9 +222,11 @@ class MemoryMeter:
         if len(transfer.senders) > 1:
             return
         (sender,), (receiver,) = transfer.senders, transfer.receivers
-        if transfer.kind in (ACTIVATION, GRADIENT):
+        if transfer.kind in (ACTIVATION, GRADIENT) or (transfer.kind == MIGRATION and self._moving is not None):
             if transfer.num_bytes:
-                self._on_their_way[sender, receiver, transfer.kind].popleft()
+                waiting = self._on_their_way[sender, receiver, transfer.kind]
+                # Blocks and units aren't told of in the order in which they are given, so the longest wait stays.
+                _ = waiting.pop() if transfer.kind == MIGRATION else waiting.popleft()
             self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
             self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
         elif not self._waits and transfer.kind == SYNCS[self._pipeline.sync].kind:
@@ -210,6 +245,17 @@ class MemoryMeter:
             names, tuple(self._curves), peaks, tuple(self._host_peaks), self._limit_bytes, self._overflow, float(end_s)
         )
 
+    def _replica(self, stage: int, replica_index: int, memory: StageMemory) -> Holding:
+        return self._servers[stage] if self._servers and replica_index == 0 else Holding(memory)
+
+    def _sent_bytes(self, it: Instruction) -> int:
+        """Return the bytes of a message, of a unit that is given away, or of a block of layers."""
+        if it.op is Op.SEND_ACTIVATION:
+            return self._costs.activation_bytes[it.stage, it.peer][self._size_of(it.number)]
+        if it.op is Op.SEND_GRADIENT:
+            return self._costs.gradient_bytes[it.peer, it.stage][self._size_of(it.number)]
+        return 0 if self._moving is None else self._moving.num_bytes(it)
+
     def _holds_pulled(self, worker: int, stage: int) -> bool:
         return worker != self._pipeline.first_workers[stage]
 
@@ -218,7 +264,7 @@ class MemoryMeter:
         host = self._pipeline.first_workers[push.stage]
         if worker != host:
             self._add(end_s, host, RECEIVED, -self._memories[push.stage].weights, push)
-        changes = self._holdings[host][push.stage].applied(own=worker == host)
+        changes = self._servers[push.stage].applied(own=worker == host)
         self._note(host, changes, end_s, end_s, push)
 
     def _note(

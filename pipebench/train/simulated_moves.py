@@ -13,19 +13,20 @@ from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan
 from pipebench.schedule.repartitions import Repartition
+from pipebench.simulate.memory_meter import Moment, highest
 from pipebench.simulate.meter import MEMORY, Meter, sum_by
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.throughput import Mark
 from pipebench.simulate.timeline import MIGRATION, TRAINING_KINDS, Timeline
 from pipebench.train.job import Job
 from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
-from pipebench.train.moves import plan_after
+from pipebench.train.moves import PlannedMove, plan_after
 from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import epoch_notes, planned_metrics, shares, totalled
-from pipebench.train.watch import Watch
+from pipebench.train.watch import Moved, Watch
 
 
 def simulate_moving(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
@@ -95,22 +96,36 @@ def _rates(before: Mark, mark: Mark) -> dict[str, float]:
     }
 
 
-def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[int]) -> RunResult:
+def watch_of(job: Job, moves: Sequence[Repartition]) -> Watch:
+    """Return what there is to see of a job that has run, on any engine, and in which layers have moved, or haven't."""
+    if not moves or job.search is not None:
+        return Watch.over(job)
+    planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
+    watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
+    simulate_moving(replace(job, moves=tuple(planned), setup=replace(job.setup, balances=False)), watch)
+    return watch
+
+
+def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[Moment]) -> RunResult:
     """Return a result with the peaks that are foretold: under all cuts that a run goes through, and between them.
 
     Args:
         job: what is simulated.
-        watch: is told of a segment under the first cuts.
+        watch: is told of a segment under the first cuts, and of what comes after them.
         result: of the run.
-        moving: the most bytes that every worker holds while layers move; none where none do.
+        moving: when every worker holds most while layers move; none where none do.
     """
     per_epoch, found = job.setup.sampler.minibatches_per_epoch, [watch]
     simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *watch.listeners))
     for setup in _setups(job.setup, result.moves):
         found.append(Watch(replace(job, setup=setup), per_epoch))
         simulate_segment(setup, per_epoch, Meter(setup.pipeline, *found[-1].listeners))
+    if result.moves:
+        between = [*([moving] if moving else ()), *(each.memory.peaks for each in found[1:-1])]
+        watch.moved = Moved(tuple(highest(*between)), found[-1].memory)
     peaks = [[row["peak_memory_bytes"] for row in each.with_peaks(result).stages] for each in found]
-    most = [max(of_stage) for of_stage in zip(*peaks, moving, strict=True)]
+    peaks += [[peak.num_bytes for peak in moving]] if moving else []
+    most = [max(of_stage) for of_stage in zip(*peaks, strict=True)]
     stages = tuple({**row, "peak_memory_bytes": peak} for row, peak in zip(result.stages, most, strict=True))
     metrics = {**result.metrics, "peak_memory_bytes_max": max(most)}
     limit, notes = job.cluster.memory_bytes, {**result.notes}
@@ -119,11 +134,11 @@ def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[int]
         for move, each in zip(result.moves, found[1:], strict=True)
         if each.out_of_memory
     )
+    fullest = max(moving, key=lambda peak: peak.num_bytes, default=None)
     if sentence := next(told, ""):
         notes[MEMORY] = sentence
-    elif limit is not None and max(moving) > limit:
-        stage = moving.index(max(moving))
-        what = f"stage {stage} holds {num_bytes(moving[stage])} while layers move"
+    elif limit is not None and fullest is not None and fullest.num_bytes > limit:
+        what = f"stage {fullest.worker} holds {num_bytes(fullest.num_bytes)} while layers move"
         notes[MEMORY] = f"out of memory: {what}, more than the {num_bytes(limit)} of a {job.cluster.device}"
     return replace(result, stages=stages, metrics=metrics, notes=notes)
 

@@ -4,7 +4,7 @@ Time is the simulator's whatever the engine is; of a segment between two drains 
 simulated, and they have the peaks of the whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,13 +30,31 @@ _LARGEST = 4  # kinds that are named of what doesn't fit
 _PEAK, _LARGEST_PEAK = "peak_memory_bytes", "peak_memory_bytes_max"  # of a stage, and of all workers
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What workers keep after the first cuts, in a run whose layers move.
+
+    Attributes:
+        between: when every worker keeps most from the first move to the last; none where that is one, at a drain.
+        last: what they keep under the last cuts.
+    """
+
+    between: Sequence[Moment]
+    last: MemoryTimeline
+
+
 class Watch:
     """Watches a simulation of a job: what workers keep over time, and what their time goes to.
 
     Args:
         job: what is simulated.
         num_minibatches: of the segment that is.
+
+    Attributes:
+        moved: what workers keep after the first cuts; None where layers stay.
     """
+
+    moved: Moved | None = None
 
     def __init__(self, job: Job, num_minibatches: int) -> None:
         self._job, self._num_minibatches = job, num_minibatches

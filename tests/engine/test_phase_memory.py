@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from pipebench.engine.phases import Phases
+from pipebench.engine.segment import Segment
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Layout, Move, layout_problems
+from pipebench.simulate.memory import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
+from pipebench.simulate.memory_meter import Curve
 from tests.simulate.test_memory import profile_of
 from tests.support import Blobs, Mlp, flat_cluster, make_engine, make_setup
 
@@ -43,7 +48,7 @@ def compared(setup: Setup, moves: Sequence[Move]) -> list[tuple[int, int]]:
     for move in moves:
         simulated.announce(move)
     simulated.train(0, COUNT)
-    assert all(held <= peak for held, peak in zip(simulated.held, simulated.peaks, strict=True))
+    assert all(held <= peak.num_bytes for held, peak in zip(simulated.held, simulated.peaks, strict=True))
     return [*zip(simulated.held, engine.peak_bytes, strict=True)]
 
 
@@ -65,7 +70,7 @@ def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: 
     (starts, moves), words = drawn(draw), draw.choice(((KEEP, SWAP), (KEEP, RECOMPUTE), (KEEP, RECOMPUTE, SWAP)))
     moves = [replace(move, memory=tuple(draw.choices(words, k=7))) for move in moves]
     moves += [Move(34, moves[-1].starts if moves else tuple(starts), tuple(draw.choices(words, k=7)))]
-    setup = setup_of(starts, draw.choice(([KEEP] * 7, draw.choices(words, k=7))), rate=10 ** draw.uniform(3, 8))
+    setup = setup_of(starts, draw.choice(([KEEP] * 7, draw.choices(words, k=7))), rate=10 ** draw.uniform(0.5, 4))
     for found, held in compared(setup, moves):
         assert found == held
 
@@ -76,6 +81,55 @@ def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_
     setup = setup_of([1, 3, 4], [k, r, r, k, k, k, k], rate=905_361.0)
     moves = [Move(12, (2, 3, 6), (s, k, k, k, r, s, r))]
     assert compared(setup, moves) == [(3432, 3432), (3232, 3232), (2168, 2168), (2240, 2240)]
+
+
+def test_what_is_on_its_way_counts_while_it_waits() -> None:
+    """One layer, a Linear of 64 doubles with momentum, moves from stage 1 to stage 0, from minibatch 6 on.
+
+    Up to there 4 rows of 7 doubles cross, afterwards 4 of 8. Unit 5 runs forward before and backward after the move:
+    the layer's parameters and what it reads of the unit are set aside at stage 1, and travel.
+    """
+    setup = setup_of([2], [KEEP] * 7)
+    phases = Phases(setup)
+    phases.announce(Move(6, (3,)))
+    segment = Segment(setup, phases, 0, 9, 0.0)
+    segment.played()
+    assert segment.memory is not None
+    few, many, unit, block = 4 * 7 * 8, 4 * 8 * 8, 64 * 8 + 4 * 7 * 8, 2 * 64 * 8
+    curves, rows = segment.memory.timeline().curves, [KINDS.index(kind) for kind in (SENT, RECEIVED)]
+    (sent_0, received_0), (sent_1, received_1) = ([steps(curve, row) for row in rows] for curve in curves)
+    assert sent_0 == 6 * [few, -few] + 3 * [many, -many]
+    # The block is waited for by the forward of unit 6, after which unit 5 runs forward again and then backward.
+    assert received_0 == 5 * [few, -few] + [unit, block, -block, -few, few - unit] + 4 * [many, -many]
+    assert received_1 == [few, -few, few, -few] + 4 * [few, -few] + 3 * [many, -many]
+    # Set aside by the forward that unit 5 was set out with, and given right after; the block follows.
+    assert sent_1 == 4 * [few, -few] + [few, unit, -few, -unit, unit, block, -unit, -block] + 4 * [many, -many]
+    last = [int(curve.num_bytes[row, -1]) for curve in curves for row in rows]
+    assert last == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_released_that_has_not_come_and_nothing_stays_on_its_way(seed: int) -> None:
+    """Kind by kind, whatever moves and swaps at any rate of copies."""
+    draw = random.Random(f"kinds {seed}")
+    starts, moves = drawn(draw)
+    words = (KEEP, RECOMPUTE, SWAP)
+    setup = setup_of(starts, draw.choices(words, k=7), rate=10 ** draw.uniform(0.5, 4))
+    phases = Phases(setup)
+    for move in moves:
+        phases.announce(replace(move, memory=tuple(draw.choices(words, k=7))))
+    segment = Segment(setup, phases, 0, COUNT, 0.0)
+    segment.played()
+    assert segment.memory is not None
+    for curve in segment.memory.timeline().curves:
+        assert curve.num_bytes.min() == 0 <= curve.host_bytes.min()
+        assert curve.num_bytes[[KINDS.index(kind) for kind in (SENT, RECEIVED, AGAIN, ACTIVATIONS)], -1].max() == 0
+        assert curve.host_bytes[-1] == 0
+
+
+def steps(curve: Curve, row: int) -> list[int]:
+    """Return by how much one kind changes, time after time."""
+    return [int(step) for step in np.diff(curve.num_bytes[row], prepend=0) if step]
 
 
 def drawn(draw: random.Random) -> tuple[list[int], list[Move]]:

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from pipebench.show import memory_picture, occupancy_picture
-from pipebench.show.memory_picture import COLOURS, draw_memory, memory_figure
+from pipebench.show.memory_picture import COLOURS, draw_memory, draw_peaks, memory_figure, peaks_figure
 from pipebench.show.occupancy_picture import draw_occupancy, occupancy_figure
 from pipebench.show.over_time import MOST_ROWS
-from pipebench.simulate.memory import ACTIVATIONS, KINDS, WEIGHTS
+from pipebench.simulate.memory import ACTIVATIONS, KINDS, RECEIVED, WEIGHTS
 from pipebench.simulate.memory_meter import Curve, MemoryTimeline, Moment
 from pipebench.simulate.occupancy import STATES, Occupancy
 
@@ -109,6 +110,24 @@ def test_many_workers_are_a_map_below_the_fullest() -> None:
         full = np.flatnonzero(image[worker] > 4.5) / image.shape[1] * 10
         assert full.min() == pytest.approx(worker % 9, abs=0.02)
         assert full.max() == pytest.approx(worker % 9 + 1, abs=0.03)
+
+
+def test_what_a_run_holds_at_most_before_while_and_after_layers_move(tmp_path: Path) -> None:
+    first, last = memory(3, 6_000_000), memory(3)
+    more = [replace(peak, by_kind={**peak.by_kind, RECEIVED: 500_000}) for peak in first.peaks]
+    parts = {"first cuts": first.peaks, "while layers move": more, "last cuts": last.peaks}
+    figure = peaks_figure(parts, first)
+    bars = [[bar for bar in axes.patches if isinstance(bar, Rectangle)] for axes in figure.axes]
+    tops = [max(bar.get_y() + bar.get_height() for bar in row) for row in bars]
+    assert tops == pytest.approx([5.000002, 5.500002, 5.000002])
+    assert [len(axes.lines) for axes in figure.axes] == [1, 1, 1], "what a device has"
+    said = texts(figure)
+    assert "while layers move: 5.50 MB at most, on stage 2, in 2F0@0" in said
+    assert "received" in said
+    assert "gradients" not in said  # there are none
+    assert not peaks_figure(parts, last).axes[0].lines
+    draw_peaks(parts, first, tmp_path / "memory.png")
+    assert memory_picture.is_our_picture(tmp_path / "memory.png")
 
 
 def test_occupancy_of_few_and_of_many() -> None:

@@ -12,7 +12,7 @@ from pipebench.schedule.repartitions import FILE_NAME, Repartition, to_text
 from pipebench.simulate.meter import MEMORY
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
-from pipebench.train.simulated_moves import simulate_moving
+from pipebench.train.simulated_moves import simulate_moving, watch_of
 from pipebench.train.simulation import simulate
 from pipebench.train.watch import Watch
 from tests.train.test_moves import LIVE, WRITTEN, job, run
@@ -73,6 +73,20 @@ def test_a_long_run_ends_as_fast_as_the_last_cuts_are() -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED)
+def test_what_there_is_to_see_of_a_run_that_trained_is_that_of_the_same_run_simulated(asked: Any) -> None:
+    """Whoever has decided on its moves; a run whose layers stay has one part."""
+    given = job(**asked)
+    watch, seen = Watch(given, given.setup.sampler.minibatches_per_epoch), watch_of(given, run(given)[0].moves)
+    simulate_moving(given, watch)
+    assert seen.moved is not None
+    assert watch.moved is not None
+    assert seen.memory.peaks == watch.memory.peaks
+    assert seen.moved.between == watch.moved.between
+    assert seen.moved.last.peaks == watch.moved.last.peaks
+    assert watch_of(given, ()).moved is None
+
+
+@pytest.mark.parametrize("asked", ASKED)
 def test_rates_over_time_are_those_of_the_whole_run(asked: Any) -> None:
     """What is through, sent and moved, added up from point to point; and clocks of moves are in between."""
     result, _ = simulate(job(**asked))
@@ -104,7 +118,13 @@ def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
 
 def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
     given = job(LIVE, every=60, epochs=5, live=True)
-    result, _ = simulate_moving(given, Watch(given, 12))
+    watch = Watch(given, 12)
+    result, _ = simulate_moving(given, watch)
+    assert watch.moved is not None
+    parts = [watch.memory.peaks, watch.moved.between, watch.moved.last.peaks]
+    assert [max(of_stage) for of_stage in zip(*([peak.num_bytes for peak in part] for part in parts), strict=True)] == [
+        row["peak_memory_bytes"] for row in result.stages
+    ]
     stayed = replace(given, moves=(), setup=replace(given.setup, repartitions=False))
     first, _ = simulate(stayed, Watch(given, 12))
     assert result.metrics["peak_memory_bytes_max"] > first.metrics["peak_memory_bytes_max"]
