@@ -7,7 +7,7 @@ there is planned again with so much less memory, as plans are before a run (`pla
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,20 +50,25 @@ class Report(NamedTuple):
         return Measured(self.forward_s + self.backward_s, self.peak_bytes)
 
 
+Known = dict[Hashable, tuple[Layout | None, Layout | None]]  # what was decided, by what was measured under which cuts
+
+
 class Balancing:
     """Decides what to go to next.
 
     Args:
         setup: what runs, with the cuts at the drain before.
+        known: decisions for this setup that were made before, and will be here.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, known: Known | None = None) -> None:
         pipeline, size = setup.pipeline, setup.costs.most_samples
         self._rows = setup.profile.by_size[size]
         self._may_start = {members.bit_count() for members in prefixes(self._rows).members[1:-1]}
         self._num_stages = pipeline.num_stages
         self._foresight = Foresight(setup)
         self._layout = self._foresight.layout
+        self._known: Known = {} if known is None else known
         self._next: Layout | None = None  # where there is to be room first
         self._before: Sequence[Measured] | None = None  # what was measured when nothing better was found
         self._problem_of = problems_of(
@@ -81,7 +86,10 @@ class Balancing:
             return None
         layout, self._next = self._next, None
         if layout is None:
-            layout, self._next = self._next_layouts(measured)
+            key = self._layout, tuple((f"{each.seconds:.9g}", each.num_bytes) for each in measured)
+            if key not in self._known:
+                self._known[key] = self._next_layouts(measured)
+            layout, self._next = self._known[key]
         self._before = measured if layout is None else None
         if layout is None:
             return None

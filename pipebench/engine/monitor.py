@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pipebench.engine.balancing import Balancing, Report
+from pipebench.engine.balancing import Balancing, Known, Report
 from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
 from pipebench.schedule.instructions import Instruction, Op
@@ -170,14 +170,20 @@ def _is_reported(unit: int) -> bool:
     return unit % EVERY == EVERY - 1
 
 
-def monitors(setup: Setup, on_move: Callable[[Move], None], allocator: AllocatorPeak | None = None) -> list[Monitor]:
+def monitors(
+    setup: Setup,
+    on_move: Callable[[Move], None],
+    allocator: AllocatorPeak | None = None,
+    known: Known | None = None,
+) -> list[Monitor]:
     """Return a monitor for every stage of a straight pipeline.
 
     Args:
         setup: what runs.
         on_move: see `Monitor`.
         allocator: likewise, where stages don't share a device.
+        known: see `Balancing`.
     """
     last = setup.pipeline.num_stages - 1
-    deciding = {last: Balancing(setup).decide}
+    deciding = {last: Balancing(setup, known).decide}
     return [Monitor(setup, stage, deciding.get(stage), on_move, allocator) for stage in range(last + 1)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipebench.checkpoint.handover import Claim, Key, asked
-from pipebench.engine.balancing import ENOUGH
+from pipebench.engine.balancing import ENOUGH, Known
 from pipebench.engine.mailbox import Mailbox
 from pipebench.engine.monitor import EVERY, monitors
 from pipebench.engine.movable import Movable
@@ -63,9 +63,11 @@ class SimulatedEngine(Movable):
         setup: what is run.
         listeners: take note of every event and transfer that is played.
         inputs: bytes of the model's inputs, by size of the unit.
+        known: decisions of Algorithm 1 that another run of the setup has made, and that this one will make.
 
     Attributes:
         setup: what is run, under the cuts there are now.
+        known: decisions of Algorithm 1, this run's included.
         clock_s: the run's clock at the last drain.
         totals: of all segments.
         marks: what there was when, in the last segment as far as it was played, and at its end; counted from its start.
@@ -74,7 +76,9 @@ class SimulatedEngine(Movable):
         held: likewise, between two instructions.
     """
 
-    def __init__(self, setup: Setup, *listeners: Listener, inputs: Inputs | None = None) -> None:
+    def __init__(
+        self, setup: Setup, *listeners: Listener, inputs: Inputs | None = None, known: Known | None = None
+    ) -> None:
         super().__init__()
         pipeline = setup.pipeline
         self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
@@ -86,15 +90,15 @@ class SimulatedEngine(Movable):
         self.clock_s = 0.0
         self.totals = NOTHING
         self._shown = False  # whether the meter has seen anything
-        self._begin_under(setup)
+        self._begin_under(setup, {} if known is None else known)
 
-    def _begin_under(self, setup: Setup) -> None:
+    def _begin_under(self, setup: Setup, known: Known) -> None:
         """Go on with a setup, whose stages are measured anew."""
-        self.setup = setup
+        self.setup, self.known = setup, known
         self._phases = None
-        self._monitors = monitors(setup, self._decided) if setup.balances else []
+        self._monitors = monitors(setup, self._decided, known=known) if setup.balances else []
         self._quiet = 0  # minibatches since which nothing has been decided
-        self._known: dict[tuple[int, int], Totals] = {}
+        self._totals_of: dict[tuple[int, int], Totals] = {}
 
     def train(self, first: int, num_minibatches: int) -> int:
         """Play a segment; return how many minibatches it had: fewer than asked for where it was drained to move."""
@@ -114,7 +118,7 @@ class SimulatedEngine(Movable):
         self.setup = before if phases is None else phases.last
         self._quiet += max(0, done - segment.changed_at)
         if self.setup is not before:
-            self._known.clear()
+            self._totals_of.clear()
         self.began_s |= segment.began_s
         if segment.began_s and segment.memory is not None:
             self.peaks = [*map(max, self.peaks, segment.memory.peaks)]
@@ -134,12 +138,17 @@ class SimulatedEngine(Movable):
 
     def replan(self, plan: Plan) -> None:
         """Go on under a plan with other cuts or memory policies, at a drain; what moves takes the links' time."""
-        self.take_up(self.setup.under(plan))
+        self.take_up(self.setup.under(plan), self.known)
 
-    def take_up(self, setup: Setup) -> None:
-        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
+    def take_up(self, setup: Setup, known: Known | None = None) -> None:
+        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`.
+
+        Args:
+            setup: that.
+            known: decisions of Algorithm 1 for what there is; none for other cells.
+        """
         before = self.setup
-        self._begin_under(setup)
+        self._begin_under(setup, {} if known is None else known)
         network = Network(before.cluster, before.devices, self._meter.transfer)
         sent = [
             network.send(network.connection(MIGRATION, giver, taker), num_bytes, self.clock_s, "layers")
@@ -201,16 +210,16 @@ class SimulatedEngine(Movable):
         sampler = self.setup.sampler
         per_epoch = sampler.minibatches_per_epoch
         key = first % per_epoch, num_minibatches
-        if key not in self._known:
+        if key not in self._totals_of:
             end = key[0] + num_minibatches
             inside = (end - 1) // per_epoch if sampler.size(per_epoch - 1) < sampler.size(0) else 0
             meter, self._shown = None if self._shown else self._meter, True
             if inside and per_epoch <= 2 * self._window:
-                self._known[key] = simulate_all(self.setup, num_minibatches, meter, first=key[0])
+                self._totals_of[key] = simulate_all(self.setup, num_minibatches, meter, first=key[0])
             else:
                 whole = simulate_segment(self.setup, num_minibatches, meter, ends_epoch=end % per_epoch == 0)
-                self._known[key] = whole.extended(self._short(), inside) if inside else whole
-        return self._known[key]
+                self._totals_of[key] = whole.extended(self._short(), inside) if inside else whole
+        return self._totals_of[key]
 
     def _short(self) -> Totals:
         """Return what an epoch's last minibatch adds in the middle of a segment, where it isn't whole: less than 0."""

@@ -174,7 +174,7 @@ def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int
     left_s, setup, later_s = step.second - engine.clock_s, engine.setup, 0.0
     guess = max(1, int(left_s / _pace_s(setup)))
     if setup.balances:
-        trial = SimulatedEngine(setup)
+        trial = SimulatedEngine(setup, known=engine.known)
         _train(job, trial, Repartitioning(job, trial, lambda sentence: None), first, first + guess)
         setup = replace(trial.setup, balances=False)
         later_s = trial.clock_s - _takes_s(job, setup, first, guess)

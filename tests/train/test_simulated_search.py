@@ -9,9 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from pipebench.engine.gate import StopRequest
+from pipebench.planner.rebalancing import Rebalancing
 from pipebench.recipe.load import load, load_file
 from pipebench.run.deciding import prepare_job
 from pipebench.run.recorder import record_moves
+from pipebench.schedule.moves import Layout
 from pipebench.show.progress import Silent
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
@@ -128,6 +130,27 @@ def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> N
     assert found is not None
     assert found.individuals[1].minibatch == 150
     assert found.individuals[1].second == pytest.approx(moment_s)
+
+
+def test_what_a_trial_has_decided_is_not_sought_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a phase is that ends at a second is found by a trial of its moves."""
+    sought, next_step = [], Rebalancing.next_step
+
+    def counted(stages: Rebalancing) -> Layout | None:
+        if stages.is_needed:
+            sought.append((stages.layout, tuple(round(each.seconds, 9) for each in stages.measured)))
+        return next_step(stages)
+
+    monkeypatch.setattr(Rebalancing, "next_step", counted)
+    vpipe = "{swap: false, recompute: false}"
+    whole = simulate_search(job(tmp_path, [{"minibatch": 150, "delete": 6, "stage": 0}], 10, vpipe))[0].search
+    assert whole is not None
+    sought.clear()
+    result, _ = simulate_search(
+        job(tmp_path, [{"second": whole.individuals[1].second, "delete": 6, "stage": 0}], 10, vpipe)
+    )
+    assert len(result.moves) > 1
+    assert len(sought) == len({*sought}) >= len(result.moves)
 
 
 def test_what_is_told_of_a_phase_while_layers_move_adds_up_to_it(
