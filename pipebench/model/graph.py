@@ -35,6 +35,7 @@ class Layer:
         parameters: qualified names of the parameters it uses, in the model's own order.
         buffers: qualified names of the buffers that it changes, or reads where another layer changes them: layers that
             share one stay together, as those that share a parameter do.
+        runs_once: whether it changes a buffer, so that it isn't computed again whatever a plan asks for.
         draws_as: a name of its own under which it draws random numbers; "" if it draws none.
         idle: whether it is left out for now, see `cells.py`: it keeps its place, reads nothing and is read by nobody.
     """
@@ -49,6 +50,7 @@ class Layer:
     buffers: tuple[str, ...] = ()
     draws_as: str = ""
     idle: bool = False
+    runs_once: bool = False
 
 
 class Rounding(NamedTuple):
@@ -346,6 +348,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             parameters=tuple(_parameters(module, node, first_name)),
             buffers=_buffers(module, node, changed),
             draws_as=_draw_name(module, node),
+            runs_once=overwritten_buffer(module, node) is not None,
         )
         for i, node in enumerate(computing)
     )

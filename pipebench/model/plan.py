@@ -91,7 +91,7 @@ class Plan:
 
 
 class _Layer(Protocol):
-    """A layer: its name, the layers that it reads, and its parameters and buffers by name."""
+    """A layer: its name, the layers that it reads, its parameters and buffers by name, and if it never runs again."""
 
     @property
     def name(self) -> str: ...
@@ -101,6 +101,8 @@ class _Layer(Protocol):
     def parameters(self) -> tuple[str, ...]: ...
     @property
     def buffers(self) -> tuple[str, ...]: ...
+    @property
+    def runs_once(self) -> bool: ...
 
 
 class Cuttable(Protocol):
@@ -137,7 +139,7 @@ def make_plan(
         devices: of every worker; None: workers stand along the devices, position by position.
         depth: minibatches in flight per input-stage replica; None for NOAM.
         chunks: stages per worker.
-        memory: policy of every layer, or one for all.
+        memory: policy of every layer, or one for all; a layer that may not run again keeps what it would recompute.
         relay: whether what skips stages goes through all of those between.
 
     Raises:
@@ -147,7 +149,7 @@ def make_plan(
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {list(starts)}")
     widths = list(replicas[: len(replicas) // chunks])
-    policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
+    policies = as_they_run(graph.layers, [memory] * len(graph.layers) if isinstance(memory, str) else memory)
     stages = tuple(
         StagePlan(a, b, r, (), tuple(policies[a:b]))
         for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True)
@@ -157,6 +159,12 @@ def make_plan(
     crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
     plan = Plan(mode, stages, depth or noam(widths), chunks, crossing, relay)
     return plan.on(range(sum(widths)) if devices is None else devices)
+
+
+def as_they_run(layers: Sequence[_Layer], memory: Sequence[str]) -> tuple[str, ...]:
+    """Return the policies of layers, of which some may not run again: those keep what they were to recompute."""
+    pairs = zip(layers, memory, strict=True)
+    return tuple(KEEP if layer.runs_once and policy == RECOMPUTE else policy for layer, policy in pairs)
 
 
 def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[str] | None = None) -> Plan:

@@ -105,11 +105,12 @@ class VirtualMemory:
 
 
 class _Hold(NamedTuple):
-    """A layer holds so many bytes, in stages that begin after another layer."""
+    """A layer holds so many bytes, in stages that begin after a layer and not after another."""
 
     layer: int
-    after: int
     num_bytes: int
+    after: int = -1
+    until: float = math.inf
 
 
 class Activations:
@@ -117,7 +118,7 @@ class Activations:
 
     Args:
         rows: the layers; the last is the loss, which goes with the last layer.
-        memory: policy of every layer but the loss.
+        memory: policy of every layer but the loss, as they run: none that changes a buffer is recomputed.
         pcie_bytes_per_s: rate of copies to the host and, at the same time, back; None: not known.
     """
 
@@ -192,10 +193,10 @@ class _Totals:
 def _ranges(holds: Sequence[_Hold]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first start, last start, layer, bytes): the stages that begin there hold a tensor from that layer on."""
     free: list[tuple[int, float]] = [(0, math.inf)]  # starts of stages that no layer holds it in yet
-    for layer, after, num_bytes in holds:
+    for layer, num_bytes, after, until in holds:
         left: list[tuple[int, float]] = []
         for first, last in free:
-            own_first, own_last = max(first, after + 1), int(min(last, layer))
+            own_first, own_last = max(first, after + 1), int(min(last, layer, until))
             if own_first > own_last:
                 left.append((first, last))
                 continue
@@ -214,20 +215,25 @@ def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> 
             run = index + 1
         if index in again:
             for number, num_bytes in row.takes:
-                held[number].append(_Hold(index, -1, num_bytes))
+                held[number].append(_Hold(index, num_bytes))
             for source in row.reads:
                 after = -1 if source < run else source  # what the run makes itself is there where a cut parts it
-                own = rows[source].puts_out if tells_storages else [((run, source), rows[source].output_bytes)]
-                for key, num_bytes in own:
-                    held[key].append(_Hold(index, after, num_bytes))
+                if not tells_storages:
+                    held[run, source].append(_Hold(index, rows[source].output_bytes, after))
+                    continue
+                copied = rows[source].runs_once  # but what comes from another stage is a copy already
+                for number, num_bytes in rows[source].puts_out:
+                    if copied:
+                        held[run, number].append(_Hold(index, num_bytes, until=source))
+                    held[number].append(_Hold(index, num_bytes, source if copied else after))
         elif tells_storages:
             for number, num_bytes in row.keeps if index not in swapped else ():
-                held[number].append(_Hold(index, -1, num_bytes))
+                held[number].append(_Hold(index, num_bytes))
         elif index not in swapped:
-            held[index, "own"].append(_Hold(index, -1, row.saved_bytes))
+            held[index, "own"].append(_Hold(index, row.saved_bytes))
             for position, (holder, num_bytes) in enumerate(row.saved_with):
                 first = _first_that_keeps(rows, gone, holder, num_bytes)
-                held[index, position].append(_Hold(index, first, num_bytes))
+                held[index, position].append(_Hold(index, num_bytes, first))
     return held.values()
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipebench.errors import PlanError
-from pipebench.model.plan import Plan, make_plan
+from pipebench.model.plan import Plan, as_they_run, make_plan
 from pipebench.planner.activations import Activations, VirtualMemory
 from pipebench.planner.cost_models import Work
 from pipebench.planner.flat import SearchStage
@@ -93,7 +93,7 @@ class Estimator:
         """What is done with the activations of every layer of the profile."""
         rows = self.request.profile.layers[self.unit_size]
         recomputes = self.mode.recompute and not (self.request.chooses and self.mode.chooses)
-        return self.request.memory or (RECOMPUTE if recomputes else KEEP,) * (len(rows) - 1)
+        return as_they_run(rows[:-1], self.request.memory or (RECOMPUTE if recomputes else KEEP,) * (len(rows) - 1))
 
     @cached_property
     def sizes(self) -> Profile:

@@ -99,6 +99,7 @@ class _Labels:
         if num_bins < _FEWEST_BINS:
             num_bins, group = most, np.zeros_like(group)
         least, width = self.num_bytes.min(), np.ptp(self.num_bytes)
+        # Half a bin less than there are: what keeps most falls into the last one, however floats round.
         bins = ((self.num_bytes - least) * ((num_bins - 0.5) / width if width else 0.0)).astype(np.intp)
         place = group * num_bins + bins
         order = np.lexsort((self.num_bytes, self.extra_s, place))
@@ -130,8 +131,10 @@ def fastest_policies(problem: StageProblem, limit_s: float, most_labels: int) ->
         origins.append(labels.origin)
         alive, situation = np.unique(labels.situation, return_inverse=True)
         labels, situations = replace(labels, situation=situation), [steps.situations[index] for index in alive]
-    best = np.lexsort((labels.num_bytes, labels.swapped_bytes, labels.extra_s))[:1]
-    return next((_policies(problem, origins, int(label)) for label in best), None), is_exact
+    if not len(labels):
+        return None, is_exact
+    best, *_ = np.lexsort((labels.num_bytes, labels.swapped_bytes, labels.extra_s))
+    return _policies(problem, origins, int(best)), is_exact
 
 
 def _policies(problem: StageProblem, origins: list[_Indices], label: int) -> tuple[str, ...]:

@@ -21,11 +21,14 @@ from pipebench.planner.policy_search import MOST_LABELS, fastest_policies
 from pipebench.planner.stage_problem import Outcome, StageProblem, Sums
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
-_SAME = 1e-12  # seconds: floats' own rounding
+_SAME_S = 1e-12  # floats' own rounding: what takes as long as the best that is known is still looked at
 
 
 def algorithm_2(problem: StageProblem) -> Outcome:
-    """Return the policies of the paper's listing."""
+    """Return the policies of the paper's listing, and what they come to; perhaps they don't fit.
+
+    Paper: vPipe (TPDS'21) Algorithm 2.
+    """
     listing = _Listing.of(problem)
     for count in range(len(listing.ops)):
         if (found := listing.outcome(count)).fits:
@@ -59,26 +62,26 @@ class _Listing(NamedTuple):
     @classmethod
     def of(cls, problem: StageProblem) -> "_Listing":
         """Return a stage's."""
-        memory = [KEEP] * problem.num_layers
-        rate = problem.pcie_bytes_per_s
-        keeping = [*_kept_alone(problem)]
-        seconds = [problem.rows[problem.start + layer].forward_s for layer in range(problem.num_layers)]
-        recomputed = [rate is None or keeping[layer] / rate > seconds[layer] for layer in range(problem.num_layers)]
+        rate = problem.pcie_bytes_per_s  # None: nothing can be swapped
+        kept_bytes = [*_kept_alone(problem)]
+        forward_s = [problem.rows[problem.start + layer].forward_s for layer in range(problem.num_layers)]
+        copy_s = [math.inf if rate is None else num_bytes / rate for num_bytes in kept_bytes]
 
         def gain(layer: int) -> float:
-            cost_s = seconds[layer] if recomputed[layer] or rate is None else keeping[layer] / rate
-            return keeping[layer] / cost_s if cost_s else math.inf if keeping[layer] else 0.0
+            cost_s = min(forward_s[layer], copy_s[layer])
+            if cost_s:
+                return kept_bytes[layer] / cost_s
+            return math.inf if kept_bytes[layer] else 0.0
 
+        memory = [KEEP] * problem.num_layers
         ordered = iter(sorted(range(problem.num_layers), key=gain, reverse=True))
-        space = problem.window_s * rate if rate is not None and SWAP in problem.choices else -1.0
-        while space >= 0 and (layer := next(ordered, None)) is not None:
+        space_bytes = problem.window_s * rate if rate is not None and SWAP in problem.choices else -1.0
+        while space_bytes >= 0 and (layer := next(ordered, None)) is not None:
             memory[layer] = SWAP
-            space -= problem.in_flight * keeping[layer]
-        ops = ((layer, RECOMPUTE if recomputed[layer] else SWAP) for layer in ordered)
-        # Not every stage has both.
-        return cls(
-            problem, memory, [(layer, op if op in problem.choices else problem.choices[-1]) for layer, op in ops]
-        )
+            space_bytes -= problem.in_flight * kept_bytes[layer]
+        ops = [(layer, RECOMPUTE if copy_s[layer] > forward_s[layer] else SWAP) for layer in ordered]
+        other = problem.choices[-1]  # what a stage has that lacks one of both
+        return cls(problem, memory, [(layer, op if op in problem.choices else other) for layer, op in ops])
 
     def outcome(self, count: int) -> Outcome:
         """Return what it comes to if so many layers are given their op."""
@@ -102,12 +105,16 @@ def best_policies(problem: StageProblem, most_labels: int = MOST_LABELS) -> Outc
 
     Layer by layer, in order, all choices are followed that another with the same consequences for later layers doesn't
     beat in time, memory and copies at once. If they become too many, of those that keep about equally much only the
-    fastest is: then the answer may not be the best, and `is_exact` says so. If nothing fits, what keeps least of a few
-    ways is returned.
+    fastest is: then the answer may not be the best, and `is_exact` says so.
+
+    Paper: vPipe (TPDS'21) section 4.2. Differs: see above.
 
     Args:
         problem: the stage.
         most_labels: choices that are followed at once.
+
+    Returns:
+        The outcome; if nothing fits, that of what keeps least of a few ways.
     """
     kept = problem.outcome((KEEP,) * problem.num_layers)
     if kept.fits:
@@ -116,11 +123,11 @@ def best_policies(problem: StageProblem, most_labels: int = MOST_LABELS) -> Outc
         _near_algorithm_2(problem),
         *(problem.outcome((policy,) * problem.num_layers) for policy in problem.choices),
     ]
-    limit_s = min((each.extra_s for each in known if each.fits), default=math.inf) + _SAME
+    limit_s = min((each.extra_s for each in known if each.fits), default=math.inf) + _SAME_S
     memory, is_exact = fastest_policies(problem, limit_s, most_labels)
     found = [] if memory is None else [problem.outcome(memory)]
     fitting = [each for each in (*found, *known) if each.fits]
     if not fitting:
         return min(known, key=lambda each: each.num_bytes)
     best = min(fitting, key=lambda each: (each.extra_s, each.sums.swapped_bytes, each.num_bytes))
-    return replace(best, is_exact=is_exact or best.extra_s == 0)
+    return replace(best, is_exact=is_exact or best.extra_s == 0)  # nothing is faster than no time

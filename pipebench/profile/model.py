@@ -39,6 +39,7 @@ class LayerProfile:
             again or swapped; nothing where a profile only knows `saved_bytes` and `saved_with`.
         puts_out: likewise, of what its output lies in.
         takes: likewise, of the model inputs that it reads.
+        runs_once: whether it changes a buffer, so that it isn't computed again whatever a plan asks for.
     """
 
     name: str
@@ -60,6 +61,7 @@ class LayerProfile:
     keeps: tuple[tuple[Count, Count], ...] = ()
     puts_out: tuple[tuple[Count, Count], ...] = ()
     takes: tuple[tuple[Count, Count], ...] = ()
+    runs_once: bool = False
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -14,16 +14,18 @@ from pipebench.profile.model import LayerProfile, LengthProfile, Profile
 from pipebench.profile.parts import with_usual_part
 from pipebench.typed_json import JsonError, read, shown
 
-VERSION = 6
+VERSION = 7
 _WITHOUT_PARTS = 2  # knew one precision and didn't tell the parts of a backward apart
 _STORAGES = ("keeps", "puts_out", "takes")
-_LATER = ("saved_with", "lengths", *_STORAGES)
+_SINCE_7 = ("runs_once",)
+_LATER = ("saved_with", "lengths", *_STORAGES, *_SINCE_7)
 # By the version of a profile that can still be read, what it lacks.
 _LACKS = {
     _WITHOUT_PARTS: ("weight_s", "master_sizes", "precision", *_LATER),
     3: _LATER,
-    4: ("lengths", *_STORAGES),
-    5: _STORAGES,
+    4: ("lengths", *_STORAGES, *_SINCE_7),
+    5: (*_STORAGES, *_SINCE_7),
+    6: _SINCE_7,
     VERSION: (),
 }
 _KEY = "pipebench_profile"

@@ -79,6 +79,7 @@ class _Step:
     puts_out: dict[int, int] = field(default_factory=dict)
     takes: dict[int, int] = field(default_factory=dict)
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    runs_once: bool = False
 
 
 @dataclass
@@ -182,11 +183,14 @@ def _forwards(
         own = {name: parameters[name] for name in layer.parameters}
         step = _Step(layer.name, layer.kind, own, _buffers(layer, root), layer.reads, layer.inputs)
         step.splits = str(layer.node.target) in can_be_split and layer.node.op == "call_module"
+        step.runs_once = layer.runs_once
         step.masters = {name: exact[name] for name in own if name in exact}
         counted = kept.counted(step, layer.index) if kept is not None else nullcontext()
         env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, counted)
         if kept is not None:
-            step.puts_out = kept.storages([env[layer.node]])
+            # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.
+            copied = [env[layer.node].clone()] if layer.runs_once else [env[layer.node]]
+            step.puts_out = kept.storages(copied)
             step.takes = kept.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
         owners[layer.node] = step
         steps.append(step)
@@ -371,6 +375,7 @@ def _profile(step: _Step) -> LayerProfile:
         keeps=tuple(step.keeps.items()),
         puts_out=tuple(step.puts_out.items()),
         takes=tuple(step.takes.items()),
+        runs_once=step.runs_once,
     )
 
 

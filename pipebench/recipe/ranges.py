@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipebench.recipe.engines import ENGINES
+from pipebench.recipe.schema import OLDEST, WORST
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import SPLIT, WHOLE
 from pipebench.schedule.syncs import SYNCS
@@ -23,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.weights": tuple(WEIGHT_POLICIES),
     "parallelism.sync": tuple(SYNCS),
     "engine.kind": tuple(ENGINES),
-    "search.removes": ("oldest", "worst"),  # as in search.evolution, which stands above
+    "search.removes": (OLDEST, WORST),
     "engine.device": ("auto", "cpu", "cuda"),
 }
 

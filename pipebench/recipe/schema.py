@@ -13,6 +13,7 @@ from pipebench.schedule.modes import MODES, RECOMPUTE, SWAP, Mode
 
 # Of the table of modes: what the recipe of any mode may change.
 COLUMNS = ("order", "flush", "weights", "sync", "chunks", "recompute", "backward")
+OLDEST, WORST = "oldest", "worst"  # who makes room for a child in a search
 LARGEST = "largest"  # minibatches per update: as many as fit in memory
 
 
@@ -316,7 +317,7 @@ class SearchRecipe:
     tournament: int = 3
     mutations: int = 1
     smallest: int = 0
-    removes: str = "oldest"
+    removes: str = OLDEST
     hurdles: int = 0
     trace: str | None = None
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import GraphError, nearest
-from pipebench.model.cells import Cell, find_cells, named, without
+from pipebench.model.cells import find_cells, named, without
 from pipebench.model.graph import LayerGraph
 from pipebench.profile.model import Profile
 from pipebench.profile.shapes import output_forms
@@ -32,11 +32,16 @@ class Architectures:
         dataset: what it is trained on.
         optimizer: what updates it.
         cluster: that it is trained on.
-        cells: those that can be left out, in order of execution.
+        patterns: of the qualified names of modules that can be left out, such as `cells.*`.
 
     Attributes:
-        profile, cells: see there.
+        profile: see there.
+        cells: those that the patterns name, in order of execution.
         form: returns the model with some of its cells, and what it costs.
+
+    Raises:
+        GraphError: a pattern names nothing, or what can't be left out.
+        ProfileError: a layer can't be run without data, to know its output's shape.
     """
 
     def __init__(
@@ -46,29 +51,12 @@ class Architectures:
         dataset: Dataset,
         optimizer: OptimizerRecipe,
         cluster: Cluster,
-        cells: tuple[Cell, ...],
+        patterns: Sequence[str],
     ) -> None:
-        self.profile, self.cells = profile, cells
+        self.profile = profile
+        self.cells = find_cells(graph, patterns, output_forms(graph, dataset, max(profile.layers)))
         self._graph, self._dataset, self._optimizer, self._cluster = graph, dataset, optimizer, cluster
         self.form = lru_cache(_KEPT)(self._form)
-
-    @staticmethod
-    def of(
-        graph: LayerGraph,
-        profile: Profile,
-        dataset: Dataset,
-        optimizer: OptimizerRecipe,
-        cluster: Cluster,
-        patterns: Sequence[str],
-    ) -> "Architectures":
-        """Return the architectures of a model whose cells some patterns name.
-
-        Raises:
-            GraphError: a pattern names nothing, or what can't be left out.
-            ProfileError: a layer can't be run without data, to know its output's shape.
-        """
-        forms = output_forms(graph, dataset, max(profile.layers))
-        return Architectures(graph, profile, dataset, optimizer, cluster, find_cells(graph, patterns, forms))
 
     @property
     def all(self) -> Cells:

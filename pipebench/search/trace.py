@@ -1,14 +1,13 @@
 """Architectures that are decided beforehand: the changes of a trace, followed one after the other."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from pipebench.errors import GraphError
 from pipebench.model.plan import Plan
 from pipebench.recipe.search_trace import Event
 from pipebench.search.architectures import Architectures, Cells
-from pipebench.search.evolution import Individual, fittest
+from pipebench.search.course import Course, Individual
 
 
 class Step(NamedTuple):
@@ -50,58 +49,43 @@ def _changed(event: Event, architectures: Architectures, cells: Cells, plan: Pla
     assert event.stage is not None
     if event.stage >= len(plan.stages):
         raise GraphError(f"{where}.stage: got {event.stage}, allowed are 0 to {len(plan.stages) - 1}")
-    own, wanted, missing = plan.stages[event.stage], event.add or event.delete, event.add or event.delete
-    changed = set()
+    stage, wanted = plan.stages[event.stage], event.add or event.delete
+    changed, num_changed = set(), 0
     for index, cell in enumerate(architectures.cells):
-        is_there = own.start <= cell.layers[0] and cell.layers[-1] < own.stop
-        if missing > 0 and is_there and (index in cells) is not (event.add > 0):
+        is_own = stage.start <= cell.layers[0] and cell.layers[-1] < stage.stop
+        if num_changed < wanted and is_own and (index in cells) is not (event.add > 0):
             changed.add(index)
-            missing -= len(cell.layers)
-    if missing > 0:
+            num_changed += len(cell.layers)
+    if num_changed < wanted:
         what = "left out" if event.add else "there"
         raise GraphError(
             f"{where}: got {wanted} layers to {'add' if event.add else 'delete'}, and the cells of stage {event.stage} "
-            f"that are {what} have {wanted - missing}"
+            f"that are {what} have {num_changed}"
         )
     return cells ^ changed
 
 
-class Following:
-    """Follows a trace, with what `Evolution` has to show.
+class Following(Course):
+    """Follows a trace.
 
-    Attributes:
-        individuals: all there have been; the last one is trained now.
-        hurdles: there are none.
+    Args:
+        first: the architecture to begin with.
+        steps: from which minibatch on others hold, in order: where scores are told, nobody knows the second beforehand.
+        larger_is_better: of scores.
     """
 
     def __init__(self, first: Cells, steps: Sequence[Step], *, larger_is_better: bool) -> None:
-        self._steps, self._larger_is_better = [*steps], larger_is_better
-        self.individuals = [Individual(0, None, first)]
-        self.hurdles: list[float] = []
-        self._follow(0)
+        super().__init__(first, larger_is_better=larger_is_better)
+        self._steps = [*steps]
+        self._go_on(0)
 
-    @property
-    def current(self) -> Individual:
-        """The individual that is trained now."""
-        return self.individuals[-1]
-
-    @property
-    def best(self) -> Individual | None:
-        """The fittest of all that have a score; of equals, the first."""
-        return fittest(self.individuals, larger_is_better=self._larger_is_better)
-
-    def tell(self, score: float, done: int) -> None:
-        """Take the current individual's score after so many minibatches of the run."""
-        self.individuals[-1] = replace(self.current, scores=(*self.current.scores, score))
-        self._follow(done)
-
-    def _follow(self, done: int) -> None:
-        for cells in self._due(done):
+    def _go_on(self, num_minibatches: int) -> None:
+        for cells in self._due(num_minibatches):
             before = self.current
             if not before.scores:  # it never had a turn
                 self.individuals.pop()
             self.individuals.append(Individual(len(self.individuals), None, cells, cells ^ before.cells))
 
-    def _due(self, done: int) -> Iterator[Cells]:
-        while self._steps and self._steps[0].minibatch is not None and self._steps[0].minibatch <= done:
+    def _due(self, num_minibatches: int) -> Iterator[Cells]:
+        while self._steps and self._steps[0].minibatch is not None and self._steps[0].minibatch <= num_minibatches:
             yield self._steps.pop(0).cells

@@ -228,16 +228,21 @@ def kept_bytes(
     return total
 
 
-def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> dict[int, int]:
-    """Return the storages that a stage keeps of a unit, with their bytes; see `kept_bytes`."""
+def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> dict[int | tuple[int, int], int]:
+    """Return the storages that a stage keeps of a unit, with their bytes; see `kept_bytes`.
+
+    Every run of recomputed layers has a copy of its own of a buffer that a layer of the stage changes.
+    """
     again, swapped = ({*_with_policy(rows, stage, policy)} for policy in (RECOMPUTE, SWAP))
-    held: dict[int, int] = {}
+    held: dict[int | tuple[int, int], int] = {}
     run = stage.start  # the first layer of those that are computed again together
     for index in _layers(rows, stage):
         if index in again:
             held.update(rows[index].takes)
             for source in rows[index].reads:
-                held.update(rows[source].puts_out if source < run else ())
+                own_copy = rows[source].runs_once and source >= stage.start
+                for number, num_bytes in rows[source].puts_out if source < run else ():
+                    held[(run, number) if own_copy else number] = num_bytes
             continue
         run = index + 1
         if not (on_host and index in swapped):

@@ -9,7 +9,7 @@ from pipebench.planner.plans import Comparison
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm
 from pipebench.recipe.schema import Recipe
-from pipebench.search.search import SearchSetup
+from pipebench.search.setup import SearchSetup
 from pipebench.train.moves import PlannedMove
 
 

@@ -26,7 +26,7 @@ from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.weights import CORRECTION_DECAY, WEIGHT_POLICIES
 from pipebench.search.architectures import Architectures
-from pipebench.search.search import SearchSetup, first_of, metric_of, trace_of
+from pipebench.search.setup import SearchSetup, check_smallest, first_of, metric_of, trace_of
 from pipebench.search.trace import steps_of
 from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.evaluation import evaluation_of
@@ -205,7 +205,8 @@ def _searched(recipe: Recipe, cluster: Cluster, known: ProfiledModel, profile: P
     """
     assert recipe.search is not None
     cells = recipe.search.cells
-    architectures = Architectures.of(known.graph, profile, known.dataset, recipe.train.optimizer, cluster, cells)
+    architectures = Architectures(known.graph, profile, known.dataset, recipe.train.optimizer, cluster, cells)
+    check_smallest(recipe.search, architectures)
     first = first_of(recipe.search, trace_of(recipe.search), architectures)
     metric, larger_is_better = metric_of(recipe, known.dataset.metrics)
     return SearchSetup(recipe.search, architectures, first, metric, larger_is_better, recipe.train.seed)

@@ -57,7 +57,7 @@ class SearchLoop(TrainingLoop):
 
     def _take_up(self) -> None:
         """Go on with the architecture whose turn it is."""
-        self._engine.take_up(self._asked.architectures.setup(self._engine.setup, self._search.cells))
+        self._engine.take_up(self._asked.architectures.setup(self._engine.setup, self._search.current.cells))
 
     def _result(self, outcome: str, sentence: str, total_s: float, wall_s: float) -> tuple[RunResult, Timeline]:
         result, timeline = super()._result(outcome, sentence, total_s, wall_s)

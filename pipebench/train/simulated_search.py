@@ -16,7 +16,7 @@ from pipebench.formats import seconds
 from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
 from pipebench.schedule.notation import STRAIGHT
 from pipebench.search.architectures import Cells
-from pipebench.search.search import SearchSetup
+from pipebench.search.setup import SearchSetup
 from pipebench.search.trace import Step
 from pipebench.simulate.meter import MEMORY, Meter
 from pipebench.simulate.steady import simulate_segment

@@ -10,7 +10,7 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
-from pipebench.model.plan import StagePlan
+from pipebench.model.plan import StagePlan, as_they_run
 from pipebench.planner.activations import MOST_ON_DEVICE, Activations
 from pipebench.planner.cost_models import COST_MODELS, StageGrid, Work
 from pipebench.planner.flat import SearchStage
@@ -41,7 +41,7 @@ def with_storages(seed: int, num_layers: int) -> tuple[LayerProfile, ...]:
             f"layer{index}", "Linear", 1.0, 2.0, 5, 5,
             tuple(sorted({max(0, index - 1 - draw.randrange(3)) for _ in range(2)})) if index else (),
             saved_bytes=draw.randrange(9), keeps=some(range(12), 4), puts_out=some(range(12), 3) or ((0, sizes[0]),),
-            takes=some(range(12, 15), 2),
+            takes=some(range(12, 15), 2), runs_once=draw.random() < 0.3,
         )
         for index in range(num_layers + 1)
     )  # fmt: skip
@@ -53,7 +53,8 @@ def test_every_stage_keeps_what_its_tensors_are(make: type, seed: int) -> None:
     """Whether or not a profile tells storages apart: to the byte what is told of each stage alone."""
     draw = random.Random(seed)
     count = draw.randrange(1, 8)
-    made, memory = make(seed, count), tuple(draw.choice(POLICIES) for _ in range(count))
+    made = make(seed, count)
+    memory = as_they_run(made[:-1], [draw.choice(POLICIES) for _ in range(count)])
     found = Activations(made, memory, 10.0).of(range(count), [*range(count), count + 1])
     for start, stop in itertools.combinations(range(count + 1), 2):
         stage = StagePlan(start, stop, 1, (0,), memory[start:stop])

@@ -180,8 +180,8 @@ MALFORMED = {
     "{": "isn't JSON: EOF while parsing an object",
     '{"a":' * 100_000: "isn't JSON: recursion limit exceeded",
     "{}": "an object with the key 'pipebench_profile' is expected",
-    '{"pipebench_profile": 1}': "is a profile of version 1, version 6 is expected",
-    '{"pipebench_profile": [7]}': "is a profile of version a list, version 6 is expected",
+    '{"pipebench_profile": 1}': "is a profile of version 1, version 7 is expected",
+    '{"pipebench_profile": [7]}': "is a profile of version a list, version 7 is expected",
     '{"pipebench_profile": 2}': "'model' is missing",
     '{"pipebench_profile": 2, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
 }

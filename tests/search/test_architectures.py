@@ -33,7 +33,7 @@ def computed(names: str = "abcd") -> tuple[Any, Profile]:
 
 def architectures(profile: Profile | None = None) -> Architectures:
     graph, known = computed()
-    return Architectures.of(graph, profile or known, Blobs(), ADAM, SLOW_HOST, ["cells.*"])
+    return Architectures(graph, profile or known, Blobs(), ADAM, SLOW_HOST, ["cells.*"])
 
 
 def active(profile: Profile, size: int) -> list[LayerProfile]:

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from pipebench.search.evolution import OLDEST, WORST, Evolution, Rules
+from pipebench.recipe.schema import OLDEST, WORST
+from pipebench.search.evolution import Evolution, Rules
 from tests.oracles.evolution import evolve
 
 RULES = Rules(
-    cells=6, first=frozenset(range(6)), population=5, tournament=3, mutations=1, smallest=1, removes=OLDEST,
+    num_cells=6, first=frozenset(range(6)), population=5, tournament=3, mutations=1, smallest=1, removes=OLDEST,
     hurdles=0, larger_is_better=True, seed=7,
 )  # fmt: skip
 

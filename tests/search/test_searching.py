@@ -17,7 +17,7 @@ from pipebench.model.plan import Plan
 from pipebench.recipe.schema import PeriodRecipe, Recipe, SearchRecipe
 from pipebench.recipe.search_trace import SearchFile
 from pipebench.search.architectures import Architectures
-from pipebench.search.search import SearchSetup
+from pipebench.search.setup import SearchSetup
 from pipebench.search.trace import Step
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.interfaces import Engine, MakeEngine
@@ -54,7 +54,7 @@ def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | Non
     """Return a search of a setup's cells; 12 minibatches per epoch, two individuals."""
     given = given or asked()
     assert given.search is not None
-    architectures = Architectures.of(
+    architectures = Architectures(
         setup.graph, setup.profile, setup.dataset, given.train.optimizer, flat_cluster(4), given.search.cells
     )
     search = SearchSetup(given.search, architectures, architectures.all, "eval_loss", False, seed, steps)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import trace
-from pipebench.model.plan import StagePlan
+from pipebench.model.plan import StagePlan, as_they_run
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.walk import walk
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
@@ -171,10 +171,6 @@ def test_a_long_run_keeps_its_first_part_and_all_of_its_peaks(monkeypatch: pytes
         assert (short.host_bytes == long.host_bytes[:count]).all()
 
 
-# Not the one whose layers read and overwrite buffers: a walk tells those from other values before they are overwritten.
-SAME = [name for name in MODELS if name != "buffers"]
-
-
 class Labels:
     """Enough of a data set to walk a model."""
 
@@ -184,9 +180,9 @@ class Labels:
         return functional.cross_entropy(output, targets["label"])
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", MODELS)
 def test_what_is_foretold_of_any_choice_is_what_a_replica_holds_and_copies(name: str) -> None:
-    """To the byte, in one stage and in two, whatever is kept, swapped and computed again."""
+    """To the byte, in one stage and in two, whatever is kept, swapped and recomputed, copies of buffers included."""
     make, data = MODELS[name]
     ((x, label),), draw = data(1), random.Random(name)
     graph = trace(make())
@@ -204,7 +200,7 @@ def test_what_is_foretold_of_any_choice_is_what_a_replica_holds_and_copies(name:
             loss = (lambda output: functional.cross_entropy(output, label)) if stage.is_last else None
             out, _ = replica.forward(0, (0, 0), [x for _ in stage.inputs], received, version=0, loss=loss)
             values |= out
-            plan = StagePlan(start, stop, 1, (0,), tuple(policies[start:stop]))
+            plan = StagePlan(start, stop, 1, (0,), as_they_run(graph.layers, policies)[start:stop])
             kept, swapped = kept_bytes(rows, plan, {}), swapped_bytes(rows, plan)
             assert replica._in_flight[0].num_bytes == kept, (policies, starts)
             assert (replica.swap_out(0) if stage.swapped else 0) == swapped, (policies, starts)
