@@ -12,9 +12,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+# What torch 2.11 makes truncated noise of, besides operations that need no compiler; each keeps its tensor's shape.
+_STEPS = (torch.Tensor.erfinv_, torch.Tensor.clamp_)
+
 
 class _NoFilling(TorchFunctionMode):
-    """Skips calls that fill a meta tensor with normal noise."""
+    """Skips calls that fill a meta tensor with normal noise, truncated or not."""
 
     def __torch_function__(
         self,
@@ -26,6 +29,8 @@ class _NoFilling(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.Tensor.normal_, nn.init.normal_) and _can_be_filled(*args, **kwargs):
             return args[0] if args else kwargs["tensor"]
+        if func in _STEPS and args[0].is_meta:
+            return args[0]
         return func(*args, **kwargs)
 
 
