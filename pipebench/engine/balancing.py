@@ -115,8 +115,8 @@ class Balancing:
     def _next_layouts(self, measured: Sequence[Measured]) -> tuple[Layout | None, Layout | None]:
         """Return what to go to next, and right after it; None: nothing, or nothing that fits as well as what there is.
 
-        Where what is wanted doesn't fit while layers move, stages that take them make room before; those that can't
-        take fewer layers.
+        Where what is wanted doesn't fit while layers move, stages choose other policies for then or before; those that
+        can't, or for which that isn't enough, take fewer layers.
         """
         layout = self._layout
         stages = Rebalancing(self._rows, layout, measured, self._problem_of, self._may_start)
@@ -125,9 +125,9 @@ class Balancing:
         if wanted is None or self._num_unfit(layout):  # what doesn't fit now can't wait
             return wanted, None
         while wanted is not None:
-            first = self._on_the_way(_Tight(stages), wanted)
-            if first is not None:
-                return first, None if first == wanted else wanted
+            found = self._on_the_way(stages, tight, wanted)
+            if found is not None:
+                return found
             starts = halfway(layout.starts, wanted.starts)
             wanted = None if starts in {layout.starts, wanted.starts} else self._fitting(tight, starts)
         return None, None
@@ -161,25 +161,34 @@ class Balancing:
         """Return how many stages have more than fits."""
         return sum(more > 0 for more in self._foresight.excess(layout) or ())
 
-    def _on_the_way(self, tight: "_Tight", wanted: Layout) -> Layout | None:
-        """Return what to go to first so that stages have room while layers move: mostly what is wanted; None: nothing.
+    def _on_the_way(self, stages: Rebalancing, tight: "_Tight", wanted: Layout) -> tuple[Layout, Layout | None] | None:
+        """Return what to go to next, and right after it, so that all fits while layers move; None: no way was found.
+
+        A stage may have too much under what there is, with what comes and goes, or already under what is wanted. So in
+        turn it makes room before, by policies that hold for a while, and then takes less for good.
 
         Args:
-            tight: the stages, which have less memory afterwards.
+            stages: as they were measured.
+            tight: the same, which have less memory for what is wanted.
             wanted: what to go to in the end.
         """
-        first, excess = wanted, self._foresight.excess_on_the_way([self._layout, wanted])
-        unused = [max(0.0, self._foresight.limit_bytes - held) for held in tight.stages.predicted_bytes]
-        for _ in range(_MOST_TRIALS):
+        now = self._layout
+        room, first, roomy = _Tight(stages), now, set[int]()
+        unused = [max(0.0, self._foresight.limit_bytes - held) for held in stages.predicted_bytes]
+        for trial in range(_MOST_TRIALS):
+            way = [wanted] if first == now else [first, wanted]
+            excess = self._foresight.excess_on_the_way([now, *way])
             if not any(excess):
-                return first
-            tight.tighten([more + left if more else 0.0 for more, left in zip(excess, unused, strict=True)])
-            unused = [0.0 if more else left for more, left in zip(excess, unused, strict=True)]
-            room = tight.stages.chosen(self._layout.starts)
-            if room.num_unfit or room.layout in {first, self._layout}:
-                return None
-            first = room.layout
-            excess = self._foresight.excess_on_the_way([self._layout, first, wanted])
+                return way[0], None if first == now else wanted
+            if trial % 2:
+                tight.tighten(excess)
+                wanted = tight.stages.chosen_again(wanted.starts) or wanted
+            else:
+                room.tighten([more + left if more else 0.0 for more, left in zip(excess, unused, strict=True)])
+                unused = [0.0 if more else left for more, left in zip(excess, unused, strict=True)]
+                roomy |= {stage for stage, more in enumerate(excess) if more}
+                made = room.stages.chosen(now.starts)
+                first = first if made.num_unfit else now.with_policies(made.layout.memory, roomy)
         return None
 
 

@@ -20,7 +20,7 @@ read travels, and the new owner computes them again to run backward.
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,17 @@ class Layout(NamedTuple):
     def ends(self) -> tuple[int, ...]:
         """Where stages begin and, last, end."""
         return (0, *self.starts, self.num_layers)
+
+    def with_policies(self, memory: Policies, stages: Collection[int]) -> "Layout":
+        """Return the same with the policies that layers of some stages have elsewhere.
+
+        Args:
+            memory: what every layer does there.
+            stages: whose layers do so.
+        """
+        layers = zip(itertools.pairwise(self.ends), range(len(self.starts) + 1), strict=True)
+        given = ((memory if stage in stages else self.memory)[start:stop] for (start, stop), stage in layers)
+        return Layout(self.starts, tuple(itertools.chain.from_iterable(given)))
 
 
 @dataclass(frozen=True)
