@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pipebench.recipe.engines import ENGINES
-from pipebench.recipe.schema import OLDEST, WORST
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import SPLIT, WHOLE
 from pipebench.schedule.syncs import SYNCS
@@ -24,7 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallelism.weights": tuple(WEIGHT_POLICIES),
     "parallelism.sync": tuple(SYNCS),
     "engine.kind": tuple(ENGINES),
-    "search.removes": (OLDEST, WORST),
+    "search.removes": ("oldest", "worst"),  # as in recipe.schema, which takes OmegaConf to load
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
