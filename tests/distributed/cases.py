@@ -157,9 +157,11 @@ def own_optimizer(target: str) -> OptimizerRecipe:
 
 def small_setup(case: Case) -> Setup:
     """Return the setup of a case."""
-    columns = {"devices": case.devices or None, **case.columns}
+    columns, model = {"devices": case.devices or None, **case.columns}, model_of(case.model)
+    if "memory" in columns:  # cases of several models have the policies of the largest
+        columns["memory"] = columns["memory"][: len(trace(model).layers)]
     setup = make_setup(
-        model_of(case.model),
+        model,
         (list(case.starts), list(case.replicas)),
         dataset=images() if case.model == "conv" else Blobs(num_train=46),
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
