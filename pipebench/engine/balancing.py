@@ -79,10 +79,12 @@ class Balancing:
         """Return what to go to next, and from which minibatch on; None: all is well, or not known yet."""
         if len(reports) < self._num_stages or min(report.units for report in reports) < ENOUGH:
             return None
-        if len({report.moves for report in reports}) > 1 or self._foresight.after(self._layout) is None:
+        if len({report.moves for report in reports}) > 1:
             return None
         measured = [report.measured for report in sorted(reports)]
         if self._next is None and self._is_as_before(measured):
+            return None
+        if self._foresight.after(self._layout) is None:  # last: cutting a large model takes a while
             return None
         layout, self._next = self._next, None
         if layout is None:

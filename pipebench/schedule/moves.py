@@ -61,8 +61,10 @@ class Layout(NamedTuple):
             memory: what every layer does there.
             stages: whose layers do so.
         """
-        layers = zip(itertools.pairwise(self.ends), range(len(self.starts) + 1), strict=True)
-        given = ((memory if stage in stages else self.memory)[start:stop] for (start, stop), stage in layers)
+        given = (
+            (memory if stage in stages else self.memory)[start:stop]
+            for stage, (start, stop) in enumerate(itertools.pairwise(self.ends))
+        )
         return Layout(self.starts, tuple(itertools.chain.from_iterable(given)))
 
 
