@@ -156,7 +156,7 @@ class ProcessCollectives:
         return norm
 
     def average_buffers(self) -> None:
-        """Average running statistics over every stage's replicas, as part of the drain (DESIGN: BatchNorm).
+        """Average running statistics over every stage's replicas, as part of the drain.
 
         Raises:
             PeerLostError: another replica is gone.

@@ -32,7 +32,7 @@ class Drain:
     clock_s: float
 
     def average(self) -> float:
-        """Average running statistics over the replicas of every stage (DESIGN: BatchNorm); return when that has ended.
+        """Average running statistics over the replicas of every stage; return when that has ended.
 
         Replicas of a stage whose optimizer runs at a server get the averages that it keeps, to evaluate with.
         """

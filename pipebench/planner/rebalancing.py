@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from pipebench.planner.partition.consecutive import Fits, Line, repartition
+from pipebench.planner.partition.consecutive import TOLERANCE, Fits, Line, repartition
 from pipebench.planner.partition.graph import timed_graph
-from pipebench.planner.partition.parts import TOLERANCE
 from pipebench.planner.stage_problem import Outcome, StageProblem, input_bytes_of
 from pipebench.planner.swap_recompute import best_policies
 from pipebench.profile.model import LayerProfile, Profile

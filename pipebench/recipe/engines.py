@@ -1,4 +1,4 @@
-"""The table of engines: what plays a schedule. How runs of each are made is `pipebench.run.engines`."""
+"""The table of engines: what plays a schedule. How runs of each are made is in `pipebench/run/`: `one_process` and `processes`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -26,11 +26,9 @@ import yaml
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.cuts_and_policies import best_cuts_and_policies, lasts_s
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.partition.consecutive import Line, algorithm_3_consecutive, best_consecutive
 from pipebench.planner.partition.graph import TimedGraph, timed_graph
-from pipebench.planner.partition.parts import Parts, algorithm_3, plain
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.planner.stage_problem import StageProblem
@@ -39,6 +37,8 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.train.profiled_model import profile_model
+from reports.studies.cuts_and_policies import best_cuts_and_policies, lasts_s
+from reports.studies.halved_parts import Parts, algorithm_3, plain
 from reports.studies.planned_models import table
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "vpipe_tpds21.yaml"

@@ -1,4 +1,4 @@
-"""Processes end with the weights of the virtual engine, by the same losses and bytes (DESIGN section 2)."""
+"""Processes end with the weights of the virtual engine, by the same losses and bytes."""
 
 from pathlib import Path
 

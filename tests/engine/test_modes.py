@@ -1,4 +1,4 @@
-"""Every mode without staleness equals sequential training; random layers, BatchNorm, bytes (DESIGN 3.1 and on)."""
+"""Every mode without staleness equals sequential training; random layers, BatchNorm, bytes."""
 
 import copy
 import math
@@ -211,7 +211,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
 
 
 def test_running_statistics_are_averaged_over_replicas_at_the_drain() -> None:
-    """DESIGN 3.8: each replica has its own while it trains, and the mean of all of them after a drain."""
+    """Each replica has its own while it trains, and the mean of all of them after a drain."""
     setup = make_setup(ConvNet(), ([], [3]), weights="one", depth=1, dataset=images(48), minibatch_size=4)
     engine = make_engine(setup)
     engine.train(0, 3)
@@ -261,7 +261,7 @@ def test_evaluation_sees_every_sample_once_and_leaves_no_trace() -> None:
 def test_bytes_and_versions(
     replicas: list[int], num_minibatches: int, flushes: bool, microbatches: int, depth: int, random: Any
 ) -> None:
-    """Engine, prediction and closed formula agree (DESIGN 3.5); versions stay within bounds (3.3)."""
+    """Engine, prediction and closed formula agree; versions stay within bounds."""
     graph_size = 14
     starts = sorted(random.sample(range(1, graph_size), len(replicas) - 1))
     dataset = Blobs(num_train=46)

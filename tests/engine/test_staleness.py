@@ -1,4 +1,4 @@
-"""Weight versions against the papers' formulas, at every update of every stage (DESIGN 3.2, 3.3)."""
+"""Weight versions against the papers' formulas, at every update of every stage."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,7 +97,7 @@ def worst_difference(
 def test_every_version_is_the_formula_s(plan: tuple[list[int], list[int]], optimizer: str) -> None:
     worst, engine = worst_difference(*plan, optimizer)
     assert worst < 1e-13
-    # DESIGN 3.3: a replica of stage s holds at most d_s versions, the newest included
+    # a replica of stage s holds at most d_s versions, the newest included
     depths = engine.setup.pipeline.warmups
     assert all(r.weights.most_alive <= depths[r.stage.index] for r in engine.replicas)
 
@@ -156,7 +156,7 @@ def test_the_formula_with_numbers() -> None:
 
 
 def test_versions_start_over_after_a_drain() -> None:
-    """Two segments equal one engine on the first and, from its weights, another on the second (DESIGN 3.7)."""
+    """Two segments equal one engine on the first and, from its weights, another on the second."""
     setup = make_setup(Mlp(), ([2, 4], [1, 1, 1]))
     engine = make_engine(setup)
     engine.train(0, 5)

@@ -55,7 +55,7 @@ def expected_of_unstashed(pipeline: Pipeline, stage: int, minibatch: int, what: 
 
 
 def expected(pipeline: Pipeline, stage: int, minibatch: int) -> int:
-    """DESIGN 3.2, restated."""
+    """The formula of the versions that minibatches use, restated."""
     if pipeline.flushes:
         return minibatch // (math.lcm(*pipeline.replicas) * pipeline.accumulate)
     if pipeline.weights == "double-buffer":
@@ -157,7 +157,7 @@ STASHED = [(mode, replicas) for mode, replicas in CASES if MODES[mode].weights n
 
 @pytest.mark.parametrize(("mode", "replicas"), STASHED)
 def test_how_many_versions_have_to_be_kept(mode: str, replicas: tuple[int, ...]) -> None:
-    """DESIGN 3.3: d_s with stashing, 2 with two buffers, 1 with a flush."""
+    """At most d_s with stashing, 2 with two buffers, 1 with a flush."""
     pipeline = pipeline_of(mode, replicas)
     for steps in printed(pipeline, 31):
         for stage in {stage for _, stage, *_ in steps}:

@@ -18,8 +18,8 @@ from functools import cached_property, partial
 from pipebench.errors import PlanError
 from pipebench.planner.partition.coarsen import coarsen
 from pipebench.planner.partition.graph import TimedGraph
-from pipebench.planner.partition.parts import TOLERANCE
 
+TOLERANCE = 0.05  # of a part's time: how far a halving may be from equal shares
 Fits = Callable[[int, int, int], bool]  # whether stage i can be the layers from one to before another
 _MOST_SWEEPS = 100  # over all boundaries; each makes the parts better, few are needed
 _SAME = 1e-9  # relative: seconds that differ by rounding only

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipebench.planner.cuts_and_policies import best_cuts_and_policies, lasts_s
 from pipebench.planner.stage_problem import StageProblem
+from reports.studies.cuts_and_policies import best_cuts_and_policies, lasts_s
 from tests.planner.test_swap_recompute import rows
 
 LAYERS = 6

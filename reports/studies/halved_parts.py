@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipebench.planner.partition.coarsen import Coarse, coarsen
+from pipebench.planner.partition.consecutive import TOLERANCE
 from pipebench.planner.partition.graph import TimedGraph
-from pipebench.planner.partition.kernighan_lin import Balance, Halves, exchanged
+from reports.studies.kernighan_lin import Balance, Halves, exchanged
 
-TOLERANCE = 0.05  # of a part's time: how far a halving may be from equal shares
 _MOST_SWEEPS = 8  # over the boundaries; those that have settled cost nothing
 _PATIENCE = 16  # exchanges at a boundary that gain nothing: a block of some layers has been passed through
 
