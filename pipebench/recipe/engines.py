@@ -1,4 +1,4 @@
-"""The table of engines: what plays a schedule. How runs of each are made is in `pipebench/run/`: `one_process` and `processes`."""
+"""The table of engines: what plays a schedule; `pipebench.run.runner` makes runs of each."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
