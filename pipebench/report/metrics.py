@@ -3,65 +3,17 @@
 import re
 from collections.abc import Mapping
 
+from pipebench import metrics
 from pipebench.errors import nearest
+from pipebench.metrics import MEASURED, METRICS, SIMULATED, TARGET, TRAINED, ZERO, known, names
 from pipebench.recipe.engines import ENGINES
-from pipebench.simulate.timeline import BUFFERS, EVALUATION, TRAINING_KINDS
-from pipebench.tracking.summary import TARGET_METRICS, summarise_curves
+from pipebench.tracking.summary import summarise_curves
 from pipebench.train.result import DIVERGED, MISSED, RunResult
 
-_BYTES = "comm_bytes"
-_KINDS = [kind.replace("-", "_") for kind in (*TRAINING_KINDS, BUFFERS, EVALUATION)]
-_ALWAYS = (
-    "epoch_time_s",
-    "throughput_samples_per_s",
-    "total_time_s",
-    "bubble_fraction",
-    "effective_fraction",
-    "recompute_fraction",
-    "comm_stall_fraction",
-    "pcie_out_fraction",
-    "pcie_in_fraction",
-    "comm_bytes_per_sample",
-    *(f"comm_bytes_per_sample_{kind.replace('-', '_')}" for kind in TRAINING_KINDS),
-    "comm_bytes_total",
-    *(f"comm_bytes_{kind}" for kind in _KINDS),
-    "peak_memory_bytes_max",
-    "minibatch_size",
-    "num_layers",
-    "samples_per_update",
-    "num_workers",
-)
-_TRAINED = (
-    *TARGET_METRICS,
-    "evaluation_time_s",
-    "checkpoint_time_s",
-    "lost_time_s",
-    "wall_time_s",
-    "weight_versions_max",
-    "host_peak_bytes_max",
-    "staleness_mean",
-    "staleness_max",
-)
-_SIMULATED = tuple(f"{kind}_throughput_samples_per_s" for kind in ("planned", "steady", "slowest", "least", "ideal"))
-# Of runs whose layers are swapped; of others nothing is copied, and nothing waits for a copy.
-_SWAPPED = ("swap_bytes_out", "swap_bytes_in", "swap_stall_fraction")
-# Of runs whose layers may move; of others nothing does.
-_MOVED = ("repartitions", "migration_bytes", "migration_stall_s")
-_ALWAYS_LIKE = re.compile(r"comm_bytes_level_\w+")
-_TRAINED_LIKE = re.compile(r"(best|final)_\w+")  # metrics of the data set, by their own names
+# What a report knows of a run besides what the run has logged.
+_OF_THE_RECIPE = ("minibatch_size", "num_layers")
 _STAGE = re.compile(r"stage_(\d+)_(\w+)")
-STAGE_METRICS = (
-    "num_layers",
-    "depth",
-    "forward_s",
-    "backward_s",
-    "update_s",
-    "effective_fraction",
-    "recompute_fraction",
-    "parameter_bytes",
-    "peak_memory_bytes",
-)
-_MEASURED_LIKE = re.compile(r"predicted_\w+|prediction_error|waiting_\w+|comm_(time|transfers)_\w+")
+STAGE_METRICS = tuple(names(metrics.STAGE_METRICS))
 
 
 def metric_problem(metric: str, engine: str) -> str | None:
@@ -72,24 +24,23 @@ def metric_problem(metric: str, engine: str) -> str | None:
         engine: kind of the run's engine.
     """
     kind = ENGINES[engine]
-    stage = _STAGE.fullmatch(metric)
-    if (
-        metric in (*_ALWAYS, *_SWAPPED, *_MOVED)
-        or _ALWAYS_LIKE.fullmatch(metric)
-        or (stage and stage[2] in STAGE_METRICS)
-    ):
+    stage, row = _STAGE.fullmatch(metric), known(metric)
+    if metric in _OF_THE_RECIPE or (stage and stage[2] in STAGE_METRICS):
         return None
-    if metric in _SIMULATED:
-        return None if not kind.trains else f"has no {metric}: its engine is {engine}, and only simulated runs have it"
-    if metric in _TRAINED or _TRAINED_LIKE.fullmatch(metric):
-        return None if kind.trains else f"has no {metric}: its engine is {engine}, which trains nothing"
-    if _MEASURED_LIKE.fullmatch(metric):
-        return None if kind.measures else f"has no {metric}: its engine is {engine}, which measures nothing"
-    names = [*_ALWAYS, *_SWAPPED, *_MOVED, *(_TRAINED if kind.trains else _SIMULATED)]
+    lacking = {
+        SIMULATED: "and only simulated runs have it" if kind.trains else "",
+        TRAINED: "" if kind.trains else "which trains nothing",
+        TARGET: "" if kind.trains else "which trains nothing",
+        MEASURED: "" if kind.measures else "which measures nothing",
+    }
+    if row is not None:
+        why = lacking.get(row.of, "")
+        return f"has no {metric}: its engine is {engine}, {why}" if why else None
+    allowed = [*_OF_THE_RECIPE, *names(row for row in METRICS if not lacking.get(row.of))]
     more = f", comm_bytes_level_*, stage_N_ with one of {', '.join(STAGE_METRICS)}" + (
         ", best_* and final_* of the data set's metrics" if kind.trains else ""
     )
-    return f"unknown metric {metric[:60]!r}, allowed are {', '.join(names)}{more}{nearest(metric[:60], names)}"
+    return f"unknown metric {metric[:60]!r}, allowed are {', '.join(allowed)}{more}{nearest(metric[:60], allowed)}"
 
 
 def metrics_of(result: RunResult) -> Mapping[str, float]:
@@ -117,9 +68,10 @@ def value_of(result: RunResult, metric: str) -> float | str:
     Bytes of a kind or level that nothing was sent over are 0, and so is what a run that neither swaps nor moves has of
     that.
     """
-    found = metrics_of(result).get(metric)
-    if found is not None and (metric not in TARGET_METRICS or result.outcome not in (MISSED, DIVERGED)):
-        return found
-    if metric in TARGET_METRICS and result.outcome in (MISSED, DIVERGED):
+    row = known(metric)
+    if row is not None and row.of == TARGET and result.outcome in (MISSED, DIVERGED):
         return result.outcome
-    return 0.0 if metric.startswith(_BYTES) or metric in (*_SWAPPED, *_MOVED) else f"the run has no {metric}"
+    found = metrics_of(result).get(metric)
+    if found is not None:
+        return found
+    return 0.0 if row is not None and ZERO in row.shown else f"the run has no {metric}"

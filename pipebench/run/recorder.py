@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from pipebench.metrics import warn_of_unlisted
 from pipebench.model.device import commit_diff, environment
 from pipebench.model.plan_layers import form_of
 from pipebench.model.splitting import unsplit
@@ -277,6 +278,7 @@ class RunRecorder:
             if measures:
                 result = self._with_prediction(result)
             result = record_moves(log, record_search(log, record_pushes(log, result)), self._job)
+            warn_of_unlisted(result.metrics)
             log.result(result)
             drawn: list[str] = []
             if self._kind.trains or not self._request.suite.brief:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from pipebench.errors import printable
 from pipebench.formats import UNKNOWN, measure, num_bytes, number, percent, seconds
+from pipebench.metrics import SPREAD_METRICS
 from pipebench.show.comparison import groups, headings, notes, rows, short_names, time_to_accuracy_s
 from pipebench.show.tables import new_table, print_facts, print_groups, print_table
 from pipebench.show.terminal import print_plain, standard_output
@@ -22,7 +23,6 @@ from pipebench.train.result import (
     INTERRUPTED,
     MISSED,
     REACHED,
-    SEED_METRICS,
     RunResult,
 )
 
@@ -179,7 +179,7 @@ def print_seeds(
     console = console or standard_output()
     table = new_table("", "median", "smallest", "largest", "mean", "spread (std)")
     finals = sorted({metric for result in results for metric in result.metrics if metric.startswith("best_")})
-    for metric in (*SEED_METRICS, *finals):
+    for metric in (*SPREAD_METRICS, *finals):
         if f"{metric}_median" in spread:
             columns = ("median", "min", "max", "mean", "std")
             table.add_row(metric, *(measure(metric, spread.get(f"{metric}_{column}")) for column in columns))

@@ -6,36 +6,15 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
+from pipebench.metrics import COLUMN, METRICS
 from pipebench.tracking.limits import MAX_TAG_CHARS
 from pipebench.tracking.record import Entry, Status
 from pipebench.tracking.summary import summarise_curves
 from pipebench.train.result import DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
 # What people compare runs by, what decides first: MLflow lists metrics in the order in which it got them. Everything
-# else is in the artifact result.json: hundreds of metrics hide the dozen that matter. `*` stands for any ending.
-_METRICS = (
-    "target_reached",
-    "time_to_accuracy_s",
-    "comm_bytes_per_sample",
-    "peak_memory_bytes_max",
-    "host_peak_bytes_max",
-    "bubble_fraction",
-    "epochs_to_target",
-    "epoch_time_s",
-    "throughput_samples_per_s",
-    "best_*",
-    "prediction_error",
-    "comm_stall_fraction",
-    "swap_stall_fraction",
-    "waiting_s",
-    "samples_per_update",
-    "weight_versions_max",
-    "staleness_*",
-    "num_workers",
-    "comm_bytes_total",
-    "comm_bytes_per_sample_*",
-    "comm_bytes_level_*",
-)
+# else is in the artifact result.json: hundreds of metrics hide the dozen that matter.
+_METRICS = tuple(row.name for row in METRICS if COLUMN in row.shown)
 # On MLflow's pages of charts this is a section of its own, before the single values.
 CURVES = "curves/"
 VIRTUAL_TIME = f"{CURVES}virtual_time_s"

@@ -7,14 +7,14 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from pipebench.train.result import REACHED, SEED_METRICS, Point, RunResult
+from pipebench.metrics import MEDIAN, METRICS, SPREAD, SPREAD_METRICS, TARGET
+from pipebench.train.result import REACHED, Point, RunResult
 
 # Of which a group of seeds gets the median, under the same name: its row then stands beside single runs.
-MEDIAN_METRICS = (*SEED_METRICS, "comm_bytes_per_sample", "peak_memory_bytes_max", "bubble_fraction")
+_MEDIAN = tuple(row.name for row in METRICS if row.shown & (MEDIAN | SPREAD))
 _BEST = "best_"
 _NOISE = 1e-9  # relative: values this close differ in the order of additions only
-# Metrics that only a run that reached its target can have.
-TARGET_METRICS = ("time_to_accuracy_s", "time_to_accuracy_without_evaluation_s", "epochs_to_target")
+_OF_TARGET = tuple(row.name for row in METRICS if row.of == TARGET)
 _LOWER_IS_BETTER = ("loss", "perplexity", "error")
 # Curves that are a clock or a setting: their best value means nothing.
 _NOT_A_SCORE = ("virtual_time_s", "wall_time_s", "epoch", "learning_rate", "lr")
@@ -42,7 +42,7 @@ def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
 
 
 def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
-    """Return what several runs of one recipe came to: the best scores, and what `SEED_METRICS` names, with spread.
+    """Return what several runs of one recipe came to: the best scores, and what `SPREAD_METRICS` names, with spread.
 
     Args:
         results: runs that differ in their seed only.
@@ -54,15 +54,15 @@ def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
     """
     summary = {"runs_total": float(len(results)), "runs_reached": float(sum(r.outcome == REACHED for r in results))}
     for metric, sample in _samples(results).items():
-        if metric in SEED_METRICS or metric.startswith(_BEST):
+        if metric in SPREAD_METRICS or metric.startswith(_BEST):
             summary |= {f"{metric}_{name}": value for name, value in _spread(sample).items()}
     return summary
 
 
 def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
-    """Return the medians of `MEDIAN_METRICS` over several runs, under the metrics' own names."""
+    """Return the medians of what the list of metrics says, over several runs, under the metrics' own names."""
     samples = _samples(results)
-    return {metric: statistics.median(samples[metric]) for metric in MEDIAN_METRICS if metric in samples}
+    return {metric: statistics.median(samples[metric]) for metric in _MEDIAN if metric in samples}
 
 
 def _samples(results: Sequence[RunResult]) -> dict[str, list[float]]:
@@ -70,7 +70,7 @@ def _samples(results: Sequence[RunResult]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for result in results:
         for metric, value in result.metrics.items():
-            if math.isfinite(value) and (result.outcome == REACHED or metric not in TARGET_METRICS):
+            if math.isfinite(value) and (result.outcome == REACHED or metric not in _OF_TARGET):
                 values.setdefault(metric, []).append(value)
     return values
 

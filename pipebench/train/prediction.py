@@ -6,17 +6,10 @@ Both sides are metrics under the same names: `simulated.predicted_metrics` predi
 from collections.abc import Mapping
 
 from pipebench.formats import is_share, measure
-from pipebench.simulate.timeline import TRAINING_KINDS
+from pipebench.metrics import METRICS, PREDICTED
 
 # What both sides can tell, in the order of the table.
-_COMPARED = (
-    "epoch_time_s",
-    "throughput_samples_per_s",
-    "bubble_fraction",
-    "comm_stall_fraction",
-    "comm_bytes_per_sample",
-    *(f"comm_bytes_per_sample_{kind.replace('-', '_')}" for kind in TRAINING_KINDS),
-)
+_COMPARED = tuple(row.name for row in METRICS if PREDICTED in row.shown)
 
 
 def compare(measured: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float]:

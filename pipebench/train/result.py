@@ -9,10 +9,6 @@ from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import Repartition
 from pipebench.typed_json import Number
 
-# What the seeds of a recipe are summed up by, beside the best scores.
-SEED_METRICS = ("time_to_accuracy_s", "epochs_to_target", "epoch_time_s", "throughput_samples_per_s")
-
-
 REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
 
 

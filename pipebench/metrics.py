@@ -1,0 +1,190 @@
+"""The list of metrics: what every number of a run is called, in which unit, which runs have it, and who shows it.
+
+One row per metric; tracking, reports and predictions read the list. A run that comes with a metric that isn't in it
+says so, and fails its tests: none is dropped on the way in silence. A metric of a data set (`top1`,
+`bleu`) belongs to the data set and is known here by `best_*` and `final_*` alone.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from enum import Flag, auto
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+SECONDS, BYTES, SHARE, RATE, COUNT, UPDATES, OWN = "s", "bytes", "share", "samples/s", "count", "updates", "its own"
+LOWER, HIGHER, NEITHER = "lower", "higher", ""
+# Which runs have it.
+ALL = "all runs"
+TRAINED = "runs that train"
+TARGET = "runs that train and reach their target"
+SIMULATED = "simulated runs"
+MEASURED = "runs in processes"
+SWAPPED = "runs whose layers swap"  # of others it is 0
+MOVED = "runs whose layers may move"  # of others it is 0
+
+
+class Shown(Flag):
+    """What is made of a metric.
+
+    Attributes:
+        COLUMN: MLflow's table of runs has it as a column; the list's order is that of the columns.
+        MEDIAN: a group of seeds has the median of its runs, under the same name.
+        SPREAD: that, and mean, standard deviation, smallest and largest.
+        PREDICTED: a run in processes sets the simulator's value beside it, as `predicted_<name>`.
+        ZERO: a run that hasn't got it has 0 of it: nothing of that kind was sent, swapped or moved.
+    """
+
+    NOWHERE = 0
+    COLUMN = auto()
+    MEDIAN = auto()
+    SPREAD = auto()
+    PREDICTED = auto()
+    ZERO = auto()
+
+
+COLUMN, MEDIAN, SPREAD, PREDICTED, ZERO = Shown.COLUMN, Shown.MEDIAN, Shown.SPREAD, Shown.PREDICTED, Shown.ZERO
+
+
+class Metric(NamedTuple):
+    """One row of the list.
+
+    Attributes:
+        name: as it is logged; a `*` at the end stands for any ending.
+        unit: of its value; shares are fractions, never per cent.
+        better: `lower`, `higher`, or "" where neither is.
+        of: which runs have it.
+        says: what it is.
+        shown: what is made of it.
+    """
+
+    name: str
+    unit: str
+    better: str
+    of: str
+    says: str
+    shown: Shown = Shown.NOWHERE
+
+
+METRICS = (
+    Metric("target_reached", COUNT, HIGHER, TRAINED, "1 if the target was reached, 0 if it was missed", COLUMN),
+    Metric("time_to_accuracy_s", SECONDS, LOWER, TARGET,
+           "the run's clock at the first evaluation that reached the target", COLUMN | SPREAD),
+    Metric("comm_bytes_per_sample", BYTES, LOWER, ALL,
+           "sent between workers per training sample, counted at the sender", COLUMN | MEDIAN | PREDICTED | ZERO),
+    Metric("peak_memory_bytes_max", BYTES, LOWER, ALL, "the most that a worker held at once", COLUMN | MEDIAN),
+    Metric("host_peak_bytes_max", BYTES, LOWER, TRAINED,
+           "the most that was on a worker's host, where layers swap", COLUMN),
+    Metric("bubble_fraction", SHARE, LOWER, ALL,
+           "of the workers' time in training in which they computed nothing", COLUMN | MEDIAN | PREDICTED),
+    Metric("epochs_to_target", COUNT, LOWER, TARGET, "epochs trained when the target was reached", COLUMN | SPREAD),
+    Metric("epoch_time_s", SECONDS, LOWER, ALL,
+           "of training an epoch, without evaluation and checkpoints", COLUMN | SPREAD | PREDICTED),
+    Metric("throughput_samples_per_s", RATE, HIGHER, ALL,
+           "training samples over seconds of training", COLUMN | SPREAD | PREDICTED),
+    Metric("best_*", OWN, NEITHER, TRAINED, "the best value of a curve", COLUMN),
+    Metric("prediction_error", SHARE, NEITHER, MEASURED, "measured epoch time over the predicted one, less 1", COLUMN),
+    Metric("comm_stall_fraction", SHARE, LOWER, ALL,
+           "of the workers' time in which they waited for bytes on their way", COLUMN | PREDICTED),
+    Metric("swap_stall_fraction", SHARE, LOWER, SWAPPED,
+           "of the workers' time in which they waited for copies from the host", COLUMN | ZERO),
+    Metric("waiting_s", SECONDS, LOWER, MEASURED, "that workers waited, summed over them", COLUMN),
+    Metric("samples_per_update", COUNT, NEITHER, ALL, "training samples in an update of the first stage", COLUMN),
+    Metric("weight_versions_max", COUNT, LOWER, TRAINED, "the most versions of its weights that a worker kept", COLUMN),
+    Metric("staleness_mean", UPDATES, LOWER, TRAINED,
+           "between a worker's pull and push, where nobody waits for replicas", COLUMN),
+    Metric("staleness_max", UPDATES, LOWER, TRAINED, "the most of these", COLUMN),
+    Metric("num_workers", COUNT, NEITHER, ALL, "of the plan", COLUMN),
+    Metric("comm_bytes_total", BYTES, LOWER, ALL,
+           "sent for training; buffers and evaluation are counted apart", COLUMN | ZERO),
+    Metric("comm_bytes_per_sample_activation", BYTES, LOWER, ALL, "of these, activations", COLUMN | PREDICTED | ZERO),
+    Metric("comm_bytes_per_sample_gradient", BYTES, LOWER, ALL,
+           "of these, gradients of activations", COLUMN | PREDICTED | ZERO),
+    Metric("comm_bytes_per_sample_all_reduce", BYTES, LOWER, ALL,
+           "of these, what replicas sum", COLUMN | PREDICTED | ZERO),
+    Metric("comm_bytes_per_sample_parameter_server", BYTES, LOWER, ALL,
+           "of these, gradients pushed and weights pulled", COLUMN | PREDICTED | ZERO),
+    Metric("comm_bytes_level_*", BYTES, LOWER, ALL,
+           "of the total, what crosses a level of the cluster at most", COLUMN | ZERO),
+    Metric("comm_bytes_activation", BYTES, LOWER, ALL, "of the total, activations", ZERO),
+    Metric("comm_bytes_gradient", BYTES, LOWER, ALL, "of the total, gradients of activations", ZERO),
+    Metric("comm_bytes_all_reduce", BYTES, LOWER, ALL, "of the total, what replicas sum", ZERO),
+    Metric("comm_bytes_parameter_server", BYTES, LOWER, ALL, "of the total, gradients pushed and weights pulled", ZERO),
+    Metric("comm_bytes_buffers", BYTES, LOWER, ALL, "running statistics that replicas average at drains", ZERO),
+    Metric("comm_bytes_evaluation", BYTES, LOWER, ALL, "sent for evaluations", ZERO),
+    Metric("effective_fraction", SHARE, HIGHER, ALL,
+           "of the workers' time in which they computed what wasn't computed before"),
+    Metric("recompute_fraction", SHARE, LOWER, ALL, "of the workers' time in which they ran a forward again"),
+    Metric("pcie_out_fraction", SHARE, LOWER, ALL, "of what devices could copy to their hosts, what they did"),
+    Metric("pcie_in_fraction", SHARE, LOWER, ALL, "of what hosts could copy to their devices, what they did"),
+    Metric("total_time_s", SECONDS, LOWER, ALL, "the run's clock at its end, evaluations and checkpoints included"),
+    Metric("time_to_accuracy_without_evaluation_s", SECONDS, LOWER, TARGET, "of training until the target was reached"),
+    Metric("evaluation_time_s", SECONDS, LOWER, TRAINED, "of all evaluations, on the run's clock"),
+    Metric("checkpoint_time_s", SECONDS, LOWER, TRAINED, "of all checkpoints, where any are kept"),
+    Metric("lost_time_s", SECONDS, LOWER, TRAINED,
+           "between the checkpoint that a restart went on from and the restart"),
+    Metric("wall_time_s", SECONDS, LOWER, TRAINED, "that the run took here"),
+    Metric("final_*", OWN, NEITHER, TRAINED, "the last value of a curve"),
+    Metric("workers_counted_from_samples", COUNT, NEITHER, TRAINED,
+           "samples from which on the workers' own numbers count"),
+    Metric("planned_throughput_samples_per_s", RATE, HIGHER, SIMULATED,
+           "that the recipe's cost model expects of the plan"),
+    Metric("steady_throughput_samples_per_s", RATE, HIGHER, SIMULATED, "of the last cuts alone, where layers move"),
+    Metric("slowest_throughput_samples_per_s", RATE, HIGHER, SIMULATED, "of the slowest architecture of a search"),
+    Metric("least_throughput_samples_per_s", RATE, HIGHER, SIMULATED, "of the slowest moment of a search"),
+    Metric("ideal_throughput_samples_per_s", RATE, HIGHER, SIMULATED, "of a search whose stages were always balanced"),
+    Metric("swap_bytes_out", BYTES, LOWER, SWAPPED, "copied to hosts", ZERO),
+    Metric("swap_bytes_in", BYTES, LOWER, SWAPPED, "copied back from hosts", ZERO),
+    Metric("repartitions", COUNT, NEITHER, MOVED, "how often stages were cut anew", ZERO),
+    Metric("migration_bytes", BYTES, LOWER, MOVED, "of layers that moved to another worker", ZERO),
+    Metric("migration_stall_s", SECONDS, LOWER, MOVED, "in which nothing was computed since layers moved", ZERO),
+    Metric("predicted_*", OWN, NEITHER, MEASURED, "what the simulator says of the metric of that name"),
+    Metric("compute_s", SECONDS, NEITHER, MEASURED, "that workers computed, summed over them"),
+    Metric("sending_s", SECONDS, LOWER, MEASURED, "that workers spent on handing over messages"),
+    Metric("swapping_s", SECONDS, LOWER, MEASURED, "that workers spent on copies to and from their hosts"),
+    Metric("other_s", SECONDS, LOWER, MEASURED, "that workers spent on none of this"),
+    Metric("waiting_*", SECONDS, LOWER, MEASURED, "that workers waited for one kind of thing"),
+    Metric("comm_time_*", SECONDS, LOWER, MEASURED,
+           "of transfers of a kind, or over a level; those that overlap count each"),
+    Metric("comm_transfers_*", COUNT, NEITHER, MEASURED, "transfers of a kind"),
+)  # fmt: skip
+
+# What is known of every stage: columns of `stages.csv`, and of reports as `stage_<index>_<name>`.
+STAGE_METRICS = (
+    Metric("num_layers", COUNT, NEITHER, ALL, "that compute"),
+    Metric("replicas", COUNT, NEITHER, ALL, "workers that run the stage"),
+    Metric("depth", COUNT, NEITHER, ALL, "the most minibatches in flight on a replica"),
+    Metric("forward_s", SECONDS, LOWER, ALL, "of what travels, by the profile"),
+    Metric("backward_s", SECONDS, LOWER, ALL, "of what travels, by the profile"),
+    Metric("update_s", SECONDS, LOWER, ALL, "of the optimizer, by the profile"),
+    Metric("samples_per_update", COUNT, NEITHER, ALL, "training samples in one of its updates"),
+    Metric("lr", OWN, NEITHER, ALL, "the stage's learning rate, before the schedule and after warm-up"),
+    Metric("effective_fraction", SHARE, HIGHER, SIMULATED,
+           "of its workers' time in which they computed what wasn't computed before"),
+    Metric("recompute_fraction", SHARE, LOWER, SIMULATED, "of its workers' time in which they ran a forward again"),
+    Metric("parameter_bytes", BYTES, LOWER, ALL, "of one version of its weights"),
+    Metric("weight_versions_max", COUNT, LOWER, TRAINED, "the most versions of its weights that a replica kept"),
+    Metric("peak_memory_bytes", BYTES, LOWER, ALL, "the most that a replica held at once"),
+    Metric("host_peak_bytes", BYTES, LOWER, TRAINED, "the most that was on a replica's host, where layers swap"),
+)  # fmt: skip
+
+# What the seeds of a recipe are summed up by, beside the best scores.
+SPREAD_METRICS = tuple(row.name for row in METRICS if SPREAD in row.shown)
+
+
+def known(name: str) -> Metric | None:
+    """Return the row of a metric, or None if there is none."""
+    return next((row for row in METRICS if fnmatchcase(name, row.name)), None)
+
+
+def names(rows: Iterable[Metric]) -> Iterator[str]:
+    """Yield the names of rows that stand for one metric each."""
+    return (row.name for row in rows if not row.name.endswith("*"))
+
+
+def warn_of_unlisted(logged: Iterable[str]) -> None:
+    """Warn of metrics without a row: tracking drops them from its tables and reports refuse them.
+
+    Only a warning, since a run's result is worth more than a row of this list; tests turn warnings into errors.
+    """
+    if unlisted := sorted(name for name in logged if known(name) is None):
+        warnings.warn(f"metrics without a row in pipebench/metrics.py: {', '.join(unlisted)}", stacklevel=2)
