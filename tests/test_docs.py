@@ -19,6 +19,7 @@ from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
 from pipebench.simulate.drawing import draw
+from tests.test_rooms import ROOMS
 from zoo import DATASETS, MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +111,37 @@ def test_readme_s_pipeline_is_drawn_by_the_schedule() -> None:
     pipeline = Pipeline((1, 1, 1, 1), chain(4), "1f1b", False, 4)
     drawn = [line[:81].rstrip() for line in draw(pipeline, 9, [1] * 4, [2] * 4).splitlines()]
     assert shown == drawn
+
+
+def test_the_minibatch_of_the_architecture_page_is_the_schedule_s() -> None:
+    pipeline = Pipeline((1, 1), chain(2), "1f1b", False, 2)
+    text = (ROOT / "docs/architecture.md").read_text()
+    for worker, program in enumerate(programs(pipeline, 5)):
+        (line,) = re.findall(rf"^   ({worker}\w+3.*)$", text, re.MULTILINE)
+        about = [each for each in program if each.number == 3]
+        assert line.replace(" ...", "") == render(about)
+
+
+def test_the_index_has_every_page_of_the_folder() -> None:
+    listed = re.findall(r"^\| \[(\S+?)\]\(\1\) \|", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
+
+
+def test_the_architecture_page_names_packages_and_files_that_are_there() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rooms = [*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE), "root"]
+    assert rooms == list(ROOMS)
+    files = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert len(files) > 15
+    for file in files:
+        assert (ROOT / file).exists() or (ROOT / "pipebench" / file).exists(), file
+
+
+def test_links_between_pages_are_not_dead() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "reports").glob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links {link}"
 
 
 def test_table_1_of_readme_is_the_report_s() -> None:

@@ -95,3 +95,58 @@ def test_what_is_shipped_imports_nothing_that_is_not(path: Path) -> None:
 def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:
     used = {name for path in SHIPPED for name, _ in imported(path) if path.parts[-2] == "zoo"}
     assert {name for name in used if name.startswith("pipebench")} == {"pipebench.files"}
+
+
+# How many there are at most. A change that makes one fewer lowers the number; none raises it.
+PAIRS_OF_ROOMS = 91
+LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 41, 38, 10
+MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 40, 6, 20
+
+
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    for name, path in MODULES.items():
+        yield from (
+            (name, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)
+        )
+
+
+def test_packages_do_not_grow_together() -> None:
+    pairs = {(room(name), room(other)) for name in MODULES for other, _ in imports(name)}
+    assert len({(a, b) for a, b in pairs if a != b and "root" not in (a, b)}) <= PAIRS_OF_ROOMS
+
+
+def test_functions_do_not_become_longer() -> None:
+    found = [
+        f"{name}.{node.name}"
+        for name, node in nodes(ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES
+    ]
+    assert len(found) <= 0, found
+
+
+def test_functions_do_not_take_more() -> None:
+    found = [
+        f"{name}.{node.name}"
+        for name, node in nodes(ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef)
+        and len(
+            [
+                a
+                for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                if a.arg not in ("self", "cls")
+            ]
+        )
+        > MOST_PARAMETERS
+        and not any("command" in ast.dump(each) for each in node.decorator_list)  # options are a command's own
+    ]
+    assert len(found) <= 0, found
+
+
+def test_classes_do_not_become_larger() -> None:
+    found = [
+        f"{name}.{node.name}"
+        for name, node in nodes(ast.ClassDef)
+        if isinstance(node, ast.ClassDef)
+        and sum(isinstance(each, ast.FunctionDef) for each in node.body) > MOST_METHODS
+    ]
+    assert len(found) <= 0, found
