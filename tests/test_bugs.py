@@ -25,9 +25,10 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.drawing import draw_cells

@@ -12,9 +12,10 @@ import torch
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.schedule.instructions import Op, render
+from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import KEEP, MODES
 from pipebench.schedule.moves import Layout, Move
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes

@@ -6,7 +6,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no other
 
 from pipebench.checkpoint.state import CheckpointError
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import Repartition
 from pipebench.typed_json import Amount, Count, Finite, JsonError, Number, read

@@ -39,12 +39,13 @@ from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, host_peaks
 from pipebench.errors import DivergedError
 from pipebench.model.plan import Plan
-from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction
+from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.schedule.programs import forward_programs, programs
 from pipebench.schedule.routes import Routes
 from pipebench.simulate.meter import PREDICTION, Measured
 from pipebench.simulate.simulation import Event
-from pipebench.simulate.timeline import MIGRATION, Transfer
+from pipebench.simulate.timeline import Transfer
 
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
 

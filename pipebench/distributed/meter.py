@@ -10,23 +10,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipebench.checkpoint.progress import MeterState, MeterTotals
-from pipebench.schedule.instructions import BACKWARDS, COPIES, Op
+from pipebench.schedule.instructions import COPIES
+from pipebench.schedule.operations import OPERATIONS, SEND, with_role
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.meter import COMPUTE, RECORDED_SPANS, WORKERS_IDLE, Measured, fractions, span_of
+from pipebench.simulate.meter import COMPUTED, RECORDED_SPANS, WORKERS_IDLE, Measured, fractions, span_of
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import SYNC_KINDS, Timeline, Transfer
 from pipebench.typed_json import read
 
-_COMPUTE_COLUMNS = {"forward_s": (Op.FORWARD,), "backward_s": BACKWARDS, "update_s": (Op.UPDATE,)}
-_WAIT_COLUMNS = {
-    Op.RECEIVE_ACTIVATION: "waiting_activation_s",
-    Op.RECEIVE_GRADIENT: "waiting_gradient_s",
-    Op.WAIT_ALL_REDUCE: "waiting_all_reduce_s",
-    Op.WAIT_NORM: "waiting_norm_s",
-    Op.PULL: "waiting_weights_s",
-    Op.LOAD_INPUT: "waiting_load_s",
+_COMPUTE_COLUMNS = {
+    column: tuple(op for op, row in OPERATIONS.items() if row.column == column)
+    for column in ("forward_s", "backward_s", "update_s")
 }
-_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.PUSH, Op.GIVE_UNIT, Op.GIVE)
+_WAIT_COLUMNS = {op: row.column for op, row in OPERATIONS.items() if row.column.startswith("waiting_")}
+_SENDS = with_role(SEND)
 _OF_TRANSFERS = ("stall_s", "all_reduce_s", "comm_time_", "comm_stall_fraction")  # what their times go into
 _UNTIMED = "times of transfers and of waiting for them aren't known where GPUs compute; numbers and bytes are"
 
@@ -170,7 +167,7 @@ def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float
 
 
 def _busy_s(totals: MeterTotals) -> float:
-    return sum(totals.seconds[op.name] for op in COMPUTE)
+    return sum(totals.seconds[op.name] for op in COMPUTED)
 
 
 def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.server import Pulled
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import GRADIENT, Op
 from pipebench.schedule.programs import forward_programs, programs
-from pipebench.simulate.timeline import GRADIENT
 
 _TAG = 6  # of its messages, on the group of all processes; those of the channels have groups of their own
 _TAGS_OF_EDGE = 2

@@ -3,53 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipebench.schedule.instructions import HANDING, Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import MOVE, OPERATIONS, RECEIVE, ROUND, WAIT, Op, with_role
 from pipebench.schedule.pipeline import Pipeline
 
 ADMIT, EXCHANGE, BARRIER = "admit", "exchange", "barrier"
 
-_UNIT_WORDS = {
-    Op.LOAD_INPUT: "loads {unit}",
-    Op.RECEIVE_ACTIVATION: "waits for the activation of {unit} from worker {peer}",
-    Op.FORWARD: "runs the forward of {unit}",
-    Op.SEND_ACTIVATION: "sends the activation of {unit} to worker {peer}",
-    Op.RECEIVE_GRADIENT: "waits for the gradient of {unit} from worker {peer}",
-    Op.BACKWARD: "runs the backward of {unit}",
-    Op.BACKWARD_INPUT: "runs the input part of the backward of {unit}",
-    Op.BACKWARD_WEIGHT: "runs the weight part of the backward of {unit}",
-    Op.SEND_GRADIENT: "sends the gradient of {unit} to worker {peer}",
-    Op.PUSH: "pushes the gradient of {unit} to the server",
-    Op.PULL: "pulls weights of the server, up to {unit}",
-    Op.SWAP_OUT: "copies what it saved of {unit} to the host",
-    Op.SWAP_IN: "copies what it saved of {unit} back from the host",
-    Op.RECUT: "cuts its layers anew, for the forwards from {unit} on",
-    Op.GIVE_UNIT: "gives worker {peer} what layers that go there read of {unit}",
-    Op.GIVE: "gives layers to worker {peer}, which runs them from {unit} on",
-    Op.TAKE_UNIT: "waits for what layers that come from worker {peer} read of {unit}",
-    Op.FORWARD_AGAIN: "runs {unit} forward again through layers that come from worker {peer}",
-    Op.TAKE: "waits for layers from worker {peer}, which it runs from {unit} on",
-}
-_ROUND_WORDS = {
-    Op.WAIT_ALL_REDUCE: "waits for the all-reduce of {round} with {others}",
-    Op.WAIT_NORM: "waits for the gradients' norm of {round} from all workers",
-    Op.UPDATE: "makes the update of {round}",
-}
 _OTHER_WORDS = {
     "": "is between two pieces of work",
     ADMIT: "waits for all workers to agree where the run stops",
     EXCHANGE: "waits for what the other workers say at a drain",
     BARRIER: "waits for all workers at a barrier",
 }
-_WAITS = (
-    Op.RECEIVE_ACTIVATION,
-    Op.RECEIVE_GRADIENT,
-    Op.WAIT_ALL_REDUCE,
-    Op.WAIT_NORM,
-    Op.PUSH,
-    Op.PULL,
-    Op.TAKE_UNIT,
-    Op.TAKE,
-)
+_WAITS = (*with_role(RECEIVE, WAIT), Op.PUSH)
 _STUCK = 0.25  # of the limit: a worker that computes for less may just be slow
 
 
@@ -86,13 +52,14 @@ def describe(
     if instruction is None:
         waits = work in (ADMIT, EXCHANGE, BARRIER)
         return Activity(work or "nothing", _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
-    if instruction.op in _UNIT_WORDS:
-        unit = _unit(pipeline, instruction.number, whole=bool(work) or instruction.op in HANDING)
+    row = OPERATIONS[instruction.op]
+    if row.about != ROUND:
+        unit = _unit(pipeline, instruction.number, whole=bool(work) or row.about == MOVE)
         peer = pipeline.worker(instruction.peer, instruction.number)
-        words = _UNIT_WORDS[instruction.op].format(unit=unit, peer=peer)
+        words = row.words.format(unit=unit, peer=peer)
     else:
         others = [str(peer) for peer in pipeline.workers_of(instruction.stage) if peer != worker]
-        words = _ROUND_WORDS[instruction.op].format(
+        words = row.words.format(
             round=_round(pipeline, instruction.stage, instruction.number, num_minibatches),
             others=f"worker{'s' if len(others) > 1 else ''} {', '.join(others)}",
         )

@@ -43,15 +43,14 @@ from pipebench.distributed.sockets import open_sockets, opened_since
 from pipebench.distributed.world import World
 from pipebench.distributed.yielding import FOR_EVER_S, YieldingReceiver, YieldingSender, until_gone
 from pipebench.engine.setup import Setup, ranks_of
-from pipebench.schedule.instructions import Instruction, Op
-from pipebench.simulate.timeline import ACTIVATION, CONTROL, EVALUATION, GRADIENT, MIGRATION, PCIE, Transfer
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
+from pipebench.simulate.timeline import CONTROL, EVALUATION, PCIE, Transfer
 
 # Each and the next one, for what is too large; further edges have further ones. Every kind has groups of its own.
 _TAGS = {ACTIVATION: 2, GRADIENT: 4, MIGRATION: 2}
 _TAGS_OF_EDGE = 4
-_RECEIVES = {
-    Op.RECEIVE_ACTIVATION: ACTIVATION, Op.RECEIVE_GRADIENT: GRADIENT, Op.TAKE_UNIT: MIGRATION, Op.TAKE: MIGRATION,
-}  # fmt: skip
+_RECEIVES = with_kind(RECEIVE)
 _LABELS = {GRADIENT: "B", MIGRATION: "layers, "}
 _MOST_UNANSWERED = 64  # messages under way on an edge from which nothing comes back; see above, on evaluations
 _MOST_LEAVING = 4  # messages of an evaluation that a worker may be ahead of the next one

@@ -8,9 +8,10 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.collectives import Rings
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
+from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.network import Message, Network
-from pipebench.simulate.timeline import BUFFERS, MIGRATION
+from pipebench.simulate.timeline import BUFFERS
 
 
 @dataclass(frozen=True)

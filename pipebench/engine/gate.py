@@ -26,12 +26,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipebench.schedule.instructions import HANDING, Instruction, Op
+from pipebench.schedule.instructions import HANDING, Instruction
+from pipebench.schedule.operations import OPERATIONS, ROUND
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
 
-_ROUND_OPS = (Op.WAIT_ALL_REDUCE, Op.WAIT_NORM, Op.UPDATE)
+_ROUND_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND)
 
 
 class Position(NamedTuple):

@@ -11,8 +11,8 @@ from pipebench.engine.phases import Phases
 from pipebench.engine.protocols import Transport
 from pipebench.engine.replica import Replica
 from pipebench.engine.replicas import make_replica
-from pipebench.schedule.instructions import Instruction, Op
-from pipebench.simulate.timeline import MIGRATION
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import MIGRATION, Op
 
 
 class HandingOver:

@@ -17,9 +17,10 @@ import torch
 from pipebench.engine.balancing import Balancing, Known, Report
 from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import MEMORY_POLICIES
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import Op
 from pipebench.simulate.timeline import CONTROL
 
 EVERY = 4  # units

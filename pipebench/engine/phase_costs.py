@@ -13,8 +13,9 @@ from pipebench.engine.phases import Phases
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import attribute
 from pipebench.model.sampling import Shape, Size
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.moves import HandOver, Layout
+from pipebench.schedule.operations import Op
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.memory import swapped_bytes
 

@@ -15,8 +15,9 @@ from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phases import Phases
 from pipebench.model.plan import StagePlan
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import COPIES, Instruction, Op
+from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.moves import HandOver
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, RECEIVE, Op, with_kind
 from pipebench.simulate.holding import Change, Holding
 from pipebench.simulate.memory import AGAIN, GRADIENTS, HELD, RECEIVED, SENT, StageMemory, layers_memory
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
@@ -25,7 +26,7 @@ from pipebench.simulate.timeline import Transfer
 
 Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
 
-_RECEIVES: Final = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+_RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 _COUNTED: Final = {*HELD, SENT}  # in live tensors: what is set aside to be given is a stage's until it sets out
 
 

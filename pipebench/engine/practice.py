@@ -25,13 +25,13 @@ from pipebench.engine.server import Pulled
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
+from pipebench.schedule.operations import GRADIENT, Op
 from pipebench.schedule.programs import programs
-from pipebench.simulate.timeline import GRADIENT
 
 _PERIODS = 2  # of a segment, after as many minibatches as are in flight
-_TIMED = (Op.LOAD_INPUT, Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.UPDATE)
+_TIMED = (Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, Op.UPDATE)
 
 
 class Key(NamedTuple):

@@ -10,8 +10,8 @@ from pipebench.engine.phase_memory import Inputs, PhaseMemory
 from pipebench.engine.phases import Phases
 from pipebench.engine.setup import Setup
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import Op
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation

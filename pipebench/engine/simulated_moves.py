@@ -21,18 +21,18 @@ from pipebench.engine.segment import Segment, SizeOf
 from pipebench.engine.setup import Setup, share_of
 from pipebench.model.graph import attribute
 from pipebench.model.plan import Plan
-from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
 from pipebench.simulate.memory_meter import Moment, highest
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.steady import Totals, simulate_all, simulate_segment
 from pipebench.simulate.throughput import Mark, Marks
-from pipebench.simulate.timeline import MIGRATION, Timeline
+from pipebench.simulate.timeline import Timeline
 
-_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
-_RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+_SENDS = with_kind(SEND, ACTIVATION, GRADIENT)
+_RECEIVES = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 NOTHING = Totals(0.0, 0.0, 0.0, Counter())
 
 

@@ -27,9 +27,10 @@ from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.updates import Updates
-from pipebench.schedule.instructions import HANDING_OVER, Instruction, Op
+from pipebench.schedule.instructions import HANDING_OVER, Instruction
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.syncs import SYNCS
-from pipebench.simulate.timeline import ACTIVATION, EVALUATION, GRADIENT, SWAP_IN, SWAP_OUT
+from pipebench.simulate.timeline import EVALUATION
 
 
 class Worker:

@@ -16,12 +16,12 @@ from pipebench.planner.flat import SearchStage
 from pipebench.planner.states import States
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import SWAP, Mode
+from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.pipeline import Edge, Pipeline, noam
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.steady import simulate_segment
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT
 
 FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
 _DEEP_ROUNDS = 8  # as many times more, at most: what is in flight beyond NOAM stands in queues that take long to fill

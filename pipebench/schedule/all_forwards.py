@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.passes import Pass, forwards
 from pipebench.schedule.pipeline import Pipeline
 

@@ -2,7 +2,7 @@
 
 from pipebench.errors import UserError
 from pipebench.schedule.csv_form import write_csv
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipebench.errors import UserError
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.instructions import BACKWARDS
+from pipebench.schedule.operations import OPERATIONS, Op
 
-_LETTERS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
-_OPS = {op: letter for letter, op in _LETTERS.items()}
+_OPS = {op: OPERATIONS[op].cell for op in (Op.FORWARD, *BACKWARDS)}
+_LETTERS = {letter: op for op, letter in _OPS.items()}
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,9})", re.ASCII)
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")

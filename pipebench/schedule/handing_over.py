@@ -11,8 +11,9 @@ itself anew (`RC`, with nobody) after the update before the first forward that d
 
 from collections.abc import Iterable
 
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.moves import HandOver, Moves
+from pipebench.schedule.operations import Op
 
 
 class Handing:

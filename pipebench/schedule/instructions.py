@@ -1,73 +1,23 @@
 """The instructions a worker executes, and their text form."""
 
-import enum
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipebench.schedule.operations import COPY, MOVE, OPERATIONS, SEND, Op, with_role
 
-class Op(enum.IntEnum):
-    """What an instruction does."""
-
-    LOAD_INPUT = 0
-    RECEIVE_ACTIVATION = 1
-    FORWARD = 2
-    SEND_ACTIVATION = 3
-    RECEIVE_GRADIENT = 4
-    BACKWARD = 5
-    SEND_GRADIENT = 6
-    WAIT_ALL_REDUCE = 7
-    WAIT_NORM = 8
-    UPDATE = 9
-    BACKWARD_INPUT = 10
-    BACKWARD_WEIGHT = 11
-    PUSH = 12
-    PULL = 13
-    SWAP_OUT = 14
-    SWAP_IN = 15
-    RECUT = 16
-    GIVE_UNIT = 17
-    GIVE = 18
-    TAKE_UNIT = 19
-    FORWARD_AGAIN = 20
-    TAKE = 21
-
-
-_LETTERS = {
-    Op.LOAD_INPUT: "L",
-    Op.RECEIVE_ACTIVATION: "RA",
-    Op.FORWARD: "F",
-    Op.SEND_ACTIVATION: "SA",
-    Op.RECEIVE_GRADIENT: "RG",
-    Op.BACKWARD: "B",
-    Op.SEND_GRADIENT: "SG",
-    Op.WAIT_ALL_REDUCE: "W",
-    Op.WAIT_NORM: "N",
-    Op.UPDATE: "U",
-    Op.BACKWARD_INPUT: "BI",
-    Op.BACKWARD_WEIGHT: "BW",
-    Op.PUSH: "PUSH",
-    Op.PULL: "PULL",
-    Op.SWAP_OUT: "SO",
-    Op.SWAP_IN: "SI",
-    Op.RECUT: "RC",
-    Op.GIVE_UNIT: "GU",
-    Op.GIVE: "G",
-    Op.TAKE_UNIT: "TU",
-    Op.FORWARD_AGAIN: "FA",
-    Op.TAKE: "T",
-}
+_LETTERS = {op: row.letters for op, row in OPERATIONS.items()}
 # A backward in one piece or the two parts of one; what comes first of it, and what a stage is done with a unit after.
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 # Copies between a device and its host: begun in turn, and over when they are.
-COPIES = (Op.SWAP_OUT, Op.SWAP_IN)
+COPIES = with_role(COPY)
 # What moves layers, told by the minibatch from which on the forward runs elsewhere; that and what moves their units.
-HANDING = (Op.RECUT, Op.GIVE, Op.TAKE)
+HANDING = tuple(op for op, row in OPERATIONS.items() if row.about == MOVE)
 HANDING_OVER = (*HANDING, Op.GIVE_UNIT, Op.TAKE_UNIT, Op.FORWARD_AGAIN)
 # What goes towards the peer.
-_TOWARDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.RECUT, Op.GIVE_UNIT, Op.GIVE)
+_TOWARDS = (*with_role(SEND), Op.RECUT)
 _OPS = {letters: op for op, letters in _LETTERS.items()}
 _TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:([<>])(\d+))?(?:\+(\d+))?(?:@(\d+))?(?:~(-?\d+))?")
 

@@ -10,7 +10,7 @@ only thought of is left out: a list that loses units can't get into a deadlock t
 
 from collections.abc import Iterator, Sequence
 
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.short_group import short_group_orders

@@ -11,7 +11,8 @@ from functools import partial
 from itertools import chain
 
 from pipebench.schedule.handing_over import Handing
-from pipebench.schedule.instructions import COPIES, ENDS, Instruction, Op
+from pipebench.schedule.instructions import COPIES, ENDS, Instruction
+from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.passes import Pass, forwards
 from pipebench.schedule.pipeline import SPLIT, Pipeline

@@ -7,7 +7,7 @@ to its end can't deadlock; and this one always ends, because the oldest unfinish
 
 from collections.abc import Sequence
 
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 
 Step = tuple[Op, int]  # forward or backward, unit
 

@@ -6,7 +6,8 @@ Paper: vPipe (TPDS'21) section 4.1, which prefetches before the predicted backwa
 
 from collections.abc import Container, Iterable, Iterator
 
-from pipebench.schedule.instructions import FIRST_PARTS, Op
+from pipebench.schedule.instructions import FIRST_PARTS
+from pipebench.schedule.operations import Op
 from pipebench.schedule.passes import Pass
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from pipebench.schedule import one_f_one_b
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline
 

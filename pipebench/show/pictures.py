@@ -10,26 +10,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from pipebench.formats import is_share
-from pipebench.simulate.timeline import (
+from pipebench.schedule.operations import (
     ACTIVATION,
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    FORWARD,
+    GRADIENT,
+    MIGRATION,
+    SEND,
+    SWAP_IN,
+    SWAP_OUT,
+    UPDATE,
+    WAIT,
+)
+from pipebench.simulate.timeline import (
     BUFFERS,
     CONTROL,
     EVALUATE,
     EVALUATION,
-    FORWARD,
-    GRADIENT,
-    MIGRATION,
     PASSES,
-    SEND,
-    SWAP_IN,
     SWAP_KINDS,
-    SWAP_OUT,
     SYNC_KINDS,
-    UPDATE,
-    WAIT,
     Span,
     Timeline,
     Transfer,

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipebench.schedule.operations import SEND, SWAP_IN, SWAP_OUT, WAIT
 from pipebench.simulate.memory import KINDS
 from pipebench.simulate.memory_meter import MemoryTimeline
-from pipebench.simulate.timeline import SEND, SWAP_IN, SWAP_KINDS, SWAP_OUT, WAIT, Span, Timeline, Transfer
+from pipebench.simulate.timeline import SWAP_KINDS, Span, Timeline, Transfer
 
 Event = dict[str, Any]
 _Work = dict[tuple[int, str], list[Span]]

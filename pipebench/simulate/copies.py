@@ -12,11 +12,12 @@ from functools import partial
 from typing import Final
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import FIRST_PARTS, Instruction, Op
+from pipebench.schedule.instructions import FIRST_PARTS, Instruction
+from pipebench.schedule.operations import COPY, Op, with_kind
 from pipebench.simulate.network import Network
-from pipebench.simulate.timeline import PCIE, SWAP_IN, SWAP_OUT, Transfer
+from pipebench.simulate.timeline import PCIE, Transfer
 
-_KINDS: Final = {Op.SWAP_OUT: SWAP_OUT, Op.SWAP_IN: SWAP_IN}
+_KINDS: Final = with_kind(COPY)
 
 
 @dataclass

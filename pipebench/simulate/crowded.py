@@ -15,7 +15,8 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, Instruction
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.agenda import Action
 from pipebench.simulate.costs import Costs, HostCosts

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from pipebench.cluster import Cluster, Level
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import OPERATIONS, Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
@@ -11,13 +12,7 @@ from pipebench.simulate.costs import Costs, Crossing, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event, Simulation
 
-_LETTERS = {
-    Op.FORWARD: "F",
-    Op.BACKWARD: "B",
-    Op.BACKWARD_INPUT: "I",
-    Op.BACKWARD_WEIGHT: "W",
-    Op.FORWARD_AGAIN: "A",
-}
+_LETTERS = {op: row.cell for op, row in OPERATIONS.items() if row.cell}
 
 
 class _FreeMoves:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
 from pipebench.simulate.memory import (
     ACTIVATIONS,
     AGAIN,

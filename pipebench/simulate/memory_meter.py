@@ -16,24 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, SEND, Op, with_kind
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.holding import Change, Holding
 from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemory
 from pipebench.simulate.simulation import Event, Moving
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT, MIGRATION, Transfer
+from pipebench.simulate.timeline import Transfer
 
 RECORDED_CHANGES = 200_000  # that are kept as curves: some 20,000 units
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate((*KINDS, ON_HOST))}
 _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
-_SENDS: Final = {
-    Op.SEND_ACTIVATION: ACTIVATION,
-    Op.SEND_GRADIENT: GRADIENT,
-    Op.GIVE_UNIT: MIGRATION,
-    Op.GIVE: MIGRATION,
-}
+_SENDS: Final = with_kind(SEND, ACTIVATION, GRADIENT, MIGRATION)
 
 
 class Keeps(Protocol):

@@ -10,15 +10,15 @@ from functools import partial
 from typing import Protocol
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, OPERATIONS, RECEIVE, SEND, Op, with_role
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.network import Connection, Message, Network
 from pipebench.simulate.reductions import Wait, Wake
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT, MIGRATION
 
-SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.GIVE_UNIT, Op.GIVE)
-RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.TAKE_UNIT, Op.TAKE)
+SENDS = tuple(op for op in with_role(SEND) if OPERATIONS[op].kind)  # a push goes to a server
+RECEIVES = with_role(RECEIVE)
 
 _Stages = tuple[int, int]  # the stage a message leaves, the one that reads it
 

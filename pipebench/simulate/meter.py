@@ -7,54 +7,28 @@ from typing import Any, Protocol
 
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import COPIES, FIRST_PARTS, Op
-from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.costs import Costs
-from pipebench.simulate.simulation import Event
-from pipebench.simulate.timeline import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    EVALUATE,
-    FORWARD,
-    PCIE,
+from pipebench.schedule.instructions import COPIES, FIRST_PARTS
+from pipebench.schedule.operations import (
+    COMPUTE,
+    OPERATIONS,
+    RECEIVE,
     SEND,
     SWAP_IN,
     SWAP_OUT,
-    TRAINING_KINDS,
     UPDATE,
     WAIT,
-    Span,
-    Timeline,
-    Transfer,
+    Op,
 )
+from pipebench.schedule.pipeline import Pipeline
+from pipebench.simulate.costs import Costs
+from pipebench.simulate.simulation import Event
+from pipebench.simulate.timeline import EVALUATE, PCIE, TRAINING_KINDS, Span, Timeline, Transfer
 
 RECORDED_SPANS = 4000  # enough for fill, steady state and drain of most segments; about 1 MB of trace
-COMPUTE = {
-    Op.FORWARD: (FORWARD, "F"),
-    Op.BACKWARD: (BACKWARD, "B"),
-    Op.BACKWARD_INPUT: (BACKWARD_INPUT, "I"),
-    Op.BACKWARD_WEIGHT: (BACKWARD_WEIGHT, "W"),
-    Op.UPDATE: (UPDATE, "U"),
-    Op.FORWARD_AGAIN: (FORWARD, "again F"),
-}
-_SENDS = {
-    Op.SEND_ACTIVATION: "F",
-    Op.SEND_GRADIENT: "B",
-    Op.PUSH: "all of B",
-    Op.GIVE_UNIT: "layers' share of ",
-    Op.GIVE: "layers from ",
-}
-_WAIT_LABELS = {
-    Op.LOAD_INPUT: "load",
-    Op.RECEIVE_ACTIVATION: "wait for activation",
-    Op.RECEIVE_GRADIENT: "wait for gradient",
-    Op.WAIT_ALL_REDUCE: "wait for all-reduce",
-    Op.WAIT_NORM: "wait for gradient norm",
-    Op.PULL: "wait for weights",
-    Op.TAKE_UNIT: "wait for what layers read",
-    Op.TAKE: "wait for layers",
-}
+COMPUTED = {op: (row.kind, row.label) for op, row in OPERATIONS.items() if row.role == COMPUTE}
+_SENDS = {op: row.label for op, row in OPERATIONS.items() if row.role == SEND}
+_WAIT_LABELS = {op: f"wait for {row.label}" for op, row in OPERATIONS.items() if row.role in (RECEIVE, WAIT)}
+_WAIT_LABELS[Op.LOAD_INPUT] = OPERATIONS[Op.LOAD_INPUT].label
 
 
 # Facts of a summary that a note may stand beside.
@@ -145,7 +119,7 @@ class Meter:
         """Take note of one event."""
         if not self.evaluating:
             op, stage, number, *_ = event.instruction
-            if op in COMPUTE:
+            if op in COMPUTED:
                 self.busy_s += event.end_s - event.start_s
                 if op is Op.FORWARD_AGAIN:
                     self.again_s += event.end_s - event.start_s
@@ -197,7 +171,7 @@ def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
         return Span(worker, SEND, f"send {own}{_SENDS[op]}{label}", start_s, end_s, minibatch)
     if op is Op.RECUT:
         return Span(worker, SEND, f"cut layers anew for F{label}", start_s, end_s, minibatch)
-    kind, letter = COMPUTE[op]
+    kind, letter = COMPUTED[op]
     return Span(worker, EVALUATE if evaluating else kind, f"{own}{letter}{label}", start_s, end_s, minibatch)
 
 

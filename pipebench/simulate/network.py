@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pipebench.cluster import Cluster, Level
+from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 from pipebench.simulate.agenda import Action, Agenda
 from pipebench.simulate.sharing import NEVER, OVER, Flow, Resource, Sharing, Uses, YieldingFlow
 from pipebench.simulate.sums import all_reduce_traffic, traffic
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Transfer
+from pipebench.simulate.timeline import Transfer
 
 _Port = tuple[int, int, bool]  # level, component of the level below, outgoing?
 _LANE = -1  # in place of a level: between a device, in place of the component, and its host

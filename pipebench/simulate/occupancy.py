@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, Op
+from pipebench.schedule.operations import COMPUTE, SEND, with_role
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import Transfer
@@ -17,8 +17,8 @@ from pipebench.simulate.timeline import Transfer
 COMPUTING, COMMUNICATING, IDLE = "computing", "waiting for bytes on their way", "waiting for others (bubble)"
 STATES: Final = (COMPUTING, COMMUNICATING, IDLE)
 RECORDED_EVENTS = 200_000
-_COMPUTE: Final = frozenset((Op.FORWARD, *BACKWARDS, Op.UPDATE))
-_SENDS: Final = frozenset((Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.PUSH))
+_COMPUTE: Final = frozenset(with_role(COMPUTE))
+_SENDS: Final = frozenset(with_role(SEND))
 _Times = tuple["array[float]", "array[float]"]  # starts and ends
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol, cast
 
 from pipebench.errors import ScheduleError
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction, Op
+from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
+from pipebench.schedule.operations import COMPUTE, Op, with_role
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.pushes import Turns
 from pipebench.simulate.agenda import WORKERS, Action, Entry
@@ -59,7 +60,7 @@ class Moving(Weighing, Protocol):
 # isn't known yet: the worker goes on when it is woken.
 _Play = Callable[[int, Instruction, float], float | None]
 _COMPUTE = (Op.FORWARD, *BACKWARDS)
-_LASTS = (*_COMPUTE, Op.UPDATE, Op.FORWARD_AGAIN)  # others have their turn before a worker goes on, even after 0 s
+_LASTS = with_role(COMPUTE)  # others have their turn before a worker goes on, even after 0 s
 
 
 @dataclass(eq=False, repr=False)

@@ -17,13 +17,14 @@ from typing import NamedTuple, Protocol
 
 from pipebench.cluster import Cluster
 from pipebench.model.sampling import Sampler, Size, Varying
-from pipebench.schedule.instructions import ENDS, FIRST_PARTS, Instruction, Op
+from pipebench.schedule.instructions import ENDS, FIRST_PARTS, Instruction
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import programs
 from pipebench.simulate.averaging import Average
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.crowded import simulation_of
-from pipebench.simulate.meter import COMPUTE, Meter, recomputed_s
+from pipebench.simulate.meter import COMPUTED, Meter, recomputed_s
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event
 
@@ -252,7 +253,7 @@ class _Run:
         busy_s, stall_s, meter, recomputed = self.busy_s, self.stall_s, self._meter, self._recomputed_s
         for event in self._simulation:
             start_s, end_s, worker, instruction, stalled_s = event
-            if instruction.op in COMPUTE:
+            if instruction.op in COMPUTED:
                 busy_s[worker] += end_s - start_s
                 if recomputed and instruction.op in FIRST_PARTS:
                     self.again_s[worker] += recomputed[instruction.stage][self._size_of(instruction.number)]

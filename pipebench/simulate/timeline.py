@@ -2,18 +2,24 @@
 
 from dataclasses import dataclass, replace
 
+from pipebench.schedule.operations import (
+    ACTIVATION,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    GRADIENT,
+    SWAP_IN,
+    SWAP_OUT,
+)
 from pipebench.schedule.syncs import SYNCS
 
-FORWARD, BACKWARD, UPDATE, EVALUATE = "forward", "backward", "update", "evaluate"
-BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"  # the parts of a split one
+EVALUATE = "evaluate"
 PASSES = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-SEND, WAIT = "send", "wait"
-ACTIVATION, GRADIENT = "activation", "gradient"
 SYNC_KINDS = tuple(dict.fromkeys(sync.kind for sync in SYNCS.values()))
 TRAINING_KINDS = (ACTIVATION, GRADIENT, *SYNC_KINDS)  # these make the total
-BUFFERS, EVALUATION, CONTROL, MIGRATION = "buffers", "evaluation", "control", "migration"  # counted apart
-SWAP_OUT, SWAP_IN = "swap-out", "swap-in"  # copies to a device's host and back, counted apart, too
-SWAP_KINDS = (SWAP_OUT, SWAP_IN)
+BUFFERS, EVALUATION, CONTROL = "buffers", "evaluation", "control"  # counted apart, as migration is
+SWAP_KINDS = (SWAP_OUT, SWAP_IN)  # copies to a device's host and back, counted apart, too
 PCIE = "pcie"  # in place of a level: what a device and its host are joined by
 
 

@@ -9,12 +9,13 @@ from pipebench import formats
 from pipebench.engine.worker import host_peaks
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import LARGEST
+from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import Repartition
 from pipebench.simulate.meter import MEMORY, Measured, sum_by
-from pipebench.simulate.timeline import BUFFERS, EVALUATION, MIGRATION, SWAP_KINDS, TRAINING_KINDS
+from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
 from pipebench.train.job import Job

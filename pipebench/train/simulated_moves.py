@@ -12,12 +12,13 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan
+from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import Repartition
 from pipebench.simulate.memory_meter import Moment, highest
 from pipebench.simulate.meter import MEMORY, Meter, sum_by
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.throughput import Mark
-from pipebench.simulate.timeline import MIGRATION, TRAINING_KINDS, Timeline
+from pipebench.simulate.timeline import TRAINING_KINDS, Timeline
 from pipebench.train.job import Job
 from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
 from pipebench.train.moves import PlannedMove, plan_after

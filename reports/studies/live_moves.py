@@ -18,10 +18,10 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP
 from pipebench.schedule.moves import Layout, Move, Starts, layout_problems
+from pipebench.schedule.operations import MIGRATION
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import Totals
 from pipebench.simulate.throughput import Finished, Finishes, throughput
-from pipebench.simulate.timeline import MIGRATION
 from pipebench.train.prepare import prepare
 
 RECIPE = "recipes/vpipe/bert/pipedream.yaml"

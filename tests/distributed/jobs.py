@@ -16,7 +16,8 @@ from pipebench.distributed.world import World
 from pipebench.engine.worker import Worker
 from pipebench.recipe.moves import asked_moves
 from pipebench.recipe.schema import PeriodRecipe
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
 from pipebench.train.checkpointing import CheckpointPolicy, newest
 from pipebench.train.interfaces import Engine
 from pipebench.train.job import Job

@@ -29,8 +29,9 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.model.plan import recut
 from pipebench.model.sampling import InOrder
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import Op
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
 from tests.patience import PATIENCE_S
 from tests.support import Blobs, make_setup

@@ -18,7 +18,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from pipebench.distributed.control import Control
 from pipebench.distributed.stall import Activity, describe, stall_report
-from pipebench.schedule.instructions import Instruction, Op, parse
+from pipebench.schedule.instructions import Instruction, parse
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from tests.distributed.waiting import straight, wait_for
 from tests.patience import PATIENCE_S

@@ -11,7 +11,7 @@ import torch
 
 from pipebench.distributed.channel import _ROOM_FOR_TEXT
 from pipebench.distributed.message import HEADER_BYTES
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from tests.distributed import zoo_cases

@@ -11,13 +11,14 @@ import pytest
 from pipebench.checkpoint.progress import MeterState
 from pipebench.distributed.meter import MeasuredMeter, merge
 from pipebench.schedule.instructions import parse
+from pipebench.schedule.operations import ACTIVATION, SEND, UPDATE, WAIT
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.pictures import draw_timeline, text_picture
 from pipebench.show.trace import write_trace
 from pipebench.simulate.meter import RECORDED_SPANS, Measured
 from pipebench.simulate.simulation import Event
-from pipebench.simulate.timeline import ACTIVATION, EVALUATE, SEND, UPDATE, WAIT, Transfer
+from pipebench.simulate.timeline import EVALUATE, Transfer
 from pipebench.typed_json import read
 
 SINGLE = Pipeline((1,), (), "1f1b", flushes=False, depth=1)

@@ -15,7 +15,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch li
 
 from pipebench.distributed.control import STOP_KEY, Control
 from pipebench.engine.gate import Gate, Position, admitted_program
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from tests.distributed.waiting import straight, wait_for

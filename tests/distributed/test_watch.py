@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipebench.distributed.watch import _READ_EVERY, DeviceWatch, HostWatch
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import Event
 
 

@@ -20,8 +20,9 @@ from pipebench.planner.predict import payload
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.push_order import load_push_order
-from pipebench.schedule.instructions import Op, render
+from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import MODES
+from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import programs
 from pipebench.schedule.pushes import Pushes, histogram, to_text
 from pipebench.simulate.simulation import Event

@@ -14,9 +14,10 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.model.plan import layout_of, recut
 from pipebench.planner.rebalancing import Proposal, Rebalancing, problems_of
-from pipebench.schedule.instructions import Instruction, Op
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import Event
 from tests.engine.test_staleness import OPTIMIZERS
 from tests.oracles import double_buffer

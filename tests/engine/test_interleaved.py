@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate.drawing import draw_cells

@@ -13,13 +13,12 @@ from pipebench.cluster import Cluster, Level
 from pipebench.engine.simulated_moves import simulate_moves
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.plan import recut
-from pipebench.schedule.instructions import Op
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.throughput import Finishes, throughput
-from pipebench.simulate.timeline import MIGRATION
 from tests.engine.test_live_moves import SEVERAL
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_setup

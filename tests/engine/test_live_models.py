@@ -11,7 +11,7 @@ from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Streams, mix, name_hash, seed_default_generator
 from pipebench.schedule.moves import Move
-from pipebench.simulate.timeline import SWAP_IN, SWAP_OUT
+from pipebench.schedule.operations import SWAP_IN, SWAP_OUT
 from tests.engine.test_live_moves import TRAINED, check
 from tests.engine.test_streams import LENGTH, ROWS, STREAMS, LanguageModel, Text
 from tests.models import ConvNet, RandomNet, SkipNet

@@ -14,9 +14,9 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import layout_of, recut
-from pipebench.schedule.instructions import Op
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import Event
 from tests.oracles import migration
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of

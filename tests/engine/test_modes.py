@@ -15,8 +15,9 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.sampling import Sampler
+from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.syncs import ALL_REDUCE
-from pipebench.simulate.timeline import ACTIVATION, BUFFERS, GRADIENT
+from pipebench.simulate.timeline import BUFFERS
 from tests.models import ConvNet, RandomNet, SkipNet
 from tests.oracles import sequential
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of

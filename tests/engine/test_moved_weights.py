@@ -9,8 +9,8 @@ import torch
 from pipebench.engine.prediction import Move
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.optimizer import MakeOptimizer
-from pipebench.schedule.instructions import Op
 from pipebench.schedule.modes import MODES
+from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import Event
 from tests.oracles import moved_weights, staleness
 from tests.oracles.moved_weights import Rules

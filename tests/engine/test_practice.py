@@ -8,7 +8,7 @@ import torch
 
 from pipebench.engine.practice import Key, Stepped, entries, in_use, mean, practise, update_costs
 from pipebench.engine.setup import Setup
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from tests.engine.test_modes import images
 from tests.engine.test_streams import text_setup
 from tests.models import ConvNet

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.precision import LOW_TYPES, in_precision, lower
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import TRAINING_KINDS
 from tests.checkpoint.support import captured, restored

@@ -12,7 +12,8 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.model.plan import recut
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.simulate.timeline import MIGRATION, PCIE, SWAP_IN, SWAP_OUT
+from pipebench.schedule.operations import MIGRATION, SWAP_IN, SWAP_OUT
+from pipebench.simulate.timeline import PCIE
 from tests.checkpoint.support import captured, restored
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.engine.test_streams import text_setup

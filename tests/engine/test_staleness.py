@@ -10,7 +10,7 @@ from torch.nn import functional
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.large_batch import LAMB, LARS
 from pipebench.model.optimizer import MakeOptimizer
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import Event
 from tests.oracles import large_batch, staleness
 from tests.support import Blobs, Mlp, make_engine, make_setup

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from pipebench.schedule.instructions import Op, render
+from pipebench.schedule.instructions import render
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import most_in_flight, programs
 from tests.oracles import staleness

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipebench.schedule.instructions import Instruction, Op, parse, render
+from pipebench.schedule.instructions import Instruction, parse, render
 from pipebench.schedule.modes import KEEP
 from pipebench.schedule.moves import Layout, Move, Starts
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes

@@ -6,8 +6,8 @@ import pytest
 
 from pipebench.planner.predict import make_pipeline
 from pipebench.schedule import modes, orders
-from pipebench.schedule.instructions import Op
 from pipebench.schedule.modes import Mode
+from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import Order
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline

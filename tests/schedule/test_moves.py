@@ -5,8 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from pipebench.schedule.instructions import Op, parse, render
+from pipebench.schedule.instructions import parse, render
 from pipebench.schedule.modes import MODES
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay

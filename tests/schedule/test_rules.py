@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipebench.errors import ScheduleError
-from pipebench.schedule.instructions import Instruction, Op, parse, render
+from pipebench.schedule.instructions import Instruction, parse, render
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam
 from pipebench.schedule.programs import programs
 from pipebench.simulate.drawing import draw_cells

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from pipebench.schedule.instructions import Op, render
+from pipebench.schedule.instructions import render
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate.drawing import draw_cells

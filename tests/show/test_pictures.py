@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.pictures import (
     curves_figure,
@@ -18,7 +19,7 @@ from pipebench.show.pictures import (
     text_picture,
     timeline_figure,
 )
-from pipebench.simulate.timeline import ACTIVATION, GRADIENT, Span, Timeline, Transfer
+from pipebench.simulate.timeline import Span, Timeline, Transfer
 from pipebench.train.result import MISSED, REACHED, Point, RunResult
 
 RESULT = RunResult(

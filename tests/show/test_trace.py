@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipebench.schedule.operations import ACTIVATION, SWAP_IN, SWAP_OUT
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.trace import write_trace
 from pipebench.simulate.memory import ACTIVATIONS, KINDS, WEIGHTS
 from pipebench.simulate.memory_meter import Curve, MemoryTimeline
-from pipebench.simulate.timeline import ACTIVATION, SWAP_IN, SWAP_OUT, Span, Timeline, Transfer
+from pipebench.simulate.timeline import Span, Timeline, Transfer
 
 TIMELINE = Timeline(
     worker_names=("stage 0", "stage 1"),

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipebench.cluster import Cluster, Level
-from pipebench.schedule.instructions import COPIES, Instruction, Op, render
+from pipebench.schedule.instructions import COPIES, Instruction, render
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts

@@ -6,7 +6,7 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import ScheduleError
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts

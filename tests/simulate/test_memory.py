@@ -21,8 +21,9 @@ from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import prefixes
 from pipebench.profile.model import Profile
 from pipebench.profile.walk import walk
-from pipebench.schedule.instructions import BACKWARDS, Instruction, Op, render
+from pipebench.schedule.instructions import BACKWARDS, Instruction, render
 from pipebench.schedule.modes import MODES, RECOMPUTE
+from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate import memory_meter
 from pipebench.simulate.costs import stage_costs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipebench.cluster import Cluster, Level
-from pipebench.schedule.instructions import Op
+from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import forward_programs, programs
 from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts

@@ -16,8 +16,8 @@ from pipebench.recipe.moves import AskedMove, asked_moves, load_moves
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.schedule.moves import Move
+from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import FILE_NAME, to_text
-from pipebench.simulate.timeline import MIGRATION
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop

@@ -1,0 +1,146 @@
+"""The table of operations: for everything that a worker can be told to do, what it is called, moves and waits for.
+
+Whoever reads instructions reads this table: their text form, pictures, the simulator, memory, meters and the words in
+which a stalled worker is described. What an operation does and takes is where it is done: its handler in
+`engine/worker.py`, its seconds in `simulate/simulation.py`, its bytes in `simulate/holding.py`.
+"""
+
+import enum
+from typing import NamedTuple
+
+
+class Op(enum.IntEnum):
+    """What an instruction does."""
+
+    LOAD_INPUT = 0
+    RECEIVE_ACTIVATION = 1
+    FORWARD = 2
+    SEND_ACTIVATION = 3
+    RECEIVE_GRADIENT = 4
+    BACKWARD = 5
+    SEND_GRADIENT = 6
+    WAIT_ALL_REDUCE = 7
+    WAIT_NORM = 8
+    UPDATE = 9
+    BACKWARD_INPUT = 10
+    BACKWARD_WEIGHT = 11
+    PUSH = 12
+    PULL = 13
+    SWAP_OUT = 14
+    SWAP_IN = 15
+    RECUT = 16
+    GIVE_UNIT = 17
+    GIVE = 18
+    TAKE_UNIT = 19
+    FORWARD_AGAIN = 20
+    TAKE = 21
+
+
+# What an instruction's number is: a minibatch or microbatch, a round of updates, the first minibatch of a move.
+UNIT, ROUND, MOVE = "unit", "round", "move"
+COMPUTE, SEND, RECEIVE, WAIT, COPY, OTHER = "compute", "send", "receive", "wait", "copy", "other"
+# What messages carry, and copies between a device and its host.
+ACTIVATION, GRADIENT, MIGRATION = "activation", "gradient", "migration"
+SWAP_OUT, SWAP_IN = "swap-out", "swap-in"
+# What computes, as timelines call it.
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"  # the parts of a split one
+
+
+class Operation(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        letters: in an instruction's text form.
+        role: whether it computes, sends, receives, waits for others, or copies.
+        words: what a worker does meanwhile, of `{unit}`, of `{round}`, with worker `{peer}` or with `{others}`.
+        about: what its number is.
+        kind: what it sends, receives or copies; of what computes, the kind of its span.
+        label: what stands before the unit in the span's label; of a wait, what is waited for.
+        cell: its letter in a drawing, where it has a cell.
+        column: the measured seconds that it counts as.
+    """
+
+    letters: str
+    role: str
+    words: str
+    about: str = UNIT
+    kind: str = ""
+    label: str = ""
+    cell: str = ""
+    column: str = ""
+
+
+OPERATIONS = {
+    Op.LOAD_INPUT: Operation("L", OTHER, "loads {unit}", label="load", column="waiting_load_s"),
+    Op.RECEIVE_ACTIVATION: Operation(
+        "RA", RECEIVE, "waits for the activation of {unit} from worker {peer}", kind=ACTIVATION, label="activation",
+        column="waiting_activation_s",
+    ),
+    Op.FORWARD: Operation(
+        "F", COMPUTE, "runs the forward of {unit}", kind=FORWARD, label="F", cell="F", column="forward_s"
+    ),
+    Op.SEND_ACTIVATION: Operation(
+        "SA", SEND, "sends the activation of {unit} to worker {peer}", kind=ACTIVATION, label="F"
+    ),
+    Op.RECEIVE_GRADIENT: Operation(
+        "RG", RECEIVE, "waits for the gradient of {unit} from worker {peer}", kind=GRADIENT, label="gradient",
+        column="waiting_gradient_s",
+    ),
+    Op.BACKWARD: Operation(
+        "B", COMPUTE, "runs the backward of {unit}", kind=BACKWARD, label="B", cell="B", column="backward_s"
+    ),
+    Op.SEND_GRADIENT: Operation("SG", SEND, "sends the gradient of {unit} to worker {peer}", kind=GRADIENT, label="B"),
+    Op.WAIT_ALL_REDUCE: Operation(
+        "W", WAIT, "waits for the all-reduce of {round} with {others}", ROUND, label="all-reduce",
+        column="waiting_all_reduce_s",
+    ),
+    Op.WAIT_NORM: Operation(
+        "N", WAIT, "waits for the gradients' norm of {round} from all workers", ROUND, label="gradient norm",
+        column="waiting_norm_s",
+    ),
+    Op.UPDATE: Operation("U", COMPUTE, "makes the update of {round}", ROUND, UPDATE, "U", column="update_s"),
+    Op.BACKWARD_INPUT: Operation(
+        "BI", COMPUTE, "runs the input part of the backward of {unit}", kind=BACKWARD_INPUT, label="I", cell="I",
+        column="backward_s",
+    ),
+    Op.BACKWARD_WEIGHT: Operation(
+        "BW", COMPUTE, "runs the weight part of the backward of {unit}", kind=BACKWARD_WEIGHT, label="W", cell="W",
+        column="backward_s",
+    ),
+    Op.PUSH: Operation("PUSH", SEND, "pushes the gradient of {unit} to the server", label="all of B"),
+    Op.PULL: Operation(
+        "PULL", WAIT, "pulls weights of the server, up to {unit}", label="weights", column="waiting_weights_s"
+    ),
+    Op.SWAP_OUT: Operation("SO", COPY, "copies what it saved of {unit} to the host", kind=SWAP_OUT),
+    Op.SWAP_IN: Operation("SI", COPY, "copies what it saved of {unit} back from the host", kind=SWAP_IN),
+    Op.RECUT: Operation("RC", OTHER, "cuts its layers anew, for the forwards from {unit} on", MOVE),
+    Op.GIVE_UNIT: Operation(
+        "GU", SEND, "gives worker {peer} what layers that go there read of {unit}", kind=MIGRATION,
+        label="layers' share of ",
+    ),
+    Op.GIVE: Operation(
+        "G", SEND, "gives layers to worker {peer}, which runs them from {unit} on", MOVE, MIGRATION, "layers from "
+    ),
+    Op.TAKE_UNIT: Operation(
+        "TU", RECEIVE, "waits for what layers that come from worker {peer} read of {unit}", kind=MIGRATION,
+        label="what layers read",
+    ),
+    Op.FORWARD_AGAIN: Operation(
+        "FA", COMPUTE, "runs {unit} forward again through layers that come from worker {peer}", kind=FORWARD,
+        label="again F", cell="A",
+    ),
+    Op.TAKE: Operation(
+        "T", RECEIVE, "waits for layers from worker {peer}, which it runs from {unit} on", MOVE, MIGRATION, "layers"
+    ),
+}  # fmt: skip
+
+
+def with_role(*roles: str) -> tuple[Op, ...]:
+    """Return the operations of some roles."""
+    return tuple(op for op, row in OPERATIONS.items() if row.role in roles)
+
+
+def with_kind(role: str, *kinds: str) -> dict[Op, str]:
+    """Return what the operations of a role send, receive or copy; of some kinds, if any are given."""
+    return {op: row.kind for op, row in OPERATIONS.items() if row.role == role and row.kind in (kinds or (row.kind,))}
