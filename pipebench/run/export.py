@@ -41,7 +41,7 @@ def export(run: str, output: str | None, step: int | None) -> tuple[str, list[st
     _check_output(path)
     graph = _Graph(_recipe(folder))
     checkpoint, skipped = _checkpoint(folder, step, graph)
-    model = _filled(graph.traced.model, checkpoint.load())
+    model = _filled(graph.traced.model, graph.fitting)
     try:
         files.replace(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
     except OSError as error:
@@ -53,10 +53,16 @@ def export(run: str, output: str | None, step: int | None) -> tuple[str, list[st
 
 
 class _Graph:
-    """A recipe's model, made when the first checkpoint is compared with it."""
+    """A recipe's model, made when the first checkpoint is compared with it.
+
+    Attributes:
+        fitting: what the last checkpoint holds that was found to fit: its files are open, even if a run that goes on
+            removes them.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self.fitting = ModelState()
 
     @cached_property
     def traced(self) -> LayerGraph:
@@ -70,7 +76,9 @@ class _Graph:
             CheckpointError: names the checkpoint and the tensor, what was found and what is expected.
         """
         try:
-            check_weights(checkpoint.load(), self.traced)
+            state = checkpoint.load()
+            check_weights(state, self.traced)
+            self.fitting = state
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint.path}: {error} (recipe {self._recipe.name})") from None
 
@@ -107,14 +115,17 @@ def _is_state_dict(path: Path) -> bool:
 
 def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Checkpoint, list[str]]:
     store = folder.checkpoints
-    steps = ", ".join(map(str, store.steps()))
+    steps = store.steps()
     if step is not None:
-        if step not in store.steps():
-            raise UserError(f"--step: got {step}, allowed are the checkpoints of {folder.run_id}: {steps or 'none'}")
+        if step not in steps:
+            allowed = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"--step: got {step}, allowed are the checkpoints of {folder.run_id}: {allowed}")
         chosen = store.at(step)
         graph.fits(chosen)
         return chosen, []
     found, skipped = store.latest(fits=graph.fits)
+    while found is None and steps != (steps := store.steps()):  # a run that goes on has removed what was being read
+        found, skipped = store.latest(fits=graph.fits)
     if found is None:
         whole = "whole " if skipped else ""
         raise UserError(f"run {folder.run_id} has no {whole}checkpoint to export{reason_of(skipped)}")

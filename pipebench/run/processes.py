@@ -35,6 +35,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
+from pipebench.run.lock import locked
 from pipebench.run.one_process import EngineRuns, Ran
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
@@ -57,6 +58,7 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
 _SEGMENTS = 3  # of practice
+_LOCK_PATIENCE_S = 120.0  # NFS frees what a dead host held after 90 s, its lease
 
 
 class DistributedRuns(EngineRuns):
@@ -76,6 +78,8 @@ class DistributedRuns(EngineRuns):
 def run_in_processes(request: RunRequest, job: Job) -> Ran:
     """Start a process per worker on this host, restart them when one dies, and return what the run came to.
 
+    This process holds the run's folder for all of them.
+
     Args:
         request: the run.
         job: the same, planned.
@@ -83,9 +87,15 @@ def run_in_processes(request: RunRequest, job: Job) -> Ran:
     Raises:
         WorkersFailedError: there is no result.
     """
-    suite = request.suite
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
-    folder = suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
+    folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
+    with locked(folder.path):
+        return _launch(request, job, folder)
+
+
+def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
+    """Start the workers of a run whose folder is there; see `run_in_processes`."""
+    suite = request.suite
     if kept_decision(folder, suite.changes) is None:
         keep_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
@@ -142,6 +152,22 @@ def _pulse(world: World, limit_s: float) -> AbstractContextManager[object]:
 def _take_part(loaded: LoadedRecipe, suite: Suite, world: World) -> None:
     """Do one process's part of a run, when all have met."""
     folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite))
+    with _held_by_first(world, folder):
+        _record_and_train(loaded, suite, world, folder)
+
+
+def _held_by_first(world: World, folder: RunFolder) -> AbstractContextManager[None]:
+    """Hold a run's folder in rank 0 for all of its processes, where there is no launcher of ours that does.
+
+    After a restart the host of the last rank 0 may be gone: a file server then frees its lock after some time.
+    """
+    if world.rank > 0 or launched_by_us():
+        return nullcontext()
+    return locked(folder.path, patience_s=_LOCK_PATIENCE_S if _is_restart(world) else 0.0)
+
+
+def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: RunFolder) -> None:
+    """Do one process's part of a run whose folder is there."""
     shared_folder_check(world, folder.path)
     facts = folder.read()
     suite = replace(suite, name=facts.suite, verbose=facts.verbose)
