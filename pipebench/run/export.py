@@ -39,7 +39,7 @@ def export(run: str, output: str | None, step: int | None) -> tuple[str, list[st
     folder = find(run)
     path = Path(output or f"{folder.run_id}.pt")
     _check_output(path)
-    graph = _Graph(_recipe(folder))
+    graph = _Graph(_recipe(folder), folder.run_id)
     checkpoint, skipped = _checkpoint(folder, step, graph)
     model = _filled(graph.traced.model, graph.fitting)
     try:
@@ -60,8 +60,8 @@ class _Graph:
             removes them.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, run_id: str) -> None:
+        self._recipe, self._run_id = recipe, run_id
         self.fitting = ModelState()
 
     @cached_property
@@ -76,6 +76,8 @@ class _Graph:
             CheckpointError: names the checkpoint and the tensor, what was found and what is expected.
         """
         try:
+            if checkpoint.run is not None and checkpoint.run.run_id != self._run_id:
+                raise CheckpointError(f"is of another run: found {checkpoint.run.run_id}, expected is {self._run_id}")
             state = checkpoint.load()
             check_weights(state, self.traced)
             self.fitting = state

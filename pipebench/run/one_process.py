@@ -3,6 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from pipebench.model.heap import keep_freed_blocks
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import RunFolder
+from pipebench.run.identity import checkpoints_of
 from pipebench.run.lock import locked
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest
@@ -147,15 +149,16 @@ class _LateFolder:
         """
         if self.made is not None:
             self._held.enter_context(locked(self.made.path))
-            found, skipped = newest(self.made.checkpoints, job)
+            checkpoints = self._checkpoints(self.made, job)
+            found, told = newest(checkpoints, job)
             if found is None:
-                raise nothing_to_go_on_from(self.made.run_id, skipped)
-            for sentence in skipped:
+                raise nothing_to_go_on_from(self.made.run_id, told)
+            for sentence in told:
                 print(f"pipebench: {printable(sentence)}", file=sys.stderr)
-            return CheckpointPolicy(self.made.checkpoints, found)
+            return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:
-            return CheckpointPolicy(when_stopped=self._make_late)
-        return CheckpointPolicy(self._make().checkpoints)
+            return CheckpointPolicy(when_stopped=partial(self._make_late, job))
+        return CheckpointPolicy(self._checkpoints(self._make(), job))
 
     def _make(self) -> RunFolder:
         """Make the run's folder, and hold it."""
@@ -163,7 +166,10 @@ class _LateFolder:
         self._held.enter_context(locked(self.made.path))
         return self.made
 
-    def _make_late(self) -> Checkpoints | None:
+    def _checkpoints(self, folder: RunFolder, job: Job) -> Checkpoints:
+        return checkpoints_of(folder, self._request.loaded, job)
+
+    def _make_late(self, job: Job) -> Checkpoints | None:
         """Make the folder of a run that is being stopped; what was trained is worth more than that."""
         try:
             made = self._make()
@@ -172,4 +178,4 @@ class _LateFolder:
             return None
         if self.log is not None:
             self.log.move(made.record_path)
-        return made.checkpoints
+        return self._checkpoints(made, job)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.host import clock_of, host_costs, in_turns
@@ -35,6 +36,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
+from pipebench.run.identity import checkpoints_of
 from pipebench.run.lock import locked
 from pipebench.run.one_process import EngineRuns, Ran
 from pipebench.run.recorder import RunRecorder, collected_log
@@ -175,7 +177,8 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine):
         job = _prepared(request, world, folder)
         check_world_size(world.size, job.setup.pipeline.num_workers, str(job.setup.plan))
-        policy = _checkpoint_policy(world, folder, job, goes_on=suite.resumed is not None)
+        checkpoints = checkpoints_of(folder, loaded, job)
+        policy = _checkpoint_policy(world, folder, checkpoints, job, goes_on=suite.resumed is not None)
         train = partial(_train, world, job, policy)
         if world.rank > 0:
             train(Silent(), lambda point: None)
@@ -307,25 +310,27 @@ def _in_use(job: Job, world: World) -> Job:
     return replace(job, setup=replace(setup, profile=profile, costs=costs))
 
 
-def _checkpoint_policy(world: World, folder: RunFolder, job: Job, *, goes_on: bool) -> CheckpointPolicy:
+def _checkpoint_policy(
+    world: World, folder: RunFolder, checkpoints: Checkpoints, job: Job, *, goes_on: bool
+) -> CheckpointPolicy:
     """Return where checkpoints go and the one to begin with: the newest that is whole and fits, as rank 0 sees it."""
     restarted = _is_restart(world)
     found = None
     if world.rank == 0 and (restarted or goes_on):
-        found, skipped = newest(folder.checkpoints, job)
+        found, told = newest(checkpoints, job)
         if found is None and not restarted:
-            raise nothing_to_go_on_from(folder.run_id, skipped)
-        for sentence in skipped:
+            raise nothing_to_go_on_from(folder.run_id, told)
+        for sentence in told:
             print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
         where = "the beginning" if found is None else f"minibatch {found.step}"
         print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
     if chosen is not None:
-        found = found or load_checked(folder.checkpoints.at(chosen[0], check=False), set(chosen[1]))
+        found = found or load_checked(checkpoints.at(chosen[0], check=False), set(chosen[1]))
         since_s = max(found.progress.saved_at_s, since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
-    return CheckpointPolicy(folder.checkpoints, found, world.exchange(lost_s)[0])
+    return CheckpointPolicy(checkpoints, found, world.exchange(lost_s)[0])
 
 
 def _is_restart(world: World) -> bool:
