@@ -21,6 +21,45 @@ _LARGEST = 2**53  # whole numbers that a float holds
 _Kept = list[dict[str, Any]]  # after each step, by key: the form of a tensor, or the value itself
 
 
+def updates_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return how often an optimizer has stepped on every parameter it keeps something for; None where that isn't said.
+
+    Args:
+        states: what it keeps, by parameter.
+    """
+    return {name: _count(kept.get(_COUNTER)) for name, kept in states.items()}
+
+
+def check_updates(expected: Mapping[str, float | None], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare what an optimizer keeps with what it kept when the checkpoint was written.
+
+    Args:
+        expected: what `updates_of` returned.
+        states: what the checkpoint's parts hold.
+
+    Raises:
+        CheckpointError: names the parameter, what was found and what is expected.
+    """
+    for name in sorted(expected.keys() ^ states.keys()):
+        found = "one, expected is none" if name in states else "none, expected is the one that was written"
+        raise CheckpointError(f"the optimizer's state of {name}: found {found}")
+    for name, count in updates_of(states).items():
+        if count != expected[name]:
+            raise CheckpointError(
+                f"the optimizer's {_COUNTER} of {name}: found {_number(count)}, expected is {_number(expected[name])}"
+            )
+
+
+def _count(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else None
+
+
+def _number(count: float | None) -> str:
+    return "no number" if count is None else f"{count:.15g}"
+
+
 class FreshStates:
     """What an optimizer keeps for parameters of some shapes.
 

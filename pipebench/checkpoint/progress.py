@@ -115,6 +115,8 @@ class Progress:
         bytes_before: bytes by kind and level that were sent before what the facts cover.
         moves: under which cuts the run went on, from which minibatches: the last ones are those of the checkpoint, on
             top of the plan that `taken_by` tells.
+        last_samples: numbers of the first samples of the last minibatch that was done: the order of samples shows in
+            them. Empty at the start, and in checkpoints of 0.1.0 before they said so.
     """
 
     taken_by: str
@@ -134,6 +136,7 @@ class Progress:
     lost_s: Amount = 0.0
     bytes_before: tuple[SentBytes, ...] = ()
     moves: tuple[Repartition, ...] = ()
+    last_samples: tuple[Count, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""

@@ -3,7 +3,7 @@
     step-00000375/
         stage-0.6f1e0c9ab2d4.pt     a worker's part, named after its content
         stage-1.0b77e2c5d901.pt
-        manifest.json               the parts' names, sizes and SHA-256, and the run's progress; written last
+        manifest.json               the parts' names, sizes and SHA-256, the run and its progress; written last
 
 A part of another content has another name, so writing a checkpoint never touches one that is whole already, not even
 at the same step. The manifest carries a SHA-256 of itself.
@@ -24,10 +24,13 @@ from typing import Any
 import torch
 
 from pipebench import files
+from pipebench.checkpoint.identity import RunIdentity
+from pipebench.checkpoint.optimizers import updates_of
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.typed_json import Count, JsonError, read, shown
+from pipebench.typed_json import Count, JsonError, Number, read, shown
 
 MANIFEST = "manifest.json"
+_WRITTEN = "written"  # in a part: what it says of itself
 _FORMAT = "pipebench checkpoint 1"
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
@@ -41,11 +44,14 @@ class Part:
         file: its name in the checkpoint's folder.
         num_bytes: its size.
         sha256: of its content, in hexadecimal.
+        updates: how often the optimizer has stepped on every parameter that it keeps something for, where that says so;
+            None in parts of 0.1.0 before they did.
     """
 
     file: str
     num_bytes: Count
     sha256: str
+    updates: dict[str, Number | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,14 @@ class Manifest:
         parts: its files.
         progress: what was committed with it; the training loop's, which checks it.
         format: what this form of manifests is called.
+        run: the run that wrote it; None where it has no folder, and in manifests of 0.1.0 before they said so.
     """
 
     step: Count
     parts: tuple[Part, ...]
     progress: dict[str, Any]
     format: str = _FORMAT
+    run: RunIdentity | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ class Checkpoint(Manifest):
         Raises:
             CheckpointError: a part can't be read as one; names it.
         """
-        return ModelState.merge(_load_part(self.path / part.file) for part in self.parts)
+        written = None if self.run is None else _written(self.run, self.step)
+        return ModelState.merge(_load_part(self.path / part.file, written) for part in self.parts)
 
     def check(self) -> None:
         """Read everything once.
@@ -108,11 +117,13 @@ class Checkpoints:
     Args:
         folder: where they are; need not exist.
         keep: how many whole ones stay; at least 1.
+        run: the run that writes them, and goes on from them; None for one without a folder.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, run: RunIdentity | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.run = run
 
     def write_part(self, step: int, part: str, state: ModelState) -> Part:
         """Write one worker's part, onto the disk.
@@ -126,7 +137,9 @@ class Checkpoints:
             OSError: it can't be written, the disk being full for one; nothing of it is left behind.
             CheckpointError: a module carries a state of a type that can't be read back.
         """
-        plain = state.to_plain()
+        plain: dict[str, Any] = state.to_plain()
+        if self.run is not None:
+            plain[_WRITTEN] = _written(self.run, step)
         target = self._folder(step) / f"{part}.pt"
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +147,7 @@ class Checkpoints:
         written = files.write_aside(target, lambda writer: torch.save(plain, writer))  # type: ignore[arg-type] # it only writes
         named = target.with_name(f"{part}.{written.sha256[:12]}.pt")
         files.rename(written.path, named)
-        return Part(named.name, written.num_bytes, written.sha256)
+        return Part(named.name, written.num_bytes, written.sha256, updates_of(plain["optimizer"]))
 
     def commit(self, step: int, parts: Sequence[Part], progress: Mapping[str, Any]) -> None:
         """Make a checkpoint of parts that are on the disk; then remove all but the newest `keep`, and leftovers.
@@ -147,7 +160,7 @@ class Checkpoints:
         Raises:
             OSError: the manifest can't be written; earlier checkpoints stay.
         """
-        content = asdict(Manifest(step, tuple(parts), dict(progress)))
+        content = asdict(Manifest(step, tuple(parts), dict(progress), run=self.run))
         text = json.dumps({**content, "sha256": _hash_of(content)}, indent=1)
         files.replace(self._folder(step) / MANIFEST, text.encode())
         with suppress(OSError, CheckpointError):
@@ -296,16 +309,36 @@ def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
     return Checkpoint(**vars(manifest), path=folder)
 
 
-def _load_part(path: Path) -> ModelState:
+def _written(run: RunIdentity, step: int) -> dict[str, Any]:
+    """Return what a part says of itself: a manifest could name one of another checkpoint."""
+    return {"run_id": run.run_id, "seed": run.seed, "step": step}
+
+
+def _load_part(path: Path, written: dict[str, Any] | None) -> ModelState:
+    """Return what a part holds; `written` is what it has to say of itself."""
     try:
-        return ModelState.from_plain(_loaded(path))
+        if path.stat().st_size == 0:
+            raise CheckpointError("is empty")
+        data = _loaded(path)
+        found = data.pop(_WRITTEN, None) if isinstance(data, dict) else None
+        state = ModelState.from_plain(data)
+        if written is not None and found != written:
+            raise CheckpointError(f"is of another checkpoint: found {_listed(found)}, expected is {_listed(written)}")
+        return state
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # whatever torch finds wrong with a file of any kind
-        reason = str(error).partition("\n")[0][:160]
+        reason = str(error).partition("\n")[0][:160] or type(error).__name__
         raise CheckpointError(f"{path}: can't be read as a checkpoint: {reason}") from error
+
+
+def _listed(written: object) -> str:
+    """Return what a part says of itself, for a sentence."""
+    if not isinstance(written, dict) or not written:
+        return "nothing that says so"
+    return ", ".join(f"{name} {shown(value)}" for name, value in written.items())
 
 
 def _loaded(path: Path) -> object:

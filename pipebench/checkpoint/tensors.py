@@ -65,6 +65,11 @@ def has_nan(tensor: torch.Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 
+def has_infinite(tensor: torch.Tensor) -> bool:
+    """Return whether an element is infinite."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isinf().any())
+
+
 def kind_of(value: object) -> str:
     """Return what a value is, for a sentence."""
     if isinstance(value, torch.Tensor):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
@@ -70,6 +71,14 @@ def run(words: tuple[str, ...], seeds: tuple[int, ...] | None, zipped: bool, res
         return worker_main(lambda: _work(words, seeds, zipped, resume, verbose), verbose=verbose)
     with importing():
         loaded, suite = _to_run(words, zipped, resume, verbose)
+    from pipebench.run.lock import locked
+
+    with nullcontext() if suite.resumed is None else locked(suite.resumed.path):
+        return _run(loaded, suite, seeds)
+
+
+def _run(loaded: Sequence["LoadedRecipe"], suite: "Suite", seeds: Sequence[int] | None) -> int:
+    """Run recipes that were found to be right, as far as they alone tell; return the exit code."""
     from pipebench.run.preflight_all import preflight_all
 
     preflight_all(loaded)

@@ -22,6 +22,7 @@ _PACKAGE = Path(pipebench.__file__).resolve().parent
 _TRACED = os.path.join("torch", "fx", "graph_module.py")
 # What operations raise on data that doesn't suit them; memory that runs out and failing devices have other classes.
 _OF_DATA = (IndexError, ValueError, TypeError)
+_INSTALLED = {"site-packages", "dist-packages"}
 _LONGEST = 300  # characters of an exception's own words
 
 
@@ -84,6 +85,11 @@ def traceback_of(error: BaseException) -> str:
     return "" if isinstance(root, PipebenchError) else "".join(traceback.format_exception(error)).rstrip()
 
 
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's: neither pipebench's or the zoo's nor a library's."""
+    return not _is_library(file) and not Path(os.path.realpath(file)).is_relative_to(_PACKAGE)
+
+
 def _is_about_data(error: BaseException) -> bool:
     """Return whether the zoo says in a sentence of its own what is wrong with a user's data, loss or metric."""
     registry = sys.modules.get("zoo.registry")
@@ -112,7 +118,9 @@ def _place(error: BaseException) -> str | None:
 
 def _is_library(file: str) -> bool:
     """Return whether a file is the zoo's, the standard library's, installed, or no file at all."""
-    return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in _libraries())
+    path = Path(file)
+    installed = not _INSTALLED.isdisjoint(path.parts)  # in an environment beside the one that runs, too
+    return file.startswith("<") or installed or any(path.is_relative_to(folder) for folder in _libraries())
 
 
 @cache

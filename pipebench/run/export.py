@@ -39,9 +39,9 @@ def export(run: str, output: str | None, step: int | None) -> tuple[str, list[st
     folder = find(run)
     path = Path(output or f"{folder.run_id}.pt")
     _check_output(path)
-    graph = _Graph(_recipe(folder))
+    graph = _Graph(_recipe(folder), folder.run_id)
     checkpoint, skipped = _checkpoint(folder, step, graph)
-    model = _filled(graph.traced.model, checkpoint.load())
+    model = _filled(graph.traced.model, graph.fitting)
     try:
         files.replace(path, lambda writer: torch.save(model.state_dict(), writer))  # type: ignore[arg-type]
     except OSError as error:
@@ -53,10 +53,16 @@ def export(run: str, output: str | None, step: int | None) -> tuple[str, list[st
 
 
 class _Graph:
-    """A recipe's model, made when the first checkpoint is compared with it."""
+    """A recipe's model, made when the first checkpoint is compared with it.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    Attributes:
+        fitting: what the last checkpoint holds that was found to fit: its files are open, even if a run that goes on
+            removes them.
+    """
+
+    def __init__(self, recipe: Recipe, run_id: str) -> None:
+        self._recipe, self._run_id = recipe, run_id
+        self.fitting = ModelState()
 
     @cached_property
     def traced(self) -> LayerGraph:
@@ -70,7 +76,11 @@ class _Graph:
             CheckpointError: names the checkpoint and the tensor, what was found and what is expected.
         """
         try:
-            check_weights(checkpoint.load(), self.traced)
+            if checkpoint.run is not None and checkpoint.run.run_id != self._run_id:
+                raise CheckpointError(f"is of another run: found {checkpoint.run.run_id}, expected is {self._run_id}")
+            state = checkpoint.load()
+            check_weights(state, self.traced)
+            self.fitting = state
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint.path}: {error} (recipe {self._recipe.name})") from None
 
@@ -107,14 +117,17 @@ def _is_state_dict(path: Path) -> bool:
 
 def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Checkpoint, list[str]]:
     store = folder.checkpoints
-    steps = ", ".join(map(str, store.steps()))
+    steps = store.steps()
     if step is not None:
-        if step not in store.steps():
-            raise UserError(f"--step: got {step}, allowed are the checkpoints of {folder.run_id}: {steps or 'none'}")
+        if step not in steps:
+            allowed = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"--step: got {step}, allowed are the checkpoints of {folder.run_id}: {allowed}")
         chosen = store.at(step)
         graph.fits(chosen)
         return chosen, []
     found, skipped = store.latest(fits=graph.fits)
+    while found is None and steps != (steps := store.steps()):  # a run that goes on has removed what was being read
+        found, skipped = store.latest(fits=graph.fits)
     if found is None:
         whole = "whole " if skipped else ""
         raise UserError(f"run {folder.run_id} has no {whole}checkpoint to export{reason_of(skipped)}")

@@ -2,11 +2,13 @@
 
 pipebench-runs/quickstart-1f0c9a7e/
     run.json        who the run is
-    recipe.yaml     the recipe with everything filled in, as `pipebench show` prints it
+    recipe.yaml     the recipe with everything filled in that doesn't follow from the plan, a recipe of its own
+    lock            held by the process that trains it
     checkpoints/
     record/         what it has logged, its result among it
 """
 
+import os
 import re
 import secrets
 import shlex
@@ -51,7 +53,8 @@ class RunFacts:
         parent_mlflow_run_id: of the comparison or the group of seeds it belongs to.
         verbose: whether workers log every instruction.
         started_at_s: seconds since the epoch when its first processes were ready; None before.
-        code_folders: where the modules of the recipe's targets were found first.
+        code_folders: where the modules of the recipe's targets were found first; those in the working directory as they
+            are seen from the run's folder, so that a copy of all of it finds its own.
     """
 
     run_id: str
@@ -113,7 +116,8 @@ class RunFolder:
 
         self.read_bytes(_RECIPE)
         loaded = load(str(self.recipe_path), overrides)
-        folders = dict.fromkeys((*map(Path, self.read().code_folders), *loaded.folders))
+        own = (Path(os.path.normpath(self.path / folder)) for folder in self.read().code_folders)
+        folders = dict.fromkeys((*own, *loaded.folders))
         return replace(loaded, folders=tuple(folders))
 
     @cached_property
@@ -205,6 +209,7 @@ def create(facts: RunFacts, recipe_yaml: str) -> RunFolder:
         UserError: nothing can be written to the working directory.
     """
     folder = RunFolder(RUNS.absolute() / facts.run_id)
+    facts = replace(facts, code_folders=tuple(_seen_from(folder.path, each) for each in facts.code_folders))
     try:
         folder.path.mkdir(parents=True)
         folder.recipe_path.write_text(recipe_yaml, encoding="utf-8")
@@ -212,6 +217,13 @@ def create(facts: RunFacts, recipe_yaml: str) -> RunFolder:
     except OSError as error:
         raise UserError(f"{folder.path}: the run's folder can't be made: {error.strerror}") from error
     return folder
+
+
+def _seen_from(run: Path, folder: str) -> str:
+    """Return a folder of the working directory as it is seen from a run's, another as it is."""
+    found = os.path.realpath(folder)
+    near = Path(found).is_relative_to(Path.cwd()) and os.path.realpath(run) == str(run)
+    return os.path.relpath(found, run) if near else found
 
 
 def find(run: str) -> RunFolder:

@@ -2,6 +2,8 @@
 
 import sys
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,9 @@ from pipebench.model.device import torch_settings
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import prepare_job
+from pipebench.run.folder import RunFolder
+from pipebench.run.identity import checkpoints_of
+from pipebench.run.lock import locked
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite
@@ -96,9 +101,10 @@ class VirtualRuns(EngineRuns):
         assert tracking is not None
         suite = request.suite
         keep_freed_blocks()
-        with collected_log(suite.verbose) as log_text, torch_settings(request.loaded.recipe.engine):
+        settings = torch_settings(request.loaded.recipe.engine)
+        with ExitStack() as held, collected_log(suite.verbose) as log_text, settings:
             job = prepare_job(request.loaded, tells=True, silent=suite.brief)
-            folder, stop = _LateFolder(request), StopRequest()
+            folder, stop = _LateFolder(request, held), StopRequest()
             policy = folder.policy(job)
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
             folder.log = recorder.log
@@ -116,13 +122,17 @@ class VirtualRuns(EngineRuns):
 class _LateFolder:
     """The folder of a virtual run: made at the start if the recipe asks for checkpoints, else once it is stopped.
 
+    Args:
+        request: the run.
+        held: what the run holds until its end: the lock on its folder.
+
     Attributes:
         made: the folder, once there is one.
         log: what the run logs; it moves into the folder when that is made.
     """
 
-    def __init__(self, request: RunRequest) -> None:
-        self._request = request
+    def __init__(self, request: RunRequest, held: ExitStack) -> None:
+        self._request, self._held = request, held
         self.made = request.suite.resumed
         self.log: RunLog | None = None
 
@@ -138,24 +148,34 @@ class _LateFolder:
             UserError: it is to go on, and has no checkpoint that can be used.
         """
         if self.made is not None:
-            found, skipped = newest(self.made.checkpoints, job)
+            self._held.enter_context(locked(self.made.path))
+            checkpoints = self._checkpoints(self.made, job)
+            found, told = newest(checkpoints, job)
             if found is None:
-                raise nothing_to_go_on_from(self.made.run_id, skipped)
-            for sentence in skipped:
+                raise nothing_to_go_on_from(self.made.run_id, told)
+            for sentence in told:
                 print(f"pipebench: {printable(sentence)}", file=sys.stderr)
-            return CheckpointPolicy(self.made.checkpoints, found)
+            return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:
-            return CheckpointPolicy(when_stopped=self._make_late)
-        self.made = self._request.make_folder()
-        return CheckpointPolicy(self.made.checkpoints)
+            return CheckpointPolicy(when_stopped=partial(self._make_late, job))
+        return CheckpointPolicy(self._checkpoints(self._make(), job))
 
-    def _make_late(self) -> Checkpoints | None:
+    def _make(self) -> RunFolder:
+        """Make the run's folder, and hold it."""
+        self.made = self._request.make_folder()
+        self._held.enter_context(locked(self.made.path))
+        return self.made
+
+    def _checkpoints(self, folder: RunFolder, job: Job) -> Checkpoints:
+        return checkpoints_of(folder, self._request.loaded, job)
+
+    def _make_late(self, job: Job) -> Checkpoints | None:
         """Make the folder of a run that is being stopped; what was trained is worth more than that."""
         try:
-            self.made = self._request.make_folder()
+            made = self._make()
         except UserError as error:
             print(f"pipebench: no checkpoint is kept: {printable(str(error))}", file=sys.stderr)
             return None
         if self.log is not None:
-            self.log.move(self.made.record_path)
-        return self.made.checkpoints
+            self.log.move(made.record_path)
+        return self._checkpoints(made, job)

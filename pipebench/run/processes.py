@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.host import clock_of, host_costs, in_turns
@@ -35,6 +36,8 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
+from pipebench.run.identity import checkpoints_of
+from pipebench.run.lock import locked
 from pipebench.run.one_process import EngineRuns, Ran
 from pipebench.run.recorder import RunRecorder, collected_log
 from pipebench.run.request import RunRequest, with_seed
@@ -57,6 +60,7 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
 _SEGMENTS = 3  # of practice
+_LOCK_PATIENCE_S = 120.0  # NFS frees what a dead host held after 90 s, its lease
 
 
 class DistributedRuns(EngineRuns):
@@ -76,6 +80,8 @@ class DistributedRuns(EngineRuns):
 def run_in_processes(request: RunRequest, job: Job) -> Ran:
     """Start a process per worker on this host, restart them when one dies, and return what the run came to.
 
+    This process holds the run's folder for all of them.
+
     Args:
         request: the run.
         job: the same, planned.
@@ -83,9 +89,15 @@ def run_in_processes(request: RunRequest, job: Job) -> Ran:
     Raises:
         WorkersFailedError: there is no result.
     """
-    suite = request.suite
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
-    folder = suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
+    folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
+    with locked(folder.path):
+        return _launch(request, job, folder)
+
+
+def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
+    """Start the workers of a run whose folder is there; see `run_in_processes`."""
+    suite = request.suite
     if kept_decision(folder, suite.changes) is None:
         keep_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
@@ -142,6 +154,22 @@ def _pulse(world: World, limit_s: float) -> AbstractContextManager[object]:
 def _take_part(loaded: LoadedRecipe, suite: Suite, world: World) -> None:
     """Do one process's part of a run, when all have met."""
     folder = _folder(world, RunRequest(loaded, loaded.recipe.name, suite))
+    with _held_by_first(world, folder):
+        _record_and_train(loaded, suite, world, folder)
+
+
+def _held_by_first(world: World, folder: RunFolder) -> AbstractContextManager[None]:
+    """Hold a run's folder in rank 0 for all of its processes, where there is no launcher of ours that does.
+
+    After a restart the host of the last rank 0 may be gone: a file server then frees its lock after some time.
+    """
+    if world.rank > 0 or launched_by_us():
+        return nullcontext()
+    return locked(folder.path, patience_s=_LOCK_PATIENCE_S if _is_restart(world) else 0.0)
+
+
+def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: RunFolder) -> None:
+    """Do one process's part of a run whose folder is there."""
     shared_folder_check(world, folder.path)
     facts = folder.read()
     suite = replace(suite, name=facts.suite, verbose=facts.verbose)
@@ -149,7 +177,8 @@ def _take_part(loaded: LoadedRecipe, suite: Suite, world: World) -> None:
     with collected_log(facts.verbose) as log_text, torch_settings(loaded.recipe.engine):
         job = _prepared(request, world, folder)
         check_world_size(world.size, job.setup.pipeline.num_workers, str(job.setup.plan))
-        policy = _checkpoint_policy(world, folder, job, goes_on=suite.resumed is not None)
+        checkpoints = checkpoints_of(folder, loaded, job)
+        policy = _checkpoint_policy(world, folder, checkpoints, job, goes_on=suite.resumed is not None)
         train = partial(_train, world, job, policy)
         if world.rank > 0:
             train(Silent(), lambda point: None)
@@ -281,25 +310,27 @@ def _in_use(job: Job, world: World) -> Job:
     return replace(job, setup=replace(setup, profile=profile, costs=costs))
 
 
-def _checkpoint_policy(world: World, folder: RunFolder, job: Job, *, goes_on: bool) -> CheckpointPolicy:
+def _checkpoint_policy(
+    world: World, folder: RunFolder, checkpoints: Checkpoints, job: Job, *, goes_on: bool
+) -> CheckpointPolicy:
     """Return where checkpoints go and the one to begin with: the newest that is whole and fits, as rank 0 sees it."""
     restarted = _is_restart(world)
     found = None
     if world.rank == 0 and (restarted or goes_on):
-        found, skipped = newest(folder.checkpoints, job)
+        found, told = newest(checkpoints, job)
         if found is None and not restarted:
-            raise nothing_to_go_on_from(folder.run_id, skipped)
-        for sentence in skipped:
+            raise nothing_to_go_on_from(folder.run_id, told)
+        for sentence in told:
             print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
         where = "the beginning" if found is None else f"minibatch {found.step}"
         print(f"pipebench: {folder.run_id} goes on from {where}", file=sys.stderr, flush=True)
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
     if chosen is not None:
-        found = found or load_checked(folder.checkpoints.at(chosen[0], check=False), set(chosen[1]))
+        found = found or load_checked(checkpoints.at(chosen[0], check=False), set(chosen[1]))
         since_s = max(found.progress.saved_at_s, since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
-    return CheckpointPolicy(folder.checkpoints, found, world.exchange(lost_s)[0])
+    return CheckpointPolicy(checkpoints, found, world.exchange(lost_s)[0])
 
 
 def _is_restart(world: World) -> bool:

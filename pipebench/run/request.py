@@ -64,6 +64,12 @@ def with_seed(loaded: LoadedRecipe, seed: int) -> LoadedRecipe:
 
 
 def recipe_yaml(loaded: LoadedRecipe) -> str:
-    """Return a recipe of its own with everything filled in, and the run's seed."""
+    """Return a recipe of its own with everything filled in, and the run's seed.
+
+    Microbatches that the recipe doesn't give follow from the plan, and still do when the run goes on under another.
+    """
     train = {**loaded.plain["train"], "seed": loaded.recipe.train.seed}
-    return OmegaConf.to_yaml(OmegaConf.create({**loaded.plain, "train": train}))
+    parallelism = {**loaded.plain["parallelism"]}
+    if "parallelism.microbatches" not in loaded.origins:
+        del parallelism["microbatches"]
+    return OmegaConf.to_yaml(OmegaConf.create({**loaded.plain, "train": train, "parallelism": parallelism}))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pipebench
 from pipebench import files
+from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.recipe.targets import targets_of
 
 RECIPE_TAG, VERSION_TAG = "recipe_hash", "pipebench_version"
 _NAME = "name"  # of the recipe: the one key that changes nothing
@@ -22,12 +22,12 @@ def recipe_hash(loaded: LoadedRecipe) -> str:
     """Return 16 hexadecimal digits of all that a recipe asks for, its seed included and its name aside.
 
     Files count by content: the cluster with every number, plans, orders and profiles byte by byte. Expressions over the
-    environment count as they are written, so that data may lie elsewhere, and data sets by name. Of one's own code the
-    modules count that a target names, byte by byte; what they import doesn't.
+    environment count as they are written, so that data may lie elsewhere, and data sets by name. Of one's own code
+    every module counts that targets lead to (see `code_hashes`).
     """
     asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
     contents = {key: digest for key, value in asked.items() if (digest := _content(value))}
-    contents |= _own_code(loaded)
+    contents |= code_hashes(loaded)
     text = json.dumps([asked, asdict(loaded.cluster), contents], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_RECIPE_DIGITS]
 
@@ -47,20 +47,6 @@ def source_version() -> str:
             digest.update(f"{path.relative_to(folder.parent).as_posix()}\0".encode())
             digest.update(path.read_bytes())
     return f"{pipebench.__version__}+{digest.hexdigest()[:_SOURCE_DIGITS]}"
-
-
-def _own_code(loaded: LoadedRecipe) -> dict[str, str]:
-    """Return the hashes of the modules that targets name, by key; a module that isn't one of the user's has none."""
-    digests = {}
-    for key, target in targets_of(asdict(loaded.recipe)):
-        module = Path(*target.partition(":")[0].split("."))
-        places = (
-            folder / each for folder in loaded.folders for each in (module.with_suffix(".py"), module / "__init__.py")
-        )
-        found = next((path for path in places if path.is_file()), None)
-        if found is not None:
-            digests[key] = files.sha256_of(found)
-    return digests
 
 
 def _content(value: str) -> str | None:

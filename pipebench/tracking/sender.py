@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pipebench.tracking.entries import CURVES, tags_of, values_of
+from pipebench.tracking.entries import CURVES, logged_metrics, tags_of, values_of
 from pipebench.tracking.limits import MAX_PARAM_CHARS, MAX_TAG_CHARS, clean_name
 from pipebench.tracking.record import Entry, RecordFolder, Start
 from pipebench.tracking.store import Row, Store, StoredRun
@@ -153,14 +153,28 @@ class Sender:
             if entry.point is not None:
                 values = [row for row in values if not history.has(row)]
                 curves += values
-            elif entry.result is not None:  # who was killed while closing the record has logged it
-                values = [row for row in values if not history.shows(row)]
+            elif entry.result is not None:
+                values = self._replacing(store, run_id, history, values)
             rows += values
             tags |= (history.start_tags(entry.tags) if entry.start is not None else tags_of(entry, run_id)) | non_finite
         given = {name: value for entry in entries for name, value in entry.params.items()}
         params, changed = history.params(given)
         store.log(run_id, rows, params, tags | changed)
         history.note(curves, params, tags)
+
+    def _replacing(self, store: Store, run_id: str, history: "History", values: Sequence[Row]) -> list[Row]:
+        """Return the values of a result that MLflow hasn't, and take back what earlier results of the run gave it.
+
+        A run that was stopped, or came to its end, and went on has a result of each time: its last one stands.
+        """
+        earlier = [each.result for each in self.record.earlier if each.result is not None]
+        given = {clean_name(name) for result in earlier for name in logged_metrics(result)}
+        given |= {clean_name(row.metric) for row in values}
+        shown = {clean_name(row.metric) for row in values if history.shows(row)}
+        store.forget(run_id, history.forget(given - shown))
+        new = [row for row in values if clean_name(row.metric) not in shown]
+        history.note_result(new)
+        return new
 
     def _rows(self, entry: Entry, history: "History") -> tuple[list[Row], dict[str, str]]:
         """Return the values of an entry, and as tags those that MLflow would draw as 0 or 1.8e308."""
@@ -201,7 +215,7 @@ class History:
         self.began_ms = found.start_ms
         self._store, self._run_id = store, run_id
         self._params, self._tags = {**found.params}, {**found.tags}
-        self._metrics = found.metrics
+        self._metrics = {**found.metrics}
         self._last_steps: dict[str, int] = {}
 
     def has(self, row: Row) -> bool:
@@ -209,8 +223,16 @@ class History:
         return row.step <= self.last_step(row.metric)
 
     def shows(self, row: Row) -> bool:
-        """Return whether a metric that is no curve had this value when the process began."""
+        """Return whether a metric that is no curve has this value."""
         return self._metrics.get(clean_name(row.metric)) == row.value
+
+    def forget(self, names: Iterable[str]) -> list[str]:
+        """Forget the values of some metrics; return the names of those that had one."""
+        return sorted(name for name in names if self._metrics.pop(name, None) is not None)
+
+    def note_result(self, rows: Iterable[Row]) -> None:
+        """Note the values of a result."""
+        self._metrics |= {clean_name(row.metric): row.value for row in rows}
 
     def last_step(self, metric: str) -> int:
         """Return the largest step of a metric, -1 where it has none."""

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipebench.errors import UserError
 from pipebench.tracking.connection import Connection, default_uri, shown_uri, sqlite_path
@@ -168,6 +168,30 @@ class Store(Connection):
                     synchronous=True,
                 )
                 del metrics[:METRICS_PER_BATCH], entries[:ENTRIES_PER_BATCH], labels[:ENTRIES_PER_BATCH]
+
+    def forget(self, run_id: str, metrics: Sequence[str]) -> None:
+        """Remove all values of some metrics of a run, where this process writes to the store's database itself.
+
+        MLflow's client, and so every server, only adds values: there the older ones stay in a metric's history, and the
+        newest is the one that is shown.
+
+        Args:
+            run_id: MLflow's id.
+            metrics: MLflow's names.
+        """
+        if not metrics:
+            return
+        with self.turn() as client:
+            sessions: Any = getattr(client._tracking_client.store, "ManagedSessionMaker", None)
+            if sessions is None:
+                return
+            from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
+
+            tables: tuple[Any, ...] = (SqlMetric, SqlLatestMetric)
+            with sessions() as session:
+                for table in tables:
+                    rows = session.query(table).filter(table.run_uuid == run_id, table.key.in_(metrics))
+                    rows.delete(synchronize_session=False)
 
     def log_inputs(self, run_id: str, inputs: Inputs) -> None:
         """Name the data set and the model of a run; one model stands for all runs of the experiment that take it."""

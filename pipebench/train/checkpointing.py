@@ -6,17 +6,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipebench.checkpoint.identity import RunIdentity, changed_code, check_same_run
+from pipebench.checkpoint.optimizers import check_updates
 from pipebench.checkpoint.progress import Facts
 from pipebench.checkpoint.progress import Progress as SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part, reason_of
 from pipebench.errors import UserError
+from pipebench.model.sampling import Sampler
 from pipebench.recipe.engines import engine_kind
 from pipebench.train.fit import check_fits
 from pipebench.train.interfaces import Engine, Progress
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
 
+_SAMPLES_KEPT = 8  # enough to tell two orders from each other
 _LOG = logging.getLogger(__name__)
 ProgressOf = Callable[[list[Facts]], dict[str, Any]]
 
@@ -36,16 +40,26 @@ class ResumePoint:
     progress: SavedProgress
 
 
-def resume_point(checkpoint: Checkpoint, job: Job) -> ResumePoint:
+def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = None) -> ResumePoint:
     """Return a checkpoint's content, once all of it is known to fit.
+
+    Args:
+        checkpoint: a whole one.
+        job: what is to go on.
+        run: which run that is; None for one without a folder.
 
     Raises:
         CheckpointError: names the checkpoint and what in it doesn't fit, what was found and what is expected.
     """
     try:
+        check_same_run(checkpoint.run, run)
         progress = SavedProgress.from_json(checkpoint.progress)
         _check_progress(progress, job, checkpoint.step)
-        state = check_fits(checkpoint.load(), job.setup, checkpoint.step)
+        loaded = checkpoint.load()
+        state = check_fits(loaded, job.setup, checkpoint.step)
+        updates = [part.updates for part in checkpoint.parts if part.updates is not None]
+        if len(updates) == len(checkpoint.parts):
+            check_updates({name: count for each in updates for name, count in each.items()}, loaded.optimizer)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     return ResumePoint(checkpoint.step, state, progress)
@@ -67,10 +81,27 @@ def load_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> ResumePo
 
 
 def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list[str]]:
-    """Return the newest checkpoint that is whole and fits, and a sentence for each newer one that was passed over."""
+    """Return the newest checkpoint that is whole and fits, and what is to be told, a sentence each.
+
+    That is why newer ones were passed over, and which code has changed since this one was written.
+    """
     fitting: list[ResumePoint] = []
-    _, skipped = checkpoints.latest(fits=lambda checkpoint: fitting.append(resume_point(checkpoint, job)))
-    return (fitting[0] if fitting else None), skipped
+    run = checkpoints.run
+    found, told = checkpoints.latest(fits=lambda each: fitting.append(resume_point(each, job, run)))
+    changed = None if found is None else changed_code(found.run, run)
+    if found is not None and changed is not None:
+        told.append(f"code has changed since the checkpoint of step {found.step} was written: {changed}")
+    return (fitting[0] if fitting else None), told
+
+
+def last_samples(sampler: Sampler, step: int) -> tuple[int, ...]:
+    """Return the first samples of the last of some minibatches.
+
+    Args:
+        sampler: says which samples are in which minibatch.
+        step: minibatches done.
+    """
+    return tuple(sampler.indices(step - 1)[:_SAMPLES_KEPT]) if step else ()
 
 
 def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
@@ -104,6 +135,12 @@ def _check_progress(progress: SavedProgress, job: Job, step: int) -> None:
     if progress.samples != samples:
         raise CheckpointError(
             f"progress.samples: found {progress.samples:,}, expected after {step:,} minibatches are {samples:,}"
+        )
+    order = last_samples(setup.sampler, step)
+    if progress.last_samples and progress.last_samples != order:
+        raise CheckpointError(
+            f"progress.last_samples: found {[*progress.last_samples]}, expected of minibatch {step - 1:,} are "
+            f"{[*order]}: the order of samples is another"
         )
     for index, point in enumerate(progress.points):
         for metric in ("train_loss", "eval_loss", *setup.dataset.metrics):

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.optimizers import FreshStates
 from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.tensors import Form, check_form, has_nan, kind_of
+from pipebench.checkpoint.tensors import Form, check_form, has_infinite, has_nan, kind_of
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import LayerGraph, carries_state, forget_states, run_node
 from pipebench.model.sampling import microbatch_sizes
@@ -79,6 +80,14 @@ def check_weights(state: ModelState, graph: LayerGraph) -> None:
             check_form(f"{what} {name}", tensor, Form.of(own[name]))
             if what == "parameter" and has_nan(tensor) and not _began_with_nan(own[name]):
                 raise CheckpointError(f"parameter {name}: found an element that isn't a number (NaN)")
+            # Training would only end in NaN. A run that diverges ends at the first loss that shows it: the checkpoint
+            # before is finite.
+            if what == "parameter" and has_infinite(tensor) and not _began_with_infinite(own[name]):
+                raise CheckpointError(f"parameter {name}: found an infinite element, expected are finite numbers")
+    for name in _variances(graph):
+        found_least = state.buffers[name].min().item() if name in state.buffers else 0.0
+        if found_least < 0:
+            raise CheckpointError(f"buffer {name}: found a variance of {found_least:g}, expected is at least 0")
 
 
 def _fitting_optimizer(state: ModelState, setup: Setup, own: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
@@ -117,6 +126,19 @@ def _held(graph: LayerGraph) -> Iterator[str]:
             module, path = graph.root.get_submodule(str(node.target)), str(node.target)
             for named in (module.named_parameters(path), module.named_buffers(path)):
                 yield from (own[name] for name, _ in named)
+
+
+def _variances(graph: LayerGraph) -> Iterator[str]:
+    """Yield the own names of the running variances."""
+    own = own_names(graph)
+    for path, module in graph.root.named_modules():
+        if isinstance(module, _NormBase) and module.running_var is not None:
+            yield own[f"{path}.running_var" if path else "running_var"]
+
+
+def _began_with_infinite(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds infinite elements from the start: what masks others out, for one."""
+    return tensor.device.type != "meta" and has_infinite(tensor)
 
 
 def _began_with_nan(tensor: torch.Tensor) -> bool:

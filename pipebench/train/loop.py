@@ -21,6 +21,7 @@ from pipebench.train.checkpointing import (
     CheckpointPolicy,
     ResumePoint,
     earlier_workers,
+    last_samples,
     taken_by,
     write_checkpoint,
 )
@@ -204,6 +205,7 @@ class TrainingLoop:
             saved_at_s=time.time(),
             lost_s=clock.lost_s,
             moves=tuple(self._moves.made),
+            last_samples=last_samples(self._sampler, self._done),
             bytes_before=tuple((kind, level, num_bytes) for (kind, level), num_bytes in earlier.num_bytes.items()),
         ).to_json()
 

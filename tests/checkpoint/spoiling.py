@@ -173,12 +173,15 @@ def main(room: Path) -> None:
     source, alone, in_processes = (room / name for name in ("source", "alone", "in-processes"))
     make_run(source)
     make_run(in_processes, "engine.kind=distributed")
+    make_run(room / "other", "train.seed=1")
     shutil.copytree(source, alone)
     shutil.rmtree(next(alone.glob(f"pipebench-runs/*/checkpoints/{BEFORE}")))
     for table, folder in (
         ("WAYS", alone),
         ("PASSED_OVER", source),
         ("CHANGES", source),
+        ("TAKEN_WAYS", source),
+        ("FOREIGN", source),
         ("DECISION_WAYS", in_processes),
     ):
         spoil_all(table, folder, room)

@@ -34,7 +34,7 @@ from tests.checkpoint.spoiling import (
 
 HEAD, CONV, COUNT = "head.weight", "conv.weight", "1/norm.num_batches_tracked"
 SHAPE = (10, 144)
-NAN, HUGE = float("nan"), 10**400
+NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 
 
 def parameter(value: Any, name: str = HEAD) -> Callable[[Left], None]:
@@ -43,6 +43,11 @@ def parameter(value: Any, name: str = HEAD) -> Callable[[Left], None]:
 
 def kept(value: Any, key: str = "exp_avg") -> Callable[[Left], None]:
     return in_part(2, replaced("optimizer", HEAD, value, key))
+
+
+def of_run(**values: Any) -> Callable[[Left], None]:
+    """Return a way to let a checkpoint be of a run of which something else holds."""
+    return in_manifest(lambda data: data["run"].update(values))
 
 
 def rename(old: str, new: str) -> Callable[[Any], None]:
@@ -96,7 +101,12 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "parameter missing": (parameter(None), "head.weight: is in the model, but not in the checkpoint"),
     "parameter unknown": (parameter(torch.zeros(3), "tail.weight"), "parameter tail.weight: is in the checkpoint, but"),
     "parameter renamed": (in_part(2, rename(HEAD, "head.weights")), "parameter head.weights: is in the checkpoint"),
+    "parameter infinite": (parameter(torch.full(SHAPE, INFINITE)), "head.weight: found an infinite element, expected"),
     # buffers and counters
+    "variance negative": (
+        in_part(0, replaced("buffers", "norm.running_var", torch.tensor([1.0, 1.0, -0.5, 1.0]))),
+        "buffer norm.running_var: found a variance of -0.5, expected is at least 0",
+    ),
     "buffer shape": (in_part(0, replaced("buffers", "norm.running_mean", torch.zeros(5))), "buffer norm.running_mean"),
     "buffer missing": (in_part(0, replaced("buffers", "norm.running_var", None)), "buffer norm.running_var: is in the"),
     "buffer unknown": (in_part(0, replaced("buffers", "norm.x", torch.zeros(4))), "buffer norm.x: is in the"),
@@ -128,6 +138,10 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "state of nothing": (in_part(2, replaced("optimizer", "tail", {})), "state of tail: is in the checkpoint"),
     "state of a buffer": (in_part(0, replaced("optimizer", "norm.running_mean", {})), "of norm.running_mean: is"),
     "state a tensor": (in_part(2, replaced("optimizer", HEAD, torch.zeros(3))), "isn't a parameter's state"),
+    "state of one missing": (in_part(2, replaced("optimizer", HEAD, None)), "state of head.weight: found none"),
+    "states of a stage missing": (in_part(0, lambda data: data["optimizer"].clear()), "state of conv.bias: found none"),
+    "step one less": (kept(torch.tensor(15.0), "step"), "optimizer's step of head.weight: found 15, expected is 16"),
+    "step one more": (kept(torch.tensor(17.0), "step"), "optimizer's step of head.weight: found 17, expected is 16"),
     "step vector": (kept(torch.zeros(7), "step"), "step of head.weight: found float32 [7], expected is float32 []"),
     "step NaN": (kept(torch.tensor(NAN), "step"), "step of head.weight: found an element that isn't a number"),
     "step negative": (kept(torch.tensor(-5.0), "step"), "step of head.weight: found -5, expected is a number from 0"),
@@ -138,10 +152,15 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "section unknown": (in_part(0, lambda data: {**data, "more": {}}), "is not a checkpoint of pipebench"),
     "section a list": (in_part(0, lambda data: {**data, "buffers": []}), "is not a checkpoint of pipebench"),
     "key a number": (in_part(0, lambda data: {**data, "buffers": {1: torch.zeros(1)}}), "is not a checkpoint"),
+    "part of another seed": (
+        in_part(1, lambda data: data["written"].update(seed=1)),
+        "is of another checkpoint: found run_id 'small-",
+    ),
+    "part of no run": (in_part(1, lambda data: data.__delitem__("written")), "found nothing that says so, expected is"),
     "part a list": (in_part(0, lambda data: [1]), "is not a checkpoint of pipebench"),
     "part a bomb": (in_part(0, lambda data: {"parameters": Bomb()}), "refused, it holds more than tensors"),
     "part text": (with_part(lambda path: path.write_text("notes"), sealed=True), "refused, it holds more than"),
-    "part empty": (with_part(lambda path: path.write_bytes(b""), sealed=True), "can't be read as a checkpoint"),
+    "part empty": (with_part(lambda path: path.write_bytes(b""), sealed=True), ".pt: is empty"),
     "part torn and sealed": (with_part(lambda path: os.truncate(path, 900), sealed=True), "can't be read"),
     "part torn": (with_part(lambda path: os.truncate(path, 900)), "has 900 bytes instead of"),
     "part flipped": (with_part(lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x")), "another SHA-256"),
@@ -171,6 +190,11 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "part elsewhere": (in_manifest(lambda data: data["parts"][0].update(file="../x.pt")), "belongs to another"),
     "part size text": (in_manifest(lambda data: data["parts"][0].update(num_bytes="9")), "parts[0].num_bytes: got '9'"),
     "part size huge": (in_manifest(lambda data: data["parts"][0].update(num_bytes=2**59)), "bytes instead of 576,460"),
+    # the run that wrote it
+    "of another seed": (of_run(seed=5), ", seed 0, step 16, expected is run_id 'small-"),
+    "of other data": (of_run(dataset="mnist"), "dataset: found mnist, expected is mnist5k, image_size 28"),
+    "of other minibatches": (of_run(minibatch_size=20), "minibatch_size: found 20, expected is 500"),
+    "in another order": (in_progress("last_samples", [3, 1, 2]), "progress.last_samples: found [3, 1, 2], expected of"),
     # the training loop's counters
     "samples": (in_progress("samples", 8001), "progress.samples: found 8,001, expected after 16 minibatches are 8,000"),
     "samples negative": (in_progress("samples", -1), "progress.samples: got -1, allowed is a whole number from 0"),
@@ -320,6 +344,45 @@ CHANGED: Mapping[str, tuple[Way, str]] = {
 CHANGES = {name: way for name, (way, _) in CHANGED.items()}
 
 
+def take_older_part(left: Left) -> None:
+    """Put the last stage's file of the checkpoint before in the place of the newer one."""
+    (older,) = (left.last.parent / BEFORE).glob("stage-1*.pt")
+    shutil.copy(older, left.parts[2])
+    left.reseal()
+
+
+def take_other_run_s(left: Left) -> None:
+    """Put the checkpoints of a run with another seed in the place of the run's."""
+    (other,) = (left.folder.parents[2] / "other" / "pipebench-runs").iterdir()
+    shutil.rmtree(left.last.parent)
+    shutil.copytree(other / "checkpoints", left.last.parent)
+
+
+def forget_identity(left: Left) -> None:
+    """Leave what checkpoints held before they said whose they are."""
+    for index in range(len(left.parts)):
+        left.change_part(index, lambda data: data.__delitem__("written"))
+
+    def change(data: dict[str, Any]) -> None:
+        del data["run"], data["progress"]["last_samples"]
+        for part in data["parts"]:
+            del part["updates"]
+
+    left.change_manifest(change)
+
+
+TAKEN: Mapping[str, tuple[Way, str]] = {
+    "part of an older step": (take_older_part, ", seed 0, step 12, expected is run_id 'small-"),
+    "before runs were told": (forget_identity, ""),
+    "other code": (
+        of_run(code={"pipebench": "0.0.9+abc", "tests.checkpoint.spoiling": "0" * 64}),
+        f"code has changed since the checkpoint of step {LAST} was written: pipebench, tests, tests.checkpoint, ",
+    ),
+}
+TAKEN_WAYS = {name: way for name, (way, _) in TAKEN.items()}
+FOREIGN = {"another run": take_other_run_s}
+
+
 Said = Mapping[str, Mapping[str, dict[str, Any]]]
 
 
@@ -371,6 +434,23 @@ def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, roo
     assert EXPECTED[way][1] in line
     (run,) = (room / "source" / "pipebench-runs").iterdir()
     assert answer["weights"] == weights_hash(run)
+
+
+@pytest.mark.parametrize("way", TAKEN)
+def test_a_checkpoint_is_gone_on_from_and_what_is_strange_told(said: Said, room: Path, way: str) -> None:
+    answer = said["TAKEN_WAYS"][way]
+    assert answer["code"] == 0, answer
+    assert TAKEN[way][1] in answer["said"]
+    assert len(answer["said"].splitlines()) == (1 if TAKEN[way][1] else 0)
+    (run,) = (room / "source" / "pipebench-runs").iterdir()
+    assert answer["weights"] == weights_hash(run)
+
+
+def test_checkpoints_of_another_run_are_refused(said: Said) -> None:
+    """0.1.0 went on from them: the model and the numbers of samples are the same."""
+    line = refusal(said["FOREIGN"]["another run"])
+    assert "is of another run: run_id: found small-" in line
+    assert "; seed: found 1, expected is 0" in line
 
 
 @pytest.mark.parametrize("way", DECISIONS)

@@ -147,10 +147,34 @@ def test_a_worker_killed_while_layers_move_loses_nothing(tmp_path: Path) -> None
     ]
 
 
+def refused_as_running(folder: Path, run_id: str, pid: int) -> bool:
+    """Return whether going on with a run is refused in one sentence, because a process trains it."""
+    answer = pipebench(folder, "run", "--resume", run_id)
+    said = f"pipebench: error: run {run_id} is running: process {pid} on {socket.gethostname()} trains it; wait until"
+    return answer.exit_code == 2 and answer.stderr.count("\n") == 1 and answer.stderr.startswith(said)
+
+
+@pytest.mark.parametrize("kind", ["virtual", "distributed"])
+def test_a_run_that_is_running_is_exported_but_not_gone_on_with(tmp_path: Path, kind: str) -> None:
+    """0.1.0 let it be resumed: both trained, and removed each other's checkpoints."""
+    with WatchedRun(tmp_path, (*SMALL, "train.max_epochs=100000", f"engine.kind={kind}")) as run:
+        assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
+        assert run.run_folder is not None
+        run_id = run.run_folder.name
+        assert refused_as_running(tmp_path, run_id, run.process.pid)
+        assert weights(tmp_path)
+        run.signal(signal.SIGKILL, [run.process.pid])
+    epochs = 2 * (max(run.steps()) // (2 * MINIBATCHES_PER_EPOCH) + 1)
+    answer = pipebench(tmp_path, "run", "--resume", run_id, f"train.max_epochs={epochs}")
+    assert answer.exit_code == 0, answer.output
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_in_the_same_run_folder(virtual: Path, tmp_path: Path) -> None:
     with UnderTorchrun(tmp_path, IN_PROCESSES) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
+        assert run.run_folder is not None
+        assert refused_as_running(tmp_path, run.run_folder.name, run.workers()[0])
         run.signal(signal.SIGKILL, [run.workers()[1]])
         assert run.wait(PATIENCE_S) == 0, run.output
         assert not run.left_over()

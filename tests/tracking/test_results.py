@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,15 +117,58 @@ def test_a_version_is_of_all_source_files() -> None:
     assert (number, digits) == (pipebench.__version__, hashlib.sha256(content).hexdigest()[:12])
 
 
-def test_own_code_counts_by_the_module_that_a_target_names(tmp_path: Path) -> None:
-    code = "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
-    (tmp_path / "own_counted.py").write_text(code)
+@pytest.fixture
+def counted(tmp_path: Path) -> Callable[[], str]:
+    """What returns the hash of a recipe whose model is code of the user's own: a module, a helper, and a package."""
+    (tmp_path / "own_parts" / "inner").mkdir(parents=True)
+    (tmp_path / "own_space" / "deeper").mkdir(parents=True)
+    texts = {
+        "own_counted.py": "import json\nfrom torch import nn\nimport own_helper\n\n\ndef net():\n"
+        "    from own_parts import deep\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n",
+        "own_helper.py": "import importlib\n\nLATE = lambda: importlib.import_module('own_literal')\n",
+        "own_literal.py": "import own_space.deeper.leaf\n",
+        "own_space/deeper/leaf.py": "",
+        "own_unused.py": "",
+        "own_parts/__init__.py": "",
+        "own_parts/deep.py": "from . import beside\nfrom .inner import thing\n",
+        "own_parts/beside.py": "import importlib\n\nfind = lambda name: importlib.import_module(f'own_parts.{name}')\n",
+        "own_parts/computed.py": "",
+        "own_parts/inner/__init__.py": "thing = 3\n",
+        "own_parts/inner/more.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
     recipe = tmp_path / "own.yaml"
     recipe.write_text("extends: quickstart/dp\nmodel: {name: null, target: 'own_counted:net', width: null}\n")
     # What the base gives to its own model an own one doesn't take.
     extended = load("quickstart/dp").recipe.model
     nothing = [f"model.{key}=null" for key in extended if key not in ("name", "target", "width")]
-    before = recipe_hash(load(str(recipe), nothing, builds=False))
-    assert before == recipe_hash(load(str(recipe), nothing, builds=False))
-    (tmp_path / "own_counted.py").write_text(f"{code}\n")
-    assert before != recipe_hash(load(str(recipe), nothing, builds=False))
+    return lambda: recipe_hash(load(str(recipe), nothing, builds=False))
+
+
+@pytest.mark.parametrize(
+    ("module", "counts"),
+    [
+        ("own_counted.py", True),
+        ("own_helper.py", True),
+        ("own_literal.py", True),
+        ("own_parts/__init__.py", True),
+        ("own_parts/deep.py", True),
+        ("own_parts/beside.py", True),
+        ("own_parts/inner/__init__.py", True),
+        ("own_parts/computed.py", True),  # imported by a name that beside.py computes
+        ("own_parts/inner/more.py", True),
+        ("own_space/deeper/leaf.py", True),  # of packages without a file of their own
+        ("own_unused.py", False),
+    ],
+)
+def test_all_of_a_users_own_code_counts_that_a_target_leads_to(
+    counted: Callable[[], str], tmp_path: Path, module: str, *, counts: bool
+) -> None:
+    """0.1.0 counted the modules that targets name only: a helper could change, and old results were shown for it."""
+    before = counted()
+    assert counted() == before
+    with (tmp_path / module).open("a") as file:
+        file.write("CHANGED = 1\n")
+    assert (counted() != before) is counts

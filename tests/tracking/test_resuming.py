@@ -11,7 +11,7 @@ import pytest
 from pipebench.tracking import RunLog, Tracking, default_uri, read_record
 from pipebench.tracking.record import Entry, RecordFolder, Start, mlflow_run_id
 from pipebench.tracking.store import Store
-from pipebench.train.result import REACHED
+from pipebench.train.result import INTERRUPTED, REACHED
 from pipebench.typed_json import read
 from tests.tracking.records import RESULT, fetch, history, rescued
 
@@ -69,6 +69,24 @@ def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Trac
     for metric in ("curves/top1", "best_top1", "time_to_accuracy_s", "target_reached"):
         steps = [row.step for row in history(again, metric)]
         assert len(set(steps)) == len(steps) > 0, metric
+
+
+def test_a_run_that_was_stopped_and_goes_on_has_its_last_summary_only(tracking: Tracking, tmp_path: Path) -> None:
+    """0.1.0 logged every result at step 0 beside the earlier ones; MLflow then drew them as a curve."""
+    stopped = {"comm_bytes_total": 3e8, "epoch_time_s": 2.5, "bubble_fraction": 0.5}
+    for metrics, outcome in ((stopped, INTERRUPTED), ({**stopped, "epoch_time_s": 2.0}, INTERRUPTED)):
+        run = tracking.start("stopped", params={}, tags={}, folder=tmp_path)
+        run.point(RESULT.points[0])
+        run.finish(replace(RESULT, metrics=metrics, outcome=outcome, points=RESULT.points[:1]))
+    run = tracking.start("stopped", params={}, tags={}, folder=tmp_path)
+    for point in RESULT.points:
+        run.point(point)
+    run.finish(replace(RESULT, metrics={**RESULT.metrics, "bubble_fraction": 0.5}))
+    shown = fetch(run).data.metrics
+    for metric, value in {"comm_bytes_total": 1e9, "bubble_fraction": 0.5, "time_to_accuracy_s": 4.5}.items():
+        assert [row.value for row in history(run, metric)] == [value] == [shown[metric]]
+    assert "epoch_time_s" not in shown  # the last result has none
+    assert [row.step for row in history(run, "curves/top1")] == [1000, 2000, 3000, 4000]
 
 
 def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog]) -> None:

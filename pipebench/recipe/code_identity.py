@@ -1,0 +1,145 @@
+"""Which of a user's own code a recipe runs: the modules that its targets name and all that these import, by content.
+
+Two things ask: whether a recorded result would come out the same today, and whether a checkpoint was written by the
+code that would go on from it. Imports are read, not executed: the answer is the same before anything has run.
+"""
+
+import ast
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import NamedTuple
+
+from pipebench import files
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.recipe.targets import targets_of
+from pipebench.recipe.users_code import is_users
+
+_IMPORTERS = ("import_module", "__import__")
+
+
+def code_hashes(loaded: LoadedRecipe) -> dict[str, str]:
+    """Return the SHA-256 of every module of the user's own that a recipe's targets lead to, by the module's name.
+
+    Imports inside functions count, too. Where a module imports what it computes the name of, all modules beside it
+    count. Files that code reads by itself don't, nor does what is installed: the standard library, packages, pipebench.
+    """
+    importlib.invalidate_caches()  # what was written a moment ago is found, too
+    targets = (target.partition(":")[0] for _, target in targets_of(asdict(loaded.recipe)))
+    found = _Modules([*map(str, loaded.folders), *sys.path])
+    for name in targets:
+        found.add(name)
+    return {name: files.sha256_of(path) for name, path in sorted(found.paths.items())}
+
+
+class _Place(NamedTuple):
+    """Where a module is.
+
+    Attributes:
+        file: its file; None for a package without one.
+        folders: of a package: where its modules are.
+    """
+
+    file: Path | None
+    folders: Sequence[str]
+
+
+class _Modules:
+    """The user's modules that names lead to.
+
+    Args:
+        search: folders in which modules are looked for, in this order.
+
+    Attributes:
+        paths: the files, by the modules' names.
+    """
+
+    def __init__(self, search: Sequence[str]) -> None:
+        self.paths: dict[str, Path] = {}
+        self._search = search
+        self._places: dict[str, _Place | None] = {}
+
+    def add(self, name: str) -> None:
+        """Add a module, the packages it is in, and what they import, if they are the user's."""
+        waiting = [name]
+        while waiting:
+            name = waiting.pop()
+            if name in self._places:
+                continue
+            package = name.rpartition(".")[0]
+            if package and package not in self._places:
+                waiting += [name, package]
+                continue
+            self._places[name] = place = self._found(name, package)
+            if place is not None and place.file is not None:
+                self.paths[name] = place.file
+                waiting += _imported(place.file, name if place.folders else package)
+
+    def _found(self, name: str, package: str) -> _Place | None:
+        """Return where a module is; None if that is nowhere, or in a library."""
+        above = self._places.get(package)
+        if package and above is None:
+            return None
+        folders = self._search if above is None else above.folders
+        try:
+            spec = PathFinder.find_spec(name, folders)
+        except KeyError:  # a package without a file in one that isn't imported
+            inner = [os.path.join(folder, name.rpartition(".")[2]) for folder in folders]
+            return _Place(None, [folder for folder in inner if os.path.isdir(folder)])
+        if spec is None and not package:  # what is installed to be edited may be found by a finder of its own
+            with suppress(ImportError, ValueError):
+                spec = importlib.util.find_spec(name)
+        if spec is None:
+            return None
+        inner = [*(spec.submodule_search_locations or ())]
+        if spec.origin is None:
+            return _Place(None, inner)
+        return _Place(Path(spec.origin), inner) if os.path.isfile(spec.origin) and is_users(spec.origin) else None
+
+
+def _imported(path: Path, package: str) -> Iterator[str]:
+    """Yield the full names of what a module may import, functions of other modules among them."""
+    try:
+        tree = ast.parse(path.read_bytes() if path.suffix == ".py" else b"")
+    except (SyntaxError, ValueError, OSError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute("." * node.level + (node.module or ""), package)
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names)) if base else ()
+        elif isinstance(node, ast.Call) and _called(node.func) in _IMPORTERS and node.args:
+            given = node.args[0]
+            if isinstance(given, ast.Constant):
+                yield from filter(None, [_absolute(str(given.value), package)])
+            else:
+                prefix = f"{package}." if package else ""
+                yield from (each.name for each in _beside(path.parent, prefix))
+
+
+def _called(function: ast.expr) -> str:
+    """Return the name that a function is called by."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _absolute(name: str, package: str) -> str:
+    """Return a module's full name; "" for one above all packages."""
+    with suppress(ImportError, ValueError):
+        return importlib.util.resolve_name(name, package or None)
+    return ""
+
+
+def _beside(folder: Path, prefix: str) -> Iterator[pkgutil.ModuleInfo]:
+    """Yield the modules in a folder, and in the packages in it."""
+    for each in pkgutil.iter_modules([str(folder)], prefix):
+        yield each
+        if each.ispkg:
+            yield from _beside(folder / each.name.rpartition(".")[2], f"{each.name}.")

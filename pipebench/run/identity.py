@@ -1,0 +1,36 @@
+"""A run's checkpoints, which say whose they are: what that is, is known once the run is prepared."""
+
+from pipebench.checkpoint.identity import RunIdentity
+from pipebench.checkpoint.store import Checkpoints
+from pipebench.recipe.code_identity import code_hashes
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.folder import RunFolder
+from pipebench.tracking import Inputs, source_version
+from pipebench.train.job import Job
+
+
+def checkpoints_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> Checkpoints:
+    """Return the checkpoints of a run.
+
+    Args:
+        folder: the run's.
+        loaded: its recipe, which says where the user's own code is.
+        job: the same with the run's seed, ready to run.
+    """
+    kept = folder.checkpoints
+    identity = RunIdentity(
+        run_id=folder.run_id,
+        seed=job.setup.seed,
+        dataset=_text(Inputs.of(loaded, job.setup.dataset)),
+        minibatch_size=job.recipe.train.minibatch_size,
+        code={"pipebench": source_version(), **code_hashes(loaded)},
+    )
+    return Checkpoints(kept.folder, kept.keep, identity)
+
+
+def _text(inputs: Inputs) -> str:
+    """Return what tells a data set from another, without a look at its bytes: that would take minutes."""
+    options = "".join(f", {name} {value}" for name, value in sorted(inputs.dataset_options.items()))
+    samples = ", ".join(f"{number:,} samples to {split}" for split, number in inputs.num_samples.items())
+    fields = ", ".join(f"{field.name} {field.dtype} {[*field.shape]}" for field in inputs.fields)
+    return f"{inputs.dataset}{options} ({samples}; {fields})"

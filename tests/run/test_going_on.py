@@ -1,0 +1,104 @@
+"""Runs that go on: from a copy of their folder, under another mode, after an edit of the code that they run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipebench.cli.main import cli
+from pipebench.run.folder import RunFolder
+
+RECIPE = """\
+name: small
+model: {target: "MODULE:net"}
+dataset: {name: mnist5k, image_size: 28}
+train:
+  minibatch_size: 500
+  optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
+  target: null
+  max_epochs: 1
+  checkpoint_every: {minibatches: 4}
+cluster: {name: cluster-a}
+parallelism: {mode: gpipe, plan: 1-1}
+engine: {kind: virtual, device: cpu}
+"""
+MODULE = """\
+from torch import nn
+import MODULE_parts
+
+def net():
+    return nn.Sequential(nn.Flatten(), MODULE_parts.shape(nn.Linear(784, 8)), nn.Linear(8, 10))
+"""
+PARTS = """\
+from torch import nn
+
+def shape(layer):
+    return nn.Sequential(layer, nn.Tanh())
+"""
+
+
+@pytest.fixture
+def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> RunFolder:
+    """A run of a model of its user's own, in a working directory of its own; modules stay imported, so names differ."""
+    name = f"own_{request.node.name}"
+    folder = tmp_path / "project"
+    (folder / "code").mkdir(parents=True)
+    (folder / "code" / "small.yaml").write_text(RECIPE.replace("MODULE", name))
+    (folder / "code" / f"{name}.py").write_text(MODULE.replace("MODULE", name))
+    (folder / "code" / f"{name}_parts.py").write_text(PARTS)
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(cli, ["run", "code/small.yaml"])
+    assert done.exit_code == 0, done.output
+    (path,) = (folder / "pipebench-runs").iterdir()
+    return RunFolder(path)
+
+
+def resume(folder: RunFolder, *words: str) -> Result:
+    return CliRunner().invoke(cli, ["run", "--resume", folder.run_id, "train.max_epochs=2", *words])
+
+
+def test_a_copy_of_a_project_goes_on_with_its_own_code(
+    run_of: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0 kept the folders of the code as absolute paths: a copy ran the original's."""
+    shutil.copytree(tmp_path / "project", tmp_path / "copy")
+    copy = RunFolder(tmp_path / "copy" / "pipebench-runs" / run_of.run_id)
+    monkeypatch.chdir(tmp_path / "copy")
+    folders = copy.recipe().folders
+    assert tmp_path / "copy" / "code" == folders[0]
+    assert not any(each.is_relative_to(tmp_path / "project") for each in folders)
+    monkeypatch.chdir(tmp_path / "project")
+    assert run_of.recipe().folders[0] == tmp_path / "project" / "code"
+
+
+def test_code_outside_the_working_directory_is_found_where_it_was(
+    run_of: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    answer = CliRunner().invoke(cli, ["run", "../project/code/small.yaml"])
+    assert answer.exit_code == 0, answer.output
+    (path,) = (tmp_path / "other" / "pipebench-runs").iterdir()
+    assert RunFolder(path).read().code_folders[0] == str(tmp_path / "project" / "code")
+
+
+def test_microbatches_that_nobody_gave_keep_no_run_from_another_mode(run_of: RunFolder) -> None:
+    """0.1.0 kept what it had filled in, and refused it in a mode that cuts no minibatch."""
+    assert "microbatches:" not in run_of.recipe_path.read_text()
+    assert run_of.recipe().recipe.parallelism.microbatches == 2
+    answer = resume(run_of, "parallelism.mode=dp", "parallelism.plan=2")
+    assert answer.exit_code == 0, answer.output
+    assert answer.stderr == ""
+
+
+def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tmp_path: Path) -> None:
+    """The shapes are the same; 0.1.0 said nothing."""
+    (helper,) = (tmp_path / "project" / "code").glob("*_parts.py")
+    helper.write_text(PARTS.replace("Tanh", "ReLU"))
+    answer = resume(run_of)
+    assert answer.exit_code == 0, answer.output
+    said = f"pipebench: code has changed since the checkpoint of step 8 was written: {helper.stem}"
+    assert answer.stderr.splitlines() == [said]
+    again = CliRunner().invoke(cli, ["run", "--resume", run_of.run_id, "train.max_epochs=3"])
+    assert (again.exit_code, again.stderr) == (0, "")
