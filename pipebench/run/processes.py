@@ -18,6 +18,7 @@ from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.launch import INTERRUPTED, run_workers
+from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.pulse import Pulse, store_text
@@ -92,7 +93,7 @@ def run_in_processes(request: RunRequest, job: Job) -> Ran:
         folder.result()  # what can't be read now couldn't be read at the end
         folder.update(verbose=suite.verbose)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
-    command = [sys.executable, "-m", "pipebench", "run", *resume, *request.words]
+    command = [*python_module("pipebench"), "run", *resume, *request.words]
     code = run_workers(
         command,
         job.setup.pipeline.num_workers,
