@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # torch lists them nowhere
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed import nccl
 from pipebench.distributed.launch_join import Place, connect, meet, peers, read_place
@@ -237,7 +237,7 @@ def join(
     with peers():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if direct else "gloo",
-            store=PrefixStore("groups", world.store),
+            store=_group_store(world),
             rank=place.rank,
             world_size=place.size,
             timeout=timedelta(seconds=operation_limit_s),
@@ -247,6 +247,19 @@ def join(
             world.secret = shared_secret(store, place.rank)
             check_members(world.secret, "all")
     return world
+
+
+def _group_store(world: World) -> Store:
+    """Return the store by which torch makes groups.
+
+    NCCL's threads ask it for as long as they live. One of ours is Python's, which they may outlive or wait for, so they
+    get torch's file store, on a file in memory that only this user's processes can open, and that ends with rank 0.
+    """
+    if not world.direct or world.place.connection is None:
+        return PrefixStore("groups", world.store)
+    if world.rank == 0:
+        world.store.set("group-file", f"/proc/{os.getpid()}/fd/{os.memfd_create('pipebench-groups')}")
+    return FileStore(world.store.get("group-file").decode(), -1)
 
 
 def current() -> World | None:
