@@ -16,6 +16,7 @@ from pipebench.run.folder import RunFolder
 from pipebench.tracking import Tracking
 from pipebench.tracking.record import Status
 
+_closing: list["subprocess.Popen[bytes]"] = []  # Python warns of one that is forgotten before it has ended
 _LOG = logging.getLogger("pipebench.run")
 
 
@@ -32,10 +33,11 @@ def close_record(folder: RunFolder, code: int) -> None:
             _close(folder.record_path, suite, "FAILED")
             return
         # Of a session of its own, it hears neither the terminal's Ctrl-C nor its end.
-        subprocess.Popen(
+        process = subprocess.Popen(
             [*python_module("pipebench.run.closing"), str(folder.record_path), suite],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        _closing.append(process)
     except Exception as error:  # whatever the disk can think of: the launcher's report stands
         _LOG.debug("the record of %s could not be closed: %s", folder.run_id, error)
 
