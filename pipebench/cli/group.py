@@ -1,5 +1,6 @@
 """The group of commands: how an error ends in sentences and an exit code, whatever command it comes from."""
 
+import gc
 import io
 import os
 import select
@@ -42,6 +43,7 @@ class Commands(click.Group):
         """Run the command line and exit with its code, or return that where the caller goes on."""
         code = self._exit_code(*args, **extra)
         if standalone_mode:
+            gc.freeze()  # else Python looks for garbage among all that torch has made: seconds on a busy machine
             sys.exit(code)
         return code
 

@@ -6,7 +6,6 @@ The parent process holds no model and takes no part in training; it can always b
 import contextlib
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,13 +23,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 from pipebench.distributed import launch_child
 from pipebench.distributed.control import STOP_KEY
 from pipebench.distributed.cores import usable_cores
-from pipebench.distributed.launch_failure import ERROR_FILE, Failure, read, report, root_cause, sentence
-from pipebench.distributed.launch_join import ATTEMPT, RUN, prefix, serve
+from pipebench.distributed.launch_failure import FAILURE, Failure, read, report, root_cause, sentence
+from pipebench.distributed.launch_join import ATTEMPT, RUN, STORE, prefix
+from pipebench.distributed.private_store import PrivateStore, StoreServer
 from pipebench.engine.stopping import STOPPING
 from pipebench.errors import printable_lines
 from pipebench.model.heap import HEAP
 
-LOOPBACK = "127.0.0.1"
 # What Slurm and docker, too, leave between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 INTERRUPTED = 130
@@ -50,21 +49,18 @@ class Attempt:
             num_workers: on this host, which is all of them.
             number: 0, then 1 for the first restart, ...
             settings: environment variables of the workers, beside those that tell each its place.
-
-        Raises:
-            UserError: the store can't be served.
         """
-        self.store = serve(LOOPBACK)
+        server = StoreServer()
+        self.store = PrivateStore(server.connect())
         self._keys = PrefixStore(prefix(number), self.store)
-        self._folder = Path(tempfile.mkdtemp(prefix="pipebench-"))
+        # Without names: whatever ends this process, nothing of them is left.
+        self._failures = [tempfile.TemporaryFile() for _ in range(num_workers)]  # noqa: SIM115 # close() does
         self._sent: list[set[int]] = [set() for _ in range(num_workers)]  # signals, by rank
         self._first_dead_s: float | None = None
         everyone = {
             **os.environ,
             **settings,
             ATTEMPT: str(number),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self.store.port),
             "WORLD_SIZE": str(num_workers),
             "LOCAL_WORLD_SIZE": str(num_workers),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun says it: the store is here
@@ -72,9 +68,12 @@ class Attempt:
         words = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid()), *command]
         self._processes = []
         for rank in range(num_workers):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(self._error_file(rank))}
-            # Every worker leads a process group, which its loader's processes are in.
-            self._processes.append(subprocess.Popen(words, env=everyone | own, start_new_session=True))
+            with server.connect() as connection:
+                given = (connection.fileno(), self._failures[rank].fileno())
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE: str(given[0]), FAILURE: str(given[1])}
+                # Every worker leads a process group, which its loader's processes are in.
+                process = subprocess.Popen(words, env=everyone | own, start_new_session=True, pass_fds=given)
+            self._processes.append(process)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the workers up to `timeout_s` seconds and say whether all have ended; keeps watch meanwhile."""
@@ -104,14 +103,16 @@ class Attempt:
         found = []
         for rank, process in enumerate(self._processes):
             if process.returncode:
-                failure = read(rank, process.returncode, self._error_file(rank))
+                failure = read(rank, process.returncode, self._failures[rank])
                 closed = failure.kind == "killed" and -process.returncode in self._sent[rank]
                 found.append(replace(failure, kind="closed") if closed else failure)
         return found
 
     def close(self) -> None:
-        """Remove what the attempt wrote; its store ends with the object."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove what the attempt wrote, and leave its store, which ends with the last worker's connection."""
+        self.store.close()
+        for file in self._failures:
+            file.close()
 
     def _watch(self) -> None:
         """Ask the others to end once one has failed, and end what is left some time after that."""
@@ -129,9 +130,6 @@ class Attempt:
                 sent.add(number)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
-
-    def _error_file(self, rank: int) -> Path:
-        return self._folder / f"error-{rank}.json"
 
 
 def run_workers(

@@ -4,6 +4,7 @@ When one worker dies the others fail too, a moment later, with errors about lost
 reported.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -12,13 +13,15 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from pipebench import files
 from pipebench.distributed.launch_join import HostLostError, lost
 from pipebench.errors import UserError, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+FAILURE = "PIPEBENCH_FAILURE"  # file descriptor of the launcher's file for a worker's failure
 # In the order in which they are believed to be the cause.
 KINDS = ("user", "killed", "stalled", "silent", "failed", "ended", "lost", "interrupted", "closed")
 
@@ -66,31 +69,36 @@ def of_exception(error: BaseException, rank: int) -> Failure:
 
 
 def record(failure: Failure) -> None:
-    """Write a worker's failure where its launcher looks for it, in the format of torchrun's; once per process.
+    """Write a worker's failure where its launcher looks for it: ours, or torchrun in a format of its own; once.
 
     The first record counts: what fails afterwards fails because of it.
     """
-    name = os.environ.get(ERROR_FILE)
+    given, name = os.environ.get(FAILURE), os.environ.get(_ERROR_FILE)
+    if given is not None:
+        if os.fstat(int(given)).st_size == 0:
+            os.pwrite(int(given), json.dumps(asdict(failure)).encode(), 0)
+        return
     if not name or Path(name).exists():
         return
     # torchrun's table takes the earliest for the cause, and for a killed worker the second in which it noticed.
     recorded_s = int(time.time()) + (2 if failure.kind == "lost" else 0)
     extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(recorded_s)}
-    data = {"message": {"message": failure.message, "extraInfo": extra}, "pipebench": asdict(failure)}
+    data = {"message": {"message": failure.message, "extraInfo": extra}}
     # Whole, because the launcher may end this process at any moment and then reads the file.
     files.replace(Path(name), json.dumps(data).encode())
 
 
-def read(rank: int, exit_code: int, recorded: Path) -> Failure:
+def read(rank: int, exit_code: int, recorded: IO[bytes]) -> Failure:
     """Return a worker's failure from its exit code and what it recorded.
 
     Args:
         rank: the worker's.
         exit_code: negative for a signal.
-        recorded: its error file, which needn't exist.
+        recorded: the file that it had for its failure; empty, or cut short, where it was ended before.
     """
-    if recorded.exists():
-        return Failure(**json.loads(recorded.read_bytes())["pipebench"])
+    recorded.seek(0)
+    with contextlib.suppress(ValueError):
+        return Failure(**json.loads(recorded.read()))
     if exit_code < 0:
         return Failure(rank, "killed", f"ended by {signal_name(-exit_code)}")
     return Failure(rank, "ended", f"ended with exit code {exit_code} and said nothing")

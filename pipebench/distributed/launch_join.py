@@ -20,9 +20,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
 
+from pipebench.distributed.private_store import PrivateStore
 from pipebench.errors import PipebenchError, UserError
 
 ATTEMPT, RUN = "PIPEBENCH_ATTEMPT", "PIPEBENCH_RUN"
+STORE = "PIPEBENCH_STORE"  # file descriptor of a connection to the launcher's store
 _POLL_S = 0.02
 # By which the others wait longer than rank 0, for its sentence to arrive.
 _SLACK_S = 5.0
@@ -94,10 +96,11 @@ class Place:
         size: number of workers over all hosts.
         local_rank: 0 to local_size - 1, on this host.
         local_size: number of workers on this host.
-        address: host that serves the store.
-        port: port that it serves it on.
+        address: host that serves the store; "" for the launcher's, which has no address.
+        port: port that it serves it on; 0 for the launcher's.
         agent_store: a launcher serves the store; otherwise rank 0 has to.
         attempt: of `pipebench run`'s own launcher: 0, 1 after the first restart, ...; None under another launcher.
+        connection: file descriptor of a connection to that launcher's store; None under another launcher.
     """
 
     rank: int
@@ -108,6 +111,12 @@ class Place:
     port: int
     agent_store: bool
     attempt: int | None
+    connection: int | None = None
+
+    @property
+    def store_text(self) -> str:
+        """Where the store is, as the end of a sentence."""
+        return f"{self.address}:{self.port}" if self.connection is None else "the launcher's store"
 
     @property
     def one_host(self) -> bool:
@@ -133,8 +142,10 @@ def read_place(environ: Mapping[str, str]) -> Place:
     most = 2**16 - 1
     size = number("WORLD_SIZE", 1, most)
     rank = number("RANK", 0, size - 1)
-    address = environ.get("MASTER_ADDR", "")
-    if not address:
+    attempt = number(ATTEMPT, 0, most) if ATTEMPT in environ else None
+    connection = number(STORE, 0, most) if STORE in environ else None
+    address = environ.get("MASTER_ADDR", "") if connection is None else ""
+    if connection is None and not address:
         raise UserError("environment: MASTER_ADDR: it isn't set; torchrun sets it for every worker")
     return Place(
         rank=rank,
@@ -143,9 +154,10 @@ def read_place(environ: Mapping[str, str]) -> Place:
         local_rank=number("LOCAL_RANK", 0, most, 0),
         local_size=number("LOCAL_WORLD_SIZE", 1, size, 1),
         address=address,
-        port=number("MASTER_PORT", 1, most),
+        port=number("MASTER_PORT", 1, most) if connection is None else 0,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=number(ATTEMPT, 0, most) if ATTEMPT in environ else None,
+        attempt=attempt,
+        connection=connection,
     )
 
 
@@ -184,12 +196,19 @@ def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool 
     )
 
 
-def connect(place: Place, limit_s: float) -> TCPStore:
+def connect(place: Place, limit_s: float) -> Store:
     """Return a connection to the job's store, serving it where no launcher does and this is rank 0.
+
+    The launcher's own has no address, torch's has; see `private_store.py`.
 
     Raises:
         UserError: nothing answers at the address within `limit_s` seconds, or the port is in use.
     """
+    if place.connection is not None:
+        os.set_inheritable(place.connection, False)
+        store = PrivateStore(socket.socket(fileno=place.connection))
+        store.set_timeout(timedelta(seconds=limit_s))
+        return store
     if place.rank == 0 and not place.agent_store:
         return serve(place.address, place.port, limit_s, one_host=place.one_host)
     until = time.monotonic() + limit_s
@@ -260,7 +279,7 @@ def _gather(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str,
 def _incomplete(place: Place, missing: set[int], limit_s: float) -> str:
     ranks = ", ".join(str(rank) for rank in sorted(missing)[:8]) + (", ..." if len(missing) > 8 else "")
     return (
-        f"{place.size - len(missing)} of {place.size} workers joined at {place.address}:{place.port} within "
+        f"{place.size - len(missing)} of {place.size} workers joined at {place.store_text} within "
         f"{limit_s:g} s (engine.join_limit_s); missing: rank{'s' if len(missing) > 1 else ''} {ranks}"
     )
 
@@ -284,4 +303,4 @@ def _wait(room: Store, keys: list[str], until: float, place: Place) -> bytes:
             if room.check([key]):
                 return bytes(room.get(key))
         time.sleep(_POLL_S)
-    raise PeerLostError(f"rank {place.rank}: rank 0 doesn't answer at {place.address}:{place.port}")
+    raise PeerLostError(f"rank {place.rank}: rank 0 doesn't answer at {place.store_text}")

@@ -97,7 +97,7 @@ class Layout:
 
     Attributes:
         structure: what holds the leaves.
-        leaves: one per leaf: a tensor's, or whatever else it is (a number, text or None), which is part of the layout.
+        leaves: one per leaf: a tensor's, or whatever else it is (a number, text, a device), part of the layout.
         num_bytes: of all tensors together, with the gaps that align them.
         payload_bytes: of all tensors together.
     """
@@ -115,7 +115,7 @@ class Layout:
     def to_text(self) -> bytes:
         """Return the layout in words, padded so that what follows it is aligned."""
         leaves = [
-            [str(leaf.dtype), list(leaf.shape), leaf.requires_grad] if isinstance(leaf, Leaf) else {"is": leaf}
+            [str(leaf.dtype), list(leaf.shape), leaf.requires_grad] if isinstance(leaf, Leaf) else _in_words(leaf)
             for leaf in self.leaves
         ]
         text = json.dumps([to_words(self.structure), leaves]).encode()
@@ -132,7 +132,7 @@ class Layout:
         leaves: list[Any] = []
         for leaf in given:
             if isinstance(leaf, dict):
-                leaves.append(leaf["is"])
+                leaves.append(_from_words(**leaf))
             else:
                 leaves.append((_DTYPES[leaf[0]], torch.Size(leaf[1]), leaf[2]))
         return _laid_out(from_words(structure), leaves)
@@ -214,6 +214,22 @@ def form_of(values: Any) -> tuple[Form, list[torch.Tensor]]:
 def aligned(num_bytes: int) -> int:
     """Round up to a place where a tensor may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _in_words(leaf: Any) -> dict[str, Any]:
+    """Return what isn't a tensor as JSON."""
+    if isinstance(leaf, torch.dtype):
+        return {"dtype": str(leaf)}
+    return {"device": leaf.type} if isinstance(leaf, torch.device) else {"value": leaf}
+
+
+def _from_words(value: Any = None, dtype: str = "", device: str = "") -> Any:
+    """Return what `_in_words` was given; the sender's GPU is the receiver's own here, where its tensors are."""
+    if dtype:
+        return _DTYPES[dtype]
+    if device:
+        return torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    return value
 
 
 def _laid_out(structure: Structure, shaped: Sequence[Any]) -> Layout:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed import nccl
 from pipebench.distributed.launch_join import Place, connect, meet, peers, read_place
+from pipebench.distributed.members import check_members, shared_secret
 from pipebench.errors import UserError
 
 # Of this process; torch, too, has one default group per process.
@@ -41,6 +42,7 @@ class World:
         remark: what a user should know of how the workers reach each other; "" for nothing.
         shares_memory: workers of one host may hand values over in memory that they share, where the system lets them;
             otherwise by sockets, as between hosts.
+        secret: known to all workers and nobody else, where the store is private; None: nobody can be told from others.
     """
 
     place: Place
@@ -48,10 +50,12 @@ class World:
     direct: bool
     store: Store
     operation_limit_s: float
-    # Holds the server on rank 0 where no launcher serves the store.
-    connection: TCPStore
+    # Holds the server on rank 0 where no launcher serves the store; and what Python knows of one of ours.
+    connection: Store
     remark: str = ""
     shares_memory: bool = True
+    secret: bytes | None = None
+    _num_groups: int = 0
     _closed: bool = False
 
     @property
@@ -155,7 +159,11 @@ class World:
         options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
         members = None if ranks is None else list(ranks)
         with peers():
-            return dist.new_group(members, timeout=limit, backend=backend, pg_options=options)
+            group = dist.new_group(members, timeout=limit, backend=backend, pg_options=options)
+            self._num_groups += 1
+            if backend == "gloo" and self.secret is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+                check_members(self.secret, f"group {self._num_groups}", group)
+            return group
 
     def mark_started(self) -> None:
         """Tell the launcher that training has begun here; not collective.
@@ -229,13 +237,29 @@ def join(
     with peers():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if direct else "gloo",
-            store=PrefixStore("groups", world.store),
+            store=_group_store(world),
             rank=place.rank,
             world_size=place.size,
             timeout=timedelta(seconds=operation_limit_s),
             device_id=chosen if direct else None,
         )
+        if place.connection is not None:
+            world.secret = shared_secret(store, place.rank)
+            check_members(world.secret, "all")
     return world
+
+
+def _group_store(world: World) -> Store:
+    """Return the store by which torch makes groups.
+
+    NCCL's threads ask it for as long as they live. One of ours is Python's, which they may outlive or wait for, so they
+    get torch's file store, on a file in memory that only this user's processes can open, and that ends with rank 0.
+    """
+    if not world.direct or world.place.connection is None:
+        return PrefixStore("groups", world.store)
+    if world.rank == 0:
+        world.store.set("group-file", f"/proc/{os.getpid()}/fd/{os.memfd_create('pipebench-groups')}")
+    return FileStore(world.store.get("group-file").decode(), -1)
 
 
 def current() -> World | None:

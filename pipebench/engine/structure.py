@@ -26,7 +26,9 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _IS_SEQUENCE, _IS_MAPPING = frozenset(_SEQUENCES.values()), frozenset(_MAPPINGS.values())
 # Numbers, text and None, exactly: an enumeration's member or NumPy's float64 would arrive as something else.
 _IS_PLAIN = frozenset((type(None), bool, int, float, str))
-_CAN = "tensors, numbers, text and None can, in tuples, lists, dictionaries and named tuples"
+# What is asked of a tensor to make another one like it: `torch.arange(n, device=x.device)`.
+_OF_A_TENSOR = frozenset((torch.device, torch.dtype))
+_CAN = "tensors, their devices and types, numbers, text and None can, in tuples, lists, dictionaries and named tuples"
 
 
 class CrossingError(UserError, TypeError):
@@ -51,7 +53,7 @@ Structure = Union[Node, None]  # noqa: UP007 # None is a leaf; a name in quotes 
 
 
 def flatten(values: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of some values (tensors, numbers, text, None) in order, and the structure around them.
+    """Return the leaves of some values (tensors, devices, types, numbers, text, None) in order, and what holds them.
 
     Raises:
         CrossingError: something else is among them.
@@ -77,7 +79,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
     elif kind in _IS_SEQUENCE or issubclass(kind, tuple):
         _name_of(kind)
         return Node(kind, (), tuple([_flatten(item, leaves) for item in value]))
-    elif kind not in _IS_PLAIN:
+    elif kind not in _IS_PLAIN and kind not in _OF_A_TENSOR:
         raise CrossingError(f"a {kind.__name__} crosses from stage to stage; {_CAN}")
     leaves.append(value)
     return None

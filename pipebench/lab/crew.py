@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from pipebench.distributed.launch import worker_settings
+from pipebench.distributed.launch_command import python_module
 from pipebench.lab import wires
 from pipebench.lab.hosts import Lab, environment
 
@@ -30,10 +30,10 @@ def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[
     # A host with a name of its own can't tell whether the endpoint is its address: no name server knows it.
     is_first = f"is_host={int(index == 0)}"
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *python_module("torch.distributed.run"),
         *("--nnodes", str(num_hosts), "--nproc-per-node", str(workers_per_host)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{_PORT}", "--rdzv-id", "lab", "--rdzv-conf", is_first),
-        *("--local-addr", wires.address(index), "-m", *words),
+        *("--local-addr", wires.address(index), "--no-python", *python_module(words[0]), *words[1:]),
     ]
 
 

@@ -85,6 +85,8 @@ def _module(name: str, folders: Sequence[Path]) -> ModuleType:
         taken = getattr(sys.modules[top], "__file__", None) or "a part of Python"
         raise ImportError(f"{found.origin} has the name of another module in use, {taken}: rename one of them")
     before = [] if found is None or found.origin is None else [_folder_of(found)]
+    if before:  # while these come first, a file in them that is called torch.py would be taken for torch
+        import torch  # noqa: F401  # and all that it imports
     try:
         with _first_on_path(before):
             return importlib.import_module(name)

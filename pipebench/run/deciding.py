@@ -5,7 +5,7 @@ they were made. It is written last and removed first, so that it is never there 
 
 A process that has computed on a GPU keeps memory there until it ends, some hundreds of megabytes of CUDA's own. What
 starts a run's workers lives as long as they do and needs no GPU: so it has the profile measured by another process,
-`python -m pipebench.run.deciding PARENT DESCRIPTOR`, which ends.
+`pipebench.run.deciding PARENT DESCRIPTOR`, which ends.
 """
 
 import json
@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from pipebench import errors
 from pipebench.cluster import Cluster
 from pipebench.distributed.launch_child import end_with
+from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_failure import signal_name
 from pipebench.errors import ProfileError, RecipeError, UserError, WorkersFailedError
 from pipebench.files import replace as replace_file
@@ -174,7 +175,7 @@ def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[int, 
     reads, writes = os.pipe()
     with open(reads, encoding="utf-8") as answers:
         try:
-            command = [sys.executable, "-m", "pipebench.run.deciding", str(os.getpid()), str(writes)]
+            command = [*python_module("pipebench.run.deciding"), str(os.getpid()), str(writes)]
             # Of a process group of its own, it doesn't hear the terminal's Ctrl-C: this process does, and ends it.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(writes,), process_group=0)
         finally:
@@ -191,7 +192,7 @@ def _ask(process: "subprocess.Popen[bytes]", recipe: Recipe, cluster: Cluster) -
     assert process.stdin is not None
     try:
         with process.stdin as questions:
-            pickle.dump((recipe, cluster, sys.path), questions)  # the recipe may name code that is found there
+            pickle.dump((recipe, cluster), questions)
     except BrokenPipeError:  # it has ended already: its exit code says more
         pass
 
@@ -222,7 +223,7 @@ def main(words: Sequence[str]) -> None:
         def say(*answer: Any) -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
-        recipe, cluster, sys.path[:] = pickle.load(sys.stdin.buffer)  # our parent's own words
+        recipe, cluster = pickle.load(sys.stdin.buffer)  # our parent's own words
         try:
             decision = decision_of(prepare(recipe, cluster, lambda *done: say("progress", *done), trains=False))
         except UserError as error:

@@ -5,7 +5,6 @@ command and find themselves to be workers. Under torchrun every process is a wor
 is to be done once. What all must agree on (plan, profile) is written into the run's folder.
 """
 
-import logging
 import os
 import sys
 import time
@@ -18,7 +17,8 @@ from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.host import clock_of, host_costs, in_turns
-from pipebench.distributed.launch import INTERRUPTED, run_workers
+from pipebench.distributed.launch import run_workers
+from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
 from pipebench.distributed.pulse import Pulse, store_text
@@ -34,6 +34,7 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.schema import Recipe
+from pipebench.run.closing import close_record
 from pipebench.run.deciding import decision_of, keep_decision, kept_decision, prepare_job, read_decision
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of
@@ -55,7 +56,6 @@ from pipebench.train.result import INTERRUPTED as STOPPED
 from pipebench.train.result import RunResult
 from pipebench.train.searching import loop_for
 
-_LOG = logging.getLogger("pipebench.run")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
@@ -104,7 +104,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
         folder.result()  # what can't be read now couldn't be read at the end
         folder.update(verbose=suite.verbose)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
-    command = [sys.executable, "-m", "pipebench", "run", *resume, *request.words]
+    command = [*python_module("pipebench"), "run", *resume, *request.words]
     code = run_workers(
         command,
         job.setup.pipeline.num_workers,
@@ -117,8 +117,8 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder) -> Ran:
         if code == 0:
             print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
         elif code != _USER_ERROR:  # else nothing has run: the record of what ran before stands
-            _close_record(folder, code)
             folder.say_how_to_go_on(suite.changes)
+            close_record(folder, code)
         raise WorkersFailedError(code or 3)
     if result.outcome == STOPPED:
         folder.say_how_to_go_on(suite.changes)
@@ -226,16 +226,6 @@ def _train(
 def _closed(world: World) -> str:
     """Return what is told where the store ends the connection; on one host its launcher has been killed."""
     return f"{store_text(world.place)} has closed the connection: torchrun, or rank 0, has ended there"
-
-
-def _close_record(folder: RunFolder, code: int) -> None:
-    """Send what rank 0 may have died over, and how the run ended; where MLflow fails, the run's folder has it."""
-    try:
-        log = Tracking(folder.read().suite).take_up(folder.record_path)
-        if log is not None:
-            log.finish(status="KILLED" if code == INTERRUPTED else "FAILED")
-    except Exception as error:  # whatever the disk can think of: the launcher's report stands
-        _LOG.debug("the record of %s could not be closed: %s", folder.run_id, error)
 
 
 def _folder(world: World, request: RunRequest) -> RunFolder:

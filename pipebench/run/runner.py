@@ -15,6 +15,7 @@ from pathlib import Path
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import prepare_job
+from pipebench.run.left import telling_what_is_left
 from pipebench.run.one_process import EngineRuns, SimulatedRuns, VirtualRuns
 from pipebench.run.processes import DistributedRuns
 from pipebench.run.request import RunRequest, with_seed
@@ -74,11 +75,12 @@ def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence
     results: list[RunResult] = []
     ids: _Ids = {}  # MLflow's, by name and seed; without one, of a group of seeds
     try:
-        for each, decision in zip(loaded, decisions, strict=True):
-            request = RunRequest(each, each.run_name, suite, parent, decision)
-            results += _run_with_seeds(request, seeds, tracking, begin, ids)
-            if results[-1].outcome == INTERRUPTED:
-                break
+        with telling_what_is_left(loaded, suite, seeds, ids):
+            for each, decision in zip(loaded, decisions, strict=True):
+                request = RunRequest(each, each.run_name, suite, parent, decision)
+                results += _run_with_seeds(request, seeds, tracking, begin, ids)
+                if results[-1].outcome == INTERRUPTED:
+                    break
     finally:
         if parent is not None:
             _tell_speed_ups(parent, results, ids)

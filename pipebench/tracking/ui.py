@@ -44,7 +44,7 @@ def open_ui(port: int | None = None) -> int:
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             _command(uri, chosen),
-            env=quiet_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            env=_environment(),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its own group, so that all of it can be ended
@@ -123,9 +123,16 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def _environment() -> dict[str, str]:
+    """Return the server's environment; neither it nor what it starts imports from the working directory."""
+    return quiet_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONSAFEPATH": "1"}
+
+
 def _command(uri: str, port: int) -> list[str]:
     store = ["--backend-store-uri", uri, "--host", HOST, "--port", str(port)]
-    return [sys.executable, "-m", "mlflow", "server", *store, "--workers", "1", "--uvicorn-opts", "--log-level=warning"]
+    # uvicorn looks for modules in a folder of its own first, which is the working directory where it is given none.
+    options = f"--log-level=warning --app-dir={os.devnull}"
+    return [sys.executable, "-m", "mlflow", "server", *store, "--workers", "1", "--uvicorn-opts", options]
 
 
 def _answers(server: "subprocess.Popen[bytes]", port: int) -> bool:

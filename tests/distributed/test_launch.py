@@ -1,11 +1,13 @@
 """Starting workers, finding out why they ended, restarting and stopping them."""
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,18 +65,25 @@ def test_exceptions_are_recorded_by_kind(
         failure = of_exception(raised, 3)
     assert (failure.rank, failure.kind, failure.message, failure.exit_code) == (3, kind, message, exit_code)
     assert ("Traceback" in failure.traceback) == (kind == "failed")
+    with tempfile.TemporaryFile() as ours:
+        monkeypatch.setenv("PIPEBENCH_FAILURE", str(ours.fileno()))
+        record(failure)
+        record(Failure(3, "lost", "a consequence"))
+        assert read(3, exit_code, ours) == failure
+        ours.truncate(9)
+        assert read(3, -9, ours) == Failure(3, "killed", "ended by SIGKILL")
+    monkeypatch.delenv("PIPEBENCH_FAILURE")
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     record(failure)
     record(Failure(3, "lost", "a consequence"))
     theirs = ProcessFailure(local_rank=3, pid=1, exitcode=exit_code, error_file=str(file))
     assert theirs.error_file_data["message"]["message"] == message
-    assert read(3, exit_code, file) == failure
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_exit_codes_speak_for_workers_that_recorded_nothing() -> None:
-    nothing = Path("there-is-no-such-file")
+    nothing = io.BytesIO()
     assert read(1, -signal.SIGSEGV, nothing) == Failure(1, "killed", "ended by SIGSEGV")
     assert read(1, -150, nothing) == Failure(1, "killed", "ended by signal 150")
     assert read(1, 7, nothing) == Failure(1, "ended", "ended with exit code 7 and said nothing")
@@ -262,16 +271,29 @@ def run(
 def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     text = (
-        "names = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'PIPEBENCH_RUN']\n"
+        "names = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'PIPEBENCH_RUN']\n"
         "told = [os.environ[name] for name in names] + sys.argv[1:] + [str(signal.getsignal(2))]\n"
         "(folder / f'told-{rank}').write_text(' '.join(told))\n"
     )
     command = [*script(tmp_path, text), "a=${local_rank}", "b=$$", "--"]
     assert run(command, tmp_path, num_workers=3) == (0, "")
     for rank in range(3):
-        expected = f"{rank} 3 {rank} 3 127.0.0.1 {tmp_path} a=${{local_rank}} b=$$ -- {signal.Handlers.SIG_IGN}"
+        expected = f"{rank} 3 {rank} 3 {tmp_path} a=${{local_rank}} b=$$ -- {signal.Handlers.SIG_IGN}"
         assert (tmp_path / f"told-{rank}").read_text() == expected
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_nobody_can_connect_to_what_the_workers_share(tmp_path: Path) -> None:
+    """Torch's store has a port, on which it tells every user of the host all that workers tell each other."""
+    before = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    attempt = launch.Attempt(script(tmp_path, ""), 2, 0, {})
+    try:
+        listens = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+        assert listens == before
+        assert attempt.wait(PATIENCE_S)
+        assert not attempt.failures()
+    finally:
+        attempt.close()
 
 
 def test_killed_workers_restart_all_up_to_the_limit(
@@ -372,7 +394,8 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
         "from pathlib import Path\nfrom pipebench.distributed.launch import run_workers\n"
         f"run_workers({command!r}, 2, Path({str(tmp_path)!r}), max_restarts=0)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
     up = [tmp_path / "up-0-0", tmp_path / "up-0-1"]
     with subprocess.Popen([sys.executable, "-c", text], env=environment) as parent, when(up, parent.kill):
         parent.wait()
@@ -381,6 +404,7 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
         assert time.monotonic() < until
         time.sleep(0.02)
     assert parent.returncode == -signal.SIGKILL
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 # The whole life of a job: killed while training, restarted, hears of Ctrl-C, stops.

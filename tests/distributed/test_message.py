@@ -76,7 +76,14 @@ def test_plain_values_keep_their_type(value: Any) -> None:
     assert str(found) == str(value)
 
 
-@pytest.mark.parametrize("value", [torch.float32, slice(1, 2), object()], ids=["dtype", "slice", "object"])
+def test_types_and_devices_arrive_and_the_senders_gpu_is_the_receivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 2)
+    form, _ = form_of((torch.bfloat16, torch.device("cpu"), torch.device("cuda", 5)))
+    arrived = Layout.from_text(form.layout().to_text()).values([])
+    assert arrived == (torch.bfloat16, torch.device("cpu"), torch.device("cuda", 2))
+
+
+@pytest.mark.parametrize("value", [slice(1, 2), object()], ids=["slice", "object"])
 def test_other_values_are_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=f"a {type(value).__name__} crosses from stage to stage"):
         form_of((torch.zeros(1), value))

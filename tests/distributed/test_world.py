@@ -86,8 +86,8 @@ def test_places_are_read_from_the_environment() -> None:
     assert bare == Place(3, 4, 0, 1, "node-1", 29500, agent_store=False, attempt=None)
     assert not bare.one_host
     torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ours = read_place({**ENVIRONMENT, **torchrun, "PIPEBENCH_ATTEMPT": "2"})
-    assert ours == Place(3, 4, 1, 4, "node-1", 29500, agent_store=True, attempt=2)
+    ours = read_place({**ENVIRONMENT, **torchrun, "PIPEBENCH_ATTEMPT": "2", "PIPEBENCH_STORE": "7"})
+    assert ours == Place(3, 4, 1, 4, "", 0, agent_store=True, attempt=2, connection=7)
     assert ours.one_host
 
 

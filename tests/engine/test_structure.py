@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from pipebench.engine.structure import CrossingError, Structure, flatten, from_words, to_words, unflatten
 from pipebench.errors import UserError
 from tests.models import Halves, Structures
-from tests.support import make_engine, make_setup
+from tests.support import make_engine, make_setup, parameters_of
 
 OF_TORCH: dict[str, Any] = {
     name: kind for name, kind in vars(torch.return_types).items() if hasattr(kind, "n_sequence_fields")
@@ -142,13 +142,14 @@ def local() -> Any:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (Result(torch.ones(1)), "a Result crosses from stage to stage; tensors, numbers, text and None can"),
+        (Result(torch.ones(1)), "a Result crosses from stage to stage; tensors, their devices and types, numbers"),
         (Plain((1,)), "a Plain crosses"),
         (Number.ONE, "a Number crosses"),
         ({1}, "a set crosses"),
         (b"bytes", "a bytes crosses"),
         (1j, "a complex crosses"),
         (deque([1]), "a deque crosses"),
+        (slice(1), "a slice crosses"),
         (defaultdict(list), "a defaultdict crosses"),
         (local(), "a Local crosses from stage to stage, a named tuple that other processes can't find as tests.engine"),
         (local(), "define it at the top of a module, under its own name"),
@@ -237,3 +238,32 @@ def test_a_model_of_named_tuples_trains_cut_anywhere(start: int) -> None:
     engine = make_engine(make_setup(Structures(), ([start], [1, 1])))
     engine.train(0, 3)
     assert engine.replicas[1].weights.newest.number == 3
+
+
+class Alike(nn.Module):
+    """Asks a tensor for its device and type, and makes others like it in layers that may be in another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        device, dtype = x.device, x.dtype
+        hidden = torch.tanh(self.first(x))
+        hidden = hidden + torch.arange(4, device=device).to(dtype)
+        output: torch.Tensor = self.second(hidden)
+        return output
+
+
+@pytest.mark.parametrize("start", range(1, 8))
+def test_a_model_that_asks_for_devices_and_types_trains_cut_anywhere(start: int) -> None:
+    """Such a layer, which computes nothing, lies in the stage before its readers at some of these cuts."""
+    found = []
+    for cut in (([], [1]), ([start], [1, 1])):
+        torch.manual_seed(0)
+        engine = make_engine(make_setup(Alike(), cut))
+        engine.train(0, 1)
+        found.append(parameters_of(engine))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

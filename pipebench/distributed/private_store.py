@@ -1,0 +1,212 @@
+"""A store of small keys for the workers of one host, which nobody else can reach: it has no address.
+
+torch's TCPStore asks nobody who they are: whoever can connect to its port, as every user of the host can, may list all
+keys, read what workers tell each other, and stop the run. Here every worker inherits one end of a pair of sockets from
+the process that starts it, and asks for more ends by that. What is asked and answered is pickled: both ends are ours.
+"""
+
+import contextlib
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined] # torch lists it nowhere
+
+_LENGTH = struct.Struct("<Q")
+_DESCRIPTOR = b"\0"  # stands with a socket that is sent
+
+
+class StoreServer:
+    """Holds the keys; every connection has a thread that answers it."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def connect(self) -> socket.socket:
+        """Return the end of a new connection: for a `PrivateStore` here, or for a process that inherits it."""
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self._serve, args=(ours,), name="pipebench-store", daemon=True).start()
+        return theirs
+
+    def _serve(self, connection: socket.socket) -> None:
+        # Who asked may end at any moment.
+        with connection, contextlib.suppress(OSError, EOFError):
+            while True:
+                name, *arguments = _receive(connection)
+                if name == "connect":
+                    with self.connect() as other:
+                        socket.send_fds(connection, [_DESCRIPTOR], [other.fileno()])
+                else:
+                    _send(connection, getattr(self, f"_{name}")(*arguments))
+
+    def _set(self, values: dict[str, bytes]) -> None:
+        with self._changed:
+            self._values |= values
+            self._changed.notify_all()
+
+    def _append(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._set({key: self._values.get(key, b"") + value})
+
+    def _get(self, keys: Sequence[str], timeout_s: float) -> list[bytes] | None:
+        """Return values once all are there; None if they aren't in time."""
+        with self._changed:
+            there = self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
+            return [self._values[key] for key in keys] if there else None
+
+    def _add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._set({key: str(total).encode()})
+            return total
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._changed:
+            found = self._values.get(key)
+            if found == expected or (found is None and not expected):
+                self._set({key: desired})
+                return desired
+            return expected if found is None else found  # as torch's stores do
+
+    def _check(self, keys: Sequence[str]) -> bool:
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+    def _delete(self, key: str) -> bool:
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+    def _count(self) -> int:
+        return len(self._values)
+
+
+class PrivateStore(Store):
+    """A connection to a `StoreServer`, for one thread at a time; torch's groups take it as any store of torch's.
+
+    Args:
+        connection: an end from `StoreServer.connect`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._connection = connection
+        self._one_at_a_time = threading.Lock()
+        self._clones: list[PrivateStore] = []  # torch holds on to a clone, but not to what Python knows of it
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._ask("set", {key: _bytes(value)})
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        self._ask("set", {key: _bytes(value) for key, value in zip(keys, values, strict=True)})
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value once it is there."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of several keys once all are there."""
+        return self._when_there(keys, self._timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until keys are there."""
+        self._when_there(keys, timeout or self._timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 as long as it isn't there, and return it."""
+        total: int = self._ask("add", key, amount)
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add to the end of a value."""
+        self._ask("append", key, _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if it has the value expected, "" for none; return the value that it has then."""
+        found: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
+        return found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Say whether keys are there, without waiting."""
+        there: bool = self._ask("check", list(keys))
+        return there
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key and say whether it was there."""
+        removed: bool = self._ask("delete", key)
+        return removed
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        count: int = self._ask("count")
+        return count
+
+    def clone(self) -> "PrivateStore":
+        """Return another connection to the same keys, with the same timeout."""
+        with self._asking():
+            _send(self._connection, ("connect",))
+            _, (descriptor, *_), *_ = socket.recv_fds(self._connection, len(_DESCRIPTOR), 1)
+        clone = PrivateStore(socket.socket(fileno=descriptor))
+        clone.set_timeout(self._timeout)
+        self._clones.append(clone)
+        return clone
+
+    def close(self) -> None:
+        """End this connection, and those of its clones."""
+        for each in (self, *self._clones):
+            each._connection.close()
+
+    @property
+    def _timeout(self) -> timedelta:
+        limit: timedelta = self.timeout  # type: ignore[attr-defined] # torch's types don't list it
+        return limit
+
+    def _when_there(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        values: list[bytes] | None = self._ask("get", list(keys), timeout.total_seconds())
+        if values is None:
+            raise DistStoreError(f"timed out after {timeout.total_seconds():g} s waiting for {', '.join(keys)}")
+        return values
+
+    def _ask(self, *question: Any) -> Any:
+        with self._asking():
+            _send(self._connection, question)
+            return _receive(self._connection)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Have the connection alone; one that has ended is told as torch's stores tell it."""
+        with self._one_at_a_time:
+            try:
+                yield
+            except (OSError, EOFError) as error:
+                raise DistNetworkError("the launcher's store has closed the connection") from error
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _send(connection: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> Any:
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    return pickle.loads(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)

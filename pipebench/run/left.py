@@ -1,0 +1,48 @@
+"""What is left of several runs where a command ends before all of them: how many, and how to run those."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.suite import Suite
+
+Ids = Mapping[tuple[str, int | None], str | None]
+
+
+@contextmanager
+def telling_what_is_left(
+    loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, ids: Ids
+) -> Iterator[None]:
+    """Print, however the block ends, how to run what hasn't been run.
+
+    Args:
+        loaded: the recipes, in the order of their runs.
+        suite: how they are run.
+        seeds: seeds that each is run with; None for the recipe's own.
+        ids: grows by a name and a seed with every run; a name alone is a group of seeds.
+    """
+    try:
+        yield
+    finally:
+        total, done = len(loaded) * len(seeds or [0]), sum(seed is not None for _, seed in ids)
+        if total > 1 and done < total:
+            commands = "; ".join(left(loaded, suite, seeds, done))
+            told = f"pipebench: {done} of {total} runs done; the others: {commands}"
+            print(told, file=sys.stderr, flush=True)
+
+
+def left(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, done: int) -> list[str]:
+    """Return the commands that run what is left once the first `done` runs, recipe by recipe, have been made."""
+    per_recipe = len(seeds or [0])
+    first, begun = divmod(done, per_recipe)
+    parts = [(each, tuple(seeds or ())[begun if index == 0 else 0 :]) for index, each in enumerate(loaded[first:])]
+    commands = []
+    # Those of a sweep have words of their own; others share a command.
+    for (words, some), group in groupby(parts, key=lambda part: (part[0].words, part[1])):
+        recipes = [str(each.path) for each, _ in group]
+        options = ["--seeds", ",".join(map(str, some))] if some else []
+        commands.append(shlex.join(["pipebench", "run", *recipes, *suite.overrides, *words, *options]))
+    return commands

@@ -1,0 +1,75 @@
+"""The launcher's store does what torch's do, for whoever has inherited a connection."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists them nowhere
+
+from pipebench.distributed.launch_join import lost, serve
+from pipebench.distributed.private_store import PrivateStore, StoreServer
+from tests.patience import PATIENCE_S
+
+
+@pytest.fixture
+def ours() -> Iterator[PrivateStore]:
+    store = PrivateStore(StoreServer().connect())
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def theirs() -> TCPStore:
+    return serve("127.0.0.1")
+
+
+@pytest.mark.parametrize("prefix", ["", "attempt-0"])
+def test_it_answers_as_torchs_does(prefix: str, ours: PrivateStore, theirs: TCPStore) -> None:
+    def told(given: Store) -> list[object]:
+        store: Any = PrefixStore(prefix, given) if prefix else given  # torch's types don't list all that they do
+        other = store.clone()
+        store.set("text", "one")
+        answers = [other.get("text"), store.add("number", 3), other.add("number", -1), store.get("number")]
+        answers += [store.compare_set("new", "", "first"), other.compare_set("new", "", "second"), store.get("new")]
+        answers += [store.compare_set("new", "first", "third"), store.compare_set("none", "some", "other")]
+        store.multi_set(["a", "b"], ["1", "2"])
+        store.append("a", "0")
+        other.wait(["a", "b"])
+        answers += [
+            other.multi_get(["a", "b"]),
+            store.check(["a", "b"]),
+            store.check(["a", "c"]),
+            store.check(["none"]),
+        ]
+        return answers
+
+    assert told(ours) == told(theirs)
+
+
+def test_a_value_is_waited_for_as_long_as_the_timeout_says(ours: PrivateStore) -> None:
+    ours.set_timeout(timedelta(seconds=PATIENCE_S))
+    other = ours.clone()
+    setting = threading.Timer(0.05, other.set, ("late", b"here"))
+    setting.start()
+    assert ours.get("late") == b"here"
+    ours.set_timeout(timedelta(seconds=0.05))
+    for store in (ours, PrefixStore("a", ours)):
+        with pytest.raises(RuntimeError, match=r"timed out after 0.05 s waiting for (a/)?never") as raised:
+            store.get("never")
+        assert lost(raised.value)
+    assert ours.delete_key("late")
+    assert not ours.delete_key("late")
+    assert ours.num_keys() == 0
+
+
+def test_a_launcher_that_is_gone_is_told_as_torch_tells_it() -> None:
+    ours, theirs = socket.socketpair()
+    store = PrivateStore(ours)
+    theirs.close()
+    with pytest.raises(RuntimeError, match="the launcher's store has closed the connection") as raised:
+        store.check(["key"])
+    assert lost(raised.value)
+    store.close()

@@ -1,0 +1,46 @@
+"""A run whose user presses Ctrl-C twice is closed in MLflow by a process that nobody waits for."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from pipebench.distributed.launch import INTERRUPTED
+from pipebench.run import closing
+from pipebench.run.folder import RunFacts, RunFolder, create
+from pipebench.tracking import Tracking
+from pipebench.tracking.record import Entry, RecordFolder, Start
+from tests.patience import PATIENCE_S
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that began, and whose processes are gone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    made = create(RunFacts("run-12345678", "begun", "suite", 0, (), None, False, None), "name: begun\n")
+    RecordFolder(made.record_path).append(Entry(start=Start("begun", virtual=False)))
+    return made
+
+
+def status() -> str | None:
+    if not Path("mlflow.db").exists():
+        return None
+    with sqlite3.connect("mlflow.db", timeout=PATIENCE_S) as store:
+        row = store.execute("select status from runs where name = 'begun' and end_time is not null").fetchone()
+    return None if row is None else row[0]
+
+
+def test_after_two_ctrl_c_another_process_closes_the_record(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(suite: str) -> Tracking:
+        raise AssertionError("MLflow is imported while the user waits for the prompt")
+
+    monkeypatch.setattr(closing, "Tracking", here)
+    closing.close_record(folder, INTERRUPTED)
+    closing._closing.pop().wait(PATIENCE_S)
+    assert status() == "KILLED"
+
+
+def test_the_record_of_a_failed_run_is_closed_before_the_command_ends(folder: RunFolder) -> None:
+    closing.close_record(folder, 3)
+    assert status() == "FAILED"

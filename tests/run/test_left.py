@@ -1,0 +1,51 @@
+"""A command that is to make several runs and ends before says how to make the others."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipebench.cli.main import cli
+from pipebench.recipe.load import load
+from pipebench.run.left import left
+from pipebench.run.suite import Suite
+from pipebench.show import console
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_ctrl_c_between_the_runs_of_a_comparison_says_how_to_make_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = console.print_position
+
+    def interrupted(number: int, total: int, name: str) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+        begin(number, total, name)
+
+    monkeypatch.setattr(console, "print_position", interrupted)
+    words = ["quickstart/dp", "quickstart/gpipe", "quickstart/model", "engine.kind=simulated"]
+    done = CliRunner().invoke(cli, ["run", *words])
+    assert done.exit_code == 130
+    (said,) = [line for line in done.stderr.splitlines() if "runs done" in line]
+    assert said.startswith("pipebench: 1 of 3 runs done; the others: pipebench run /")
+    assert said.endswith("/quickstart/model.yaml engine.kind=simulated")
+    rest = said.partition("others: pipebench ")[2].split()
+    assert [Path(word).stem for word in rest[1:3]] == ["gpipe", "model"]
+    monkeypatch.setattr(console, "print_position", begin)
+    assert "2 of 2  quickstart-model" in CliRunner().invoke(cli, rest).output
+
+
+def test_what_is_left_of_seeds_and_of_lists() -> None:
+    one, two = load("quickstart/dp"), load("quickstart/gpipe")
+    suite = Suite("suite", ("train.max_epochs=2",))
+    recipes = [str(one.path), str(two.path)]
+    of_first, of_both = recipes[0], " ".join(recipes)
+    assert left([one, two], suite, None, 0) == [f"pipebench run {of_both} train.max_epochs=2"]
+    assert left([one, two], suite, [3, 4], 1) == [
+        f"pipebench run {of_first} train.max_epochs=2 --seeds 4",
+        f"pipebench run {recipes[1]} train.max_epochs=2 --seeds 3,4",
+    ]
