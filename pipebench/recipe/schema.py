@@ -191,7 +191,8 @@ class ParallelismRecipe:
         mode: a row of `pipebench/schedule/modes.py`, or `auto`: the one that the planner predicts to be fastest.
         plan: `auto` (the planner's), `straight`, replicas per stage the papers' way: `15-1`, `2-1-1`, `16`, or a file
             that `pipebench plan --out` wrote: `plan.json`.
-        cuts: first layer of every stage but the first; null cuts where the cost model says.
+        cuts: first layer of every stage but the first, in order of execution; where workers have several stages
+            (`chunks`), of all of them: 7 for `1-1-1-1` with 2 each. Null cuts where the cost model says.
         cost_model: what the planner minimises: `overlap`, `sosp19` or `artifact`.
         depth: minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit.
         microbatches: microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer
