@@ -201,7 +201,7 @@ class ParallelismRecipe:
             all of them are kept until the first backward; null: the mode's own, 1, or as many as are in flight.
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
         recompute_layers: do so for these layers only, by name or pattern such as `encoder_*`; as `pipebench profile`
-            lists them. A plan's file says it layer by layer.
+            lists them. Open cuts are made for what layers take then. A plan's file says it layer by layer.
         swap_layers: keep activations of these layers on the host between forward and backward, named likewise; what
             else there is goes by `recompute` and `recompute_layers`.
         order: `all-forwards`, `1f1b`, `interleaved`, `zero-bubble` or a file in the CSV form of
