@@ -204,9 +204,10 @@ class Sharing:
 
     def _arrive(self, flow: Flow, now_s: float) -> object:
         """Tell of a flow that it has arrived, if it has."""
-        if now_s != flow._told_s or flow._tell is None:
+        tell = flow._tell
+        if now_s != flow._told_s or tell is None:
             return None
-        flow._told_s, flow._tell, tell = -NEVER, None, flow._tell  # an action knows its flow: no cycle is left
+        flow._told_s, flow._tell = -NEVER, None  # an action knows its flow: no cycle is left
         return tell(now_s)
 
     def _share(self, now_s: float) -> None:
