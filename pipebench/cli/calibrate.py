@@ -3,7 +3,7 @@
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.imports import importing
+from pipebench.garbage import without_collector
 
 
 @click.command(short_help="Fit a report's constants on the cells that it names.")
@@ -30,7 +30,7 @@ def calibrate(name: str, writes: bool) -> int:
     from pipebench.report.load import load_report
 
     report, asked = load_report(find_report(name))
-    with importing():
+    with without_collector():
         from pipebench.report.calibrating import print_calibration
 
     return print_calibration(report, asked, writes=writes)

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.imports import importing
 from pipebench.errors import UserError
+from pipebench.garbage import without_collector
 
 
 @click.command(short_help="Set recorded runs side by side.")
@@ -33,7 +33,7 @@ def compare(runs: tuple[str, ...], out: Path) -> None:
     """
     if len(runs) < 2:
         raise click.UsageError("name two runs at least, for example: pipebench compare quickstart-dp quickstart-gpipe")
-    with importing():
+    with without_collector():
         from pipebench.cli.outputs import Output, refuse_to_overwrite
         from pipebench.run.folder import records
         from pipebench.show import console, differences

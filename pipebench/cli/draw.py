@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.imports import importing
 from pipebench.cli.references import load_one
+from pipebench.garbage import without_collector
 
 
 @click.command(short_help="Draw the pipeline that a recipe makes.")
@@ -43,7 +43,7 @@ def draw(
       pipebench draw modes/zero-bubble --csv zb-h1.csv
       pipebench draw quickstart --memory memory.png --occupancy occupancy.png
     """
-    with importing():
+    with without_collector():
         loaded = load_one(words)
         from pipebench.cli.outputs import Output, refuse_to_overwrite
         from pipebench.recipe.preflight import preflight

@@ -3,8 +3,8 @@
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.imports import importing
 from pipebench.cli.references import load_one
+from pipebench.garbage import without_collector
 
 
 @click.command(short_help="Find the largest minibatch that fits in memory.")
@@ -23,7 +23,7 @@ def largest(words: tuple[str, ...]) -> None:
       pipebench largest quickstart cluster.name=cluster-a
     """
     loaded = load_one(words)
-    with importing():
+    with without_collector():
         from pipebench.recipe.load import faults_of
         from pipebench.recipe.preflight import preflight
         from pipebench.show.largest_report import print_largest

@@ -69,6 +69,11 @@ from pipebench.units import parse_bytes, parse_duration
     is_flag=True,
     help="Of several keys with lists, take the first elements together, then the second ones, and so on.",
 )
+@click.option(
+    "--others/--no-others",
+    default=True,
+    help="Whether to plan the other modes, too, once the plan asked for is printed.  [default: --others]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, numbers unrounded, and nothing else.")
 @tracebacks
 def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
@@ -76,8 +81,9 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
 
     The planner is exact for its cost model, or says how far off it may be; the simulator then predicts throughput.
     With a RECIPE everything comes from it unless an option says otherwise, and the plan is one that `pipebench run`
-    can follow. Without one, a profile file and links are enough. The best plan of every other mode is shown beside
-    it. KEY=A,B,C plans each and shows the plans side by side.
+    can follow. Without one, a profile file and links are enough. The plan asked for is printed as soon as it is found;
+    the best plan of every other mode follows, unless --no-others leaves these out: of models with thousands of layers
+    they take most of the time. KEY=A,B,C plans each and shows the plans side by side.
 
     \b
     Examples:
@@ -89,6 +95,7 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
       pipebench plan --profile vgg16.graph.txt --levels 16@1.25e9
       pipebench plan --profile vgg16.graph.txt --levels 4@1e10,4@10Gbit/s --minibatch-size 128
       pipebench plan --profile v100.json --levels 16@1.25e9 --memory 16GB --latency 10us
+      pipebench plan --profile long.json --levels 16@1.25e9 --no-others --json
       pipebench plan --profile gnmt8.graph.txt --levels 16@1.25e9 --cost-model artifact --json
 
     `--levels 16@1.25e9` is 16 workers, each with a link of 1.25 GB/s; `--levels 4@1e10,4@1.25e9` is 4 servers of

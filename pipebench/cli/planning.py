@@ -18,10 +18,11 @@ from pipebench.errors import PlanError, RecipeError, UserError
 from pipebench.files import replace as replace_file
 from pipebench.model.plan import starts_of_cuts
 from pipebench.model.plan_layers import form_of
-from pipebench.planner.compare import compare
+from pipebench.planner.compare import compare, with_others
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.planner.states import States
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.load import load_profile
 from pipebench.recipe.clusters import load_cluster
@@ -33,7 +34,7 @@ from pipebench.schedule.notation import parse_plan
 from pipebench.show.plan_answer import Answer
 from pipebench.show.plan_json import plan_json
 from pipebench.show.plan_picture import draw_plan, is_our_picture
-from pipebench.show.plan_report import print_plan
+from pipebench.show.plan_report import print_modes, print_plan
 from pipebench.show.plans_report import plans_json, print_plans
 from pipebench.show.progress import preparing, searching
 from pipebench.show.terminal import standard_error, standard_output
@@ -57,6 +58,7 @@ class PlanOptions:
         minibatch_size: samples per minibatch of a profile file.
         out: where the plan goes, as a file that a recipe can name.
         picture: where the picture goes.
+        others: plan the other modes, too.
         as_json: print JSON and nothing else.
     """
 
@@ -69,6 +71,7 @@ class PlanOptions:
     minibatch_size: int | None = None
     out: Path | None = None
     picture: Path | None = None
+    others: bool = True
     as_json: bool = False
 
 
@@ -96,7 +99,7 @@ def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
 
 
 def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
-    """Plan, print the answer, and draw it if asked to.
+    """Plan the mode asked for, print the answer, and draw it if asked to; then plan the other modes.
 
     Args:
         loaded: the recipe, as `with_options` returns it; None for a profile file alone.
@@ -109,15 +112,19 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     picture = Output("--picture", options.picture, "a picture of a plan", is_our_picture)
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
-    answer = _of_recipe(loaded, options) if loaded is not None else _of_file(options)
-    answer = replace(answer, total_s=time.perf_counter() - began_s)
-    if options.as_json:
-        standard_output().file.write(plan_json(answer) + "\n")
-    else:
+    known: dict[int, States] = {}
+    answer = _of_recipe(loaded, options, known) if loaded is not None else _of_file(options, known)
+    if not options.as_json:
         print_plan(answer)
     form = form_of(answer.comparison.best.plan, answer.layer_names)
     out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
     picture.write(lambda path: draw_plan(answer, path), _progress(options))
+    everything = _with_others(answer, options, known)
+    everything = replace(everything, total_s=time.perf_counter() - began_s)
+    if options.as_json:
+        standard_output().file.write(plan_json(everything) + "\n")
+    else:
+        print_modes(everything)
 
 
 def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
@@ -135,9 +142,12 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
             raise UserError(f"{option} is for one plan, and the recipe makes {len(loaded)}: give one value per key")
     answers, refused = [], {}
     for each in loaded:
+        known: dict[int, States] = {}
         try:
-            # The table has no place for other modes, JSON has.
-            answers.append(replace(_of_recipe(each, options, others=options.as_json), name=each.varied_name))
+            answer = _of_recipe(each, options, known)
+            if options.as_json:  # the table has no place for other modes
+                answer = _with_others(answer, options, known)
+            answers.append(replace(answer, name=each.varied_name))
         except RecipeError as error:
             refused[each.varied_name] = "; ".join(fault.problem for fault in error.faults)
             cause = error
@@ -149,7 +159,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused)
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, *, others: bool = True) -> Answer:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: dict[int, States]) -> Answer:
     recipe, own = loaded.recipe, loaded.cluster
     parallelism = recipe.parallelism
     mode = options.mode or parallelism.mode
@@ -163,7 +173,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, *, others: bool = Tru
             row=row if mode == parallelism.mode else None,
             accumulate=parallelism.accumulate_given if row is None or row.flush else None,
         )
-        answer = _answer(recipe.name, request, mode, options, says_samples=True, others=others)
+        answer = _answer(recipe.name, request, mode, options, known_states, says_samples=True)
         if request.row is not None:
             answer = replace(answer, given=_given(parallelism, known, request, mode))
     return answer
@@ -200,7 +210,7 @@ def _progress(options: PlanOptions) -> Console | None:
     return standard_error() if options.as_json else None
 
 
-def _of_file(options: PlanOptions) -> Answer:
+def _of_file(options: PlanOptions, known_states: dict[int, States]) -> Answer:
     assert options.profile is not None
     given = options.minibatch_size
     profile = load_profile(options.profile, given or 1)
@@ -220,14 +230,23 @@ def _of_file(options: PlanOptions) -> Answer:
     model = COST_MODELS[options.cost_model or DEFAULT]
     request = Request(profile, cluster, model, size, runnable=False)
     name = plain_name(Path(options.profile))
-    return _answer(name, request, options.mode or "pipedream", options, says_samples=says_samples)
+    return _answer(name, request, options.mode or "pipedream", options, known_states, says_samples=says_samples)
 
 
 def _answer(
-    name: str, request: Request, mode: str, options: PlanOptions, *, says_samples: bool, others: bool = True
+    name: str,
+    request: Request,
+    mode: str,
+    options: PlanOptions,
+    known_states: dict[int, States],
+    *,
+    says_samples: bool,
 ) -> Answer:
+    """Return the plan of the mode asked for; the other modes are still to be planned."""
+    if mode == AUTO and not options.others:
+        raise UserError("--no-others goes with one mode: auto plans them all, to find the fastest")
     with searching(name, _progress(options)) as tell:
-        comparison = compare(request, None if mode == AUTO else mode, others=others, tell=tell)
+        comparison = compare(request, None if mode == AUTO else mode, others=False, known=known_states, tell=tell)
     best = comparison.best
     spare_s = None
     row = request.row or MODES[best.plan.mode]
@@ -237,3 +256,11 @@ def _answer(
         deeper = replace(best, plan=replace(best.plan, depth=best.plan.depth + 1), is_simulated=False)
         spare_s = planner.with_prediction(deeper).minibatch_s
     return Answer(name, request, row, comparison, says_samples, spare_s)
+
+
+def _with_others(answer: Answer, options: PlanOptions, known_states: dict[int, States]) -> Answer:
+    """Return an answer with the modes that it lacks, if they are asked for."""
+    if not options.others:
+        return answer
+    with searching(answer.name, _progress(options)) as tell:
+        return replace(answer, comparison=with_others(answer.request, answer.comparison, known_states, tell))

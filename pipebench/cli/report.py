@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 
 from pipebench.cli.group import tracebacks
-from pipebench.cli.imports import importing
 from pipebench.cli.parameters import Parameter, name_of
 from pipebench.errors import printable
+from pipebench.garbage import without_collector
 from pipebench.recipe.engines import ENGINES
 
 
@@ -75,7 +75,7 @@ def report(
     interrupted.
     """
     if lists:
-        with importing():
+        with without_collector():
             from pipebench.report.listing import listed, what_is_there
 
         for line in listed() if name is None else what_is_there(name):
@@ -88,7 +88,7 @@ def report(
 
     path = find_report(name)
     definition, asked = load_report(path, only or (), engine)
-    with importing():
+    with without_collector():
         from pipebench.report.make import RENDERED, make_report
 
     folder = out or path.parent / RENDERED / definition.name

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from pipebench.cli.group import note_verbose
-from pipebench.cli.imports import importing
 from pipebench.cli.parameters import Parameter, parse_seeds
 from pipebench.cli.references import load_all, split
 from pipebench.errors import UserError, WorkersFailedError
+from pipebench.garbage import without_collector
 
 if TYPE_CHECKING:
     from pipebench.recipe.load import LoadedRecipe
@@ -69,7 +69,7 @@ def run(words: tuple[str, ...], seeds: tuple[int, ...] | None, zipped: bool, res
         from pipebench.distributed.launch_worker import worker_main
 
         return worker_main(lambda: _work(words, seeds, zipped, resume, verbose), verbose=verbose)
-    with importing():
+    with without_collector():
         loaded, suite = _to_run(words, zipped, resume, verbose)
     from pipebench.run.lock import locked
 
@@ -82,7 +82,7 @@ def _run(loaded: Sequence["LoadedRecipe"], suite: "Suite", seeds: Sequence[int] 
     from pipebench.run.preflight_all import preflight_all
 
     preflight_all(loaded)
-    with importing():
+    with without_collector():
         from pipebench.run import runner
 
     try:

@@ -146,8 +146,7 @@ def make_plan(
         PlanError: an empty stage, or parameters or buffers that layers share in two stages.
     """
     bounds = [0, *starts, len(graph.layers)]
-    if any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {list(starts)}")
+    check_bounds(bounds)
     widths = list(replicas[: len(replicas) // chunks])
     policies = as_they_run(graph.layers, [memory] * len(graph.layers) if isinstance(memory, str) else memory)
     stages = tuple(
@@ -159,6 +158,16 @@ def make_plan(
     crossing = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
     plan = Plan(mode, stages, depth or noam(widths), chunks, crossing, relay)
     return plan.on(range(sum(widths)) if devices is None else devices)
+
+
+def check_bounds(bounds: Sequence[int]) -> None:
+    """Check that stages between bounds, both ends of the model included, hold at least one layer each.
+
+    Raises:
+        PlanError: one doesn't.
+    """
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {[*bounds[1:-1]]}")
 
 
 def as_they_run(layers: Sequence[_Layer], memory: Sequence[str]) -> tuple[str, ...]:

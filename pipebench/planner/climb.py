@@ -72,11 +72,10 @@ def climb(of: Estimator, found: Sequence[PlanEstimate]) -> PlanEstimate:
     """
     before = min(found, key=lambda each: each.minibatch_s)
     best = _Climb(of).best(found)
-    if best.minibatch_s > (1 - _WORTH_A_CHANGE) * before.minibatch_s:
+    if best.minibatch_s >= (1 - _WORTH_A_CHANGE) * before.minibatch_s:  # equal where no plan takes any time
         return before
-    return replace(
-        best, found_by=f"{before.found_by}, improved by {percent(before.minibatch_s / best.minibatch_s - 1)}"
-    )
+    gain = percent(before.minibatch_s / best.minibatch_s - 1) if best.minibatch_s > 0 else "all its time"
+    return replace(best, found_by=f"{before.found_by}, improved by {gain}")
 
 
 class _Waiting(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from pipebench.errors import PlanError
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, check_bounds
 from pipebench.planner.climb import climb, climbs
 from pipebench.planner.estimates import MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
@@ -198,6 +198,7 @@ class Planner(Estimator):
         if starts is None:
             return plan_fixed(self.work, self.request.model, self.request.cluster, replicas, chunks=self.mode.chunks)
         states = self.work.states
+        check_bounds([0, *starts, len(states.rows)])
         found = {members.bit_count(): state for state, members in enumerate(states.members)}
         if not {*starts} <= {*found}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")

@@ -8,7 +8,7 @@ from pipebench.model.plan import Plan
 from pipebench.planner.activations import VirtualMemory
 from pipebench.planner.cost_models import CostModel
 from pipebench.profile.model import Profile
-from pipebench.schedule.modes import Mode
+from pipebench.schedule.modes import MODES, Mode
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Comparison:
 
     Attributes:
         best: the one asked for: the mode's, or the fastest mode's.
-        others: the best of every other mode, fastest first.
+        others: the best of every other mode that was planned, fastest first.
         dp: pure data parallelism on all workers, even if it doesn't fit in memory or its replicas don't divide streams.
         refused: modes without a plan, and why.
         took_s: seconds by what they went to: `search` and `simulation` of the plan asked for (of all modes where the
@@ -132,6 +132,12 @@ class Comparison:
     took_s: dict[str, float]
     num_states: int
     at_most: float = 1.0
+
+    @property
+    def unplanned(self) -> list[str]:
+        """Modes that were not planned."""
+        planned = {self.best.plan.mode, *(each.plan.mode for each in self.others), *self.refused}
+        return [name for name in MODES if name not in planned]
 
     @property
     def solve_s(self) -> float:

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.searches import Searches
+from pipebench.profile.model import Profile
 from pipebench.schedule.modes import SWAP
 from pipebench.schedule.pipeline import SPLIT
 
@@ -15,6 +17,8 @@ def why_nothing_fits(of: Estimator) -> str:
     """Say by how much no plan of a mode fits in memory, and what would."""
     request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
     needed = _least_memory(of)
+    if math.isinf(needed):
+        return _too_few_places(of)
     ways = []
     recomputing = Estimator(replace(request, row=replace(mode, recompute=True), memory=None), of.name)
     swapping = Estimator(replace(request, memory=(SWAP,) * len(of.memory_policies)), of.name)
@@ -33,12 +37,35 @@ def why_nothing_fits(of: Estimator) -> str:
     if mode.shape not in ("one", "one-stage") and _least_memory(Estimator(doubled, of.name)) <= limit:
         ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
     size = request.minibatch_size
-    ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
+    weights = _least_memory(Estimator(replace(request, profile=_without_activations(request.profile)), of.name))
+    if weights <= limit:
+        ways.append(f"a minibatch smaller than {size}" if size > 1 else "a smaller minibatch")
+        alone = ""
+    else:
+        ways.append("devices with more memory, or fewer parameters")
+        alone = f" (weights, gradients and optimizer state alone {num_bytes(weights)})"
     return (
-        f"no plan of mode {of.name} fits: the leanest needs {num_bytes(needed)} on a worker, "
+        f"no plan of mode {of.name} fits: the leanest needs {num_bytes(needed)} on a worker{alone}, "
         f"{num_bytes(needed - limit)} more than the {num_bytes(limit)} of a {request.cluster.device}; "
         f"what would help: {', or '.join(ways)}"
     )
+
+
+def _too_few_places(of: Estimator) -> str:
+    """Say that workers can't have several stages each: too few workers, or places to cut."""
+    workers, stages = of.request.cluster.num_workers, len(of.work.states) - 1
+    return (
+        f"no plan of mode {of.name}: {of.mode.chunks} stages on each of at least 2 workers are needed; there "
+        f"{'is' if workers == 1 else 'are'} {workers:,}, and the model can be cut into {stages:,} stages at most"
+    )
+
+
+def _without_activations(profile: Profile) -> Profile:
+    """Return a profile of layers that keep nothing for their backwards and send nothing: what no minibatch changes."""
+    nothing: dict[str, Any] = dict.fromkeys(("saved_with", "keeps", "puts_out", "takes", "output_parts"), ())
+    nothing |= dict.fromkeys(("saved_bytes", "output_bytes", "gradient_bytes"), 0)
+    layers = {size: tuple(replace(row, **nothing) for row in rows) for size, rows in profile.layers.items()}
+    return replace(profile, layers=layers, lengths=())
 
 
 def _may_swap(of: Estimator) -> bool:

@@ -4,9 +4,10 @@ A state is a set of layers that contains every layer its members read. A stage i
 inside the other. Paper: PipeDream (SOSP'19) section 3.1 works on a chain; its artifact on the antichains of the graph.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,7 +189,7 @@ def prefixes(rows: Sequence[LayerProfile]) -> States:
     for index in graph.working:
         whole |= 1 << index
         members.append(whole)
-    return graph.states(members)
+    return graph.states(members, are_prefixes=True)
 
 
 def antichains(rows: Sequence[LayerProfile]) -> States:
@@ -292,21 +293,72 @@ class _Graph:
         """The readers of every layer, as bits; the loss is not one."""
         return [sum(1 << reader for reader in readers) & self.everything for readers in self.readers]
 
-    def states(self, members: Sequence[int]) -> States:
+    def states(self, members: Sequence[int], *, are_prefixes: bool = False) -> States:
         """Sum the layers' costs over every state, leaving out states that separate tied parameters."""
         tied = self._tied()
         kept = [state for state in members if all(state & group in (0, group) for group in tied)]
         if kept[-1] != self.everything or len(kept) < 2:
             raise PlanError("the profile has no layer to plan")
-        step = max(1, _BLOCK_ELEMENTS // len(self.rows))
-        blocks = [self._sums(_bits(kept[i : i + step], len(self.rows))) for i in range(0, len(kept), step)]
-        arrays = {name: np.concatenate([block[name] for block in blocks]) for name in _ARRAYS}
+        if are_prefixes:
+            arrays = self._sums_of_prefixes(np.array([state.bit_count() for state in kept]))
+        else:
+            step = max(1, _BLOCK_ELEMENTS // len(self.rows))
+            blocks = [self._sums(_bits(kept[i : i + step], len(self.rows))) for i in range(0, len(kept), step)]
+            arrays = {name: np.concatenate([block[name] for block in blocks]) for name in _ARRAYS}
         loss = self.rows[-1]  # belongs to the last state
         for name in ("forward_s", "backward_s", "saved_bytes"):
             arrays[name][-1] += getattr(loss, name)
         for name in ("sent_bytes", "returned_bytes", "parted_bytes"):
             arrays[name][-1] = 0.0
         return States(self.rows, tuple(kept), activations=None, **arrays)
+
+    def _sums_of_prefixes(self, counts: NDArray[np.intp]) -> dict[str, Floats]:
+        """Return what `_sums` does of states that are the first so many layers, layer by layer: there are thousands."""
+        num_layers = len(self.working)
+        rank = np.full(len(self.rows), num_layers)  # of layers that work; the loss comes behind all of them
+        rank[self.working] = np.arange(num_layers)
+
+        def summed(values: Floats) -> Floats:
+            return np.concatenate([[0.0], np.cumsum(values[self.working])])[counts]
+
+        def between(first: Any, last: Any, num_bytes: Any) -> Floats:
+            """Count bytes in the states that hold a layer of the first ranks and none of the last ones."""
+            changes = np.zeros(num_layers + 2)
+            np.add.at(changes, np.asarray(first) + 1, num_bytes)
+            np.subtract.at(changes, np.asarray(last) + 1, num_bytes)
+            return np.cumsum(changes)[counts]
+
+        def ends_of(count: int) -> NDArray[np.bool_]:
+            ends = np.zeros(len(self.rows), dtype=bool)
+            ends[self.working] = (np.arange(num_layers) < count) & (count <= np.array(first_read))
+            return ends
+
+        columns, places = self._columns, range(num_layers)
+        readers = [[rank[reader] for reader in self.readers[index]] for index in self.working]
+        last_read = [max(each, default=place) for place, each in enumerate(readers)]
+        first_read = [min(each, default=num_layers) for each in readers]
+        output_bytes, gradient_bytes = (columns[name][self.working] for name in ("output_bytes", "gradient_bytes"))
+        twice = [(rank[a], rank[b], size) for a, b, size in self._kept_twice if rank[a] < num_layers]
+        return {
+            **{name: summed(columns[name]) for name in _SUMMED},
+            **dict(zip(_ONCE, map(summed, self._own_parameter_bytes), strict=True)),
+            "parted_bytes": between(*np.array(twice, dtype=np.intp).reshape(-1, 3).T),
+            "recomputed_bytes": np.zeros(len(counts)),
+            "resumes": np.zeros(len(counts)),
+            "sent_bytes": between(places, last_read, output_bytes),
+            "returned_bytes": between(places, last_read, gradient_bytes),
+            "antichain_bytes": between(places, first_read, output_bytes) + self._added_bytes(map(ends_of, counts)),
+            "next_bytes": self._next_bytes[counts],
+        }
+
+    @cached_property
+    def _next_bytes(self) -> Floats:
+        """By the number of layers before a cut: parameter bytes of the first one with parameters beyond it."""
+        own, _ = self._own_parameter_bytes
+        found = np.zeros(len(self.working) + 1)
+        for place, index in reversed([*enumerate(self.working)]):
+            found[place] = own[index] or found[place + 1]
+        return found
 
     def _sums(self, bits: NDArray[np.bool_]) -> dict[str, Floats]:
         """Return the arrays of some states, [state, layer] bool, by name, as if none was the last."""
@@ -336,12 +388,13 @@ class _Graph:
         The artifact adds to a state's last layers every layer before one of them, a, with a reader that is neither a
         nor before a: whatever crosses the cut, and also what has readers in two branches, both of them in the state.
         """
-        output_bytes = self._columns["output_bytes"]
-        found = ends @ output_bytes
+        return np.asarray(ends @ self._columns["output_bytes"] + self._added_bytes(ends))
+
+    def _added_bytes(self, ends: Iterable[NDArray[np.bool_]]) -> Floats | float:
+        """Return the bytes that augment the antichains of states with these last layers, [layer] bool each."""
         layers, added = self._added
-        if len(layers):
-            found += [added[state].any(0) @ output_bytes[layers] for state in ends]
-        return found
+        output_bytes = self._columns["output_bytes"][layers]
+        return np.array([added[state].any(0) @ output_bytes for state in ends]) if len(layers) else 0.0
 
     @cached_property
     def _added(self) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:

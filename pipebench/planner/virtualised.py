@@ -63,10 +63,12 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
             problems[index] = replace(problems[index], limit_bytes=problems[index].limit_bytes - over[index])
             outcomes[index] = best_policies(problems[index])
     index = max(range(len(over)), key=lambda stage: over[stage])
+    weights = problems[index].constant_bytes + problems[index].in_flight * problems[index].each_bytes
+    smaller = ", or a smaller minibatch" if weights <= limit else ""
     raise UnfitError(
         f"stage {index} of mode {of.name} doesn't fit whatever its layers do: they take {num_bytes(over[index])} more "
         f"than the {num_bytes(limit)} of a {of.request.cluster.device}; what would help: more workers, for more "
-        "stages, or a smaller minibatch"
+        f"stages{smaller}"
     )
 
 

@@ -119,8 +119,8 @@ def _plan_in_file(
         yield "parallelism.plan", f"{given}: {where}: {problem}"
 
 
-@rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts")
-def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problems:
+@rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts", "parallelism.chunks")
+def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None, chunks: int | None) -> Problems:
     if is_plan_file(plan):
         return
     if mode == AUTO or (plan == AUTO and MODES[mode].shape not in ("one", "one-stage")):
@@ -133,9 +133,12 @@ def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problem
     except PlanError as error:
         yield "parallelism.plan", f"{error} (mode {mode}, {cluster.num_workers} workers)"
         return
-    if cuts is not None and len(cuts) != len(replicas) - 1:
-        needed = f"{len(replicas) - 1}, the first layer of every stage but the first"
-        yield "parallelism.cuts", f"got {len(cuts)} cuts, a plan of {len(replicas)} stages needs {needed}"
+    per_worker = chunks or MODES[mode].chunks
+    num_stages = len(replicas) * per_worker
+    if cuts is not None and len(cuts) != num_stages - 1:
+        stages = f"{num_stages} stages" + (f", {per_worker} per worker," if per_worker > 1 else "")
+        needed = f"{num_stages - 1}, the first layer of every stage but the first"
+        yield "parallelism.cuts", f"got {len(cuts)} cuts, a plan of {stages} needs {needed}"
     if cuts is not None and len(set(cuts)) != len(cuts):
         yield "parallelism.cuts", f"got {shown(cuts)}, allowed is every layer once"
 

@@ -191,7 +191,8 @@ class ParallelismRecipe:
         mode: a row of `pipebench/schedule/modes.py`, or `auto`: the one that the planner predicts to be fastest.
         plan: `auto` (the planner's), `straight`, replicas per stage the papers' way: `15-1`, `2-1-1`, `16`, or a file
             that `pipebench plan --out` wrote: `plan.json`.
-        cuts: first layer of every stage but the first; null cuts where the cost model says.
+        cuts: first layer of every stage but the first, in order of execution; where workers have several stages
+            (`chunks`), of all of them: 7 for `1-1-1-1` with 2 each. Null cuts where the cost model says.
         cost_model: what the planner minimises: `overlap`, `sosp19` or `artifact`.
         depth: minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit.
         microbatches: microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer
@@ -200,7 +201,7 @@ class ParallelismRecipe:
             all of them are kept until the first backward; null: the mode's own, 1, or as many as are in flight.
         recompute: drop activations after the forward and compute them again for the backward; null: the mode's own.
         recompute_layers: do so for these layers only, by name or pattern such as `encoder_*`; as `pipebench profile`
-            lists them. A plan's file says it layer by layer.
+            lists them. Open cuts are made for what layers take then. A plan's file says it layer by layer.
         swap_layers: keep activations of these layers on the host between forward and backward, named likewise; what
             else there is goes by `recompute` and `recompute_layers`.
         order: `all-forwards`, `1f1b`, `interleaved`, `zero-bubble` or a file in the CSV form of

@@ -273,6 +273,8 @@ class RunRecorder:
             if watch is not None and watch.out_of_memory:
                 told[MEMORY] = watch.out_of_memory
                 _LOG.warning("%s", watch.out_of_memory)
+            if whole and PLAN in result.notes:
+                told[PLAN] = f"{result.notes[PLAN]}; {told[PLAN]}"
             notes = {**result.notes, **told}
             result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
             if measures:

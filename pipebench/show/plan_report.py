@@ -28,7 +28,7 @@ _ROOMY_WIDTH = 100
 
 
 def print_plan(answer: Answer, console: Console | None = None) -> None:
-    """Print the best plan, why it is the best, and the best of every other mode.
+    """Print the best plan, and why it is the best.
 
     Args:
         answer: what was found.
@@ -43,7 +43,17 @@ def print_plan(answer: Answer, console: Console | None = None) -> None:
     print_facts(console, _questions(answer))
     print_table(console, _stage_table(answer, narrow=console.width < _ROOMY_WIDTH), indent=2)
     print_facts(console, _reasons(answer))
-    if answer.comparison.others:
+
+
+def print_modes(answer: Answer, console: Console | None = None) -> None:
+    """Print what comes below a plan: the best of every other mode, if these were planned, and how long all of it took.
+
+    Args:
+        answer: what was found.
+        console: where to write; standard output by default.
+    """
+    console = console or standard_output()
+    if answer.comparison.others and not answer.comparison.unplanned:
         print_table(console, _mode_table(answer), indent=2)
     print_facts(console, _rest(answer))
 

@@ -20,6 +20,7 @@ STATE, GRADIENTS, ACTIVATIONS, AGAIN = "optimizer state", "gradients", "activati
 SENT, RECEIVED = "being sent", "received"
 ON_HOST = "on the host"  # of a device's host, and no part of what the device keeps
 KINDS: Final = (WEIGHTS, VERSIONS, MOVED, MASTERS, STATE, GRADIENTS, ACTIVATIONS, AGAIN, SENT, RECEIVED)
+WHATEVER_SIZE: Final = KINDS[:6]  # what a replica holds of a model, however small its minibatches are
 HELD: Final = KINDS[:7]  # what a replica holds between two instructions, which engines count in live tensors
 
 Bytes = Mapping[Size, int]

@@ -150,10 +150,10 @@ class Sharing:
 
     def tell(self, flow: Flow, action: Action, now_s: float) -> None:
         """Let an action happen when a flow has arrived, or now if it has."""
-        flow._tell = action
         if flow.end_s <= now_s:  # final
             self._agenda.push(max(now_s, flow.arrival_s), action)
         else:
+            flow._tell = action
             self._announce(flow)
 
     def _meet(self, flow: Flow, now_s: float) -> None:
@@ -204,10 +204,11 @@ class Sharing:
 
     def _arrive(self, flow: Flow, now_s: float) -> object:
         """Tell of a flow that it has arrived, if it has."""
-        if now_s != flow._told_s or flow._tell is None:
+        tell = flow._tell
+        if now_s != flow._told_s or tell is None:
             return None
-        flow._told_s = -NEVER
-        return flow._tell(now_s)
+        flow._told_s, flow._tell = -NEVER, None  # an action knows its flow: no cycle is left
+        return tell(now_s)
 
     def _share(self, now_s: float) -> None:
         """Work out the rates of all flows that can be reached from where something has changed."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from pipebench.cluster import Cluster
+from pipebench.garbage import without_collector
 from pipebench.model.sampling import Sampler, Size, Varying
 from pipebench.schedule.instructions import ENDS, FIRST_PARTS, Instruction
 from pipebench.schedule.operations import Op
@@ -98,6 +99,7 @@ class Totals:
         )
 
 
+@without_collector()
 def simulate_segment(
     course: Course, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
 ) -> Totals:
@@ -168,6 +170,7 @@ def _estimated(course: Course, run: "_Run", num_minibatches: int) -> Totals:
     )
 
 
+@without_collector()
 def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
     """Return about how many seconds a minibatch takes in the steady state, and how many instructions that simulated.
 
@@ -189,6 +192,7 @@ def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tupl
     return watch.later_half_s(), taken
 
 
+@without_collector()
 def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None, *, first: int = -1) -> Totals:
     """Simulate every instruction of a segment that ends an epoch, or of one that begins with minibatch `first`."""
     return _simulated(_Run(course, num_minibatches, meter, ends_epoch=first < 0, first=first))
@@ -235,6 +239,7 @@ class _Run:
         self._network = Network(course.cluster, course.devices, observe, copies=bool(pipeline.swaps))
         self._sampler, self._drawn, self._first = sampler, dict[int, Size](), max(0, first)
         self._whole = sampler.sizes(0, pipeline.microbatches)
+        self._alike = self._whole[0] if len({*self._whole}) == 1 else None  # the size of every unit but the last ones
         last = sampler.sizes(sampler.minibatches_per_epoch - 1, pipeline.microbatches)
         size_of = self._drawn_size if sampler.varies or first >= 0 else self._size
         self._recomputed_s, self._size_of = recomputed_s(course.costs), size_of
@@ -285,7 +290,7 @@ class _Run:
 
     def _size(self, unit: int) -> Size:
         """Return what a unit's costs depend on."""
-        size = self._last.get(unit)
+        size = self._last.get(unit, self._alike)
         return self._whole[self._pipeline.minibatch(unit)[1]] if size is None else size
 
     def _drawn_size(self, unit: int) -> Size:

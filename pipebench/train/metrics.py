@@ -8,13 +8,15 @@ from typing import Any
 from pipebench import formats
 from pipebench.engine.worker import host_peaks
 from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import LARGEST
+from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import Repartition
-from pipebench.simulate.meter import MEMORY, Measured, sum_by
+from pipebench.simulate.meter import MEMORY, PLAN, Measured, sum_by
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
@@ -41,11 +43,25 @@ def describe(job: Job) -> dict[str, Any]:
 
 def recipe_notes(job: Job) -> dict[str, str]:
     """Return what to know of a recipe's numbers before any is measured, by the fact that it stands beside."""
-    if job.recipe.parallelism.accumulate != LARGEST:
-        return {}
-    assert job.cluster.memory_bytes is not None
-    most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"
-    return {MEMORY: f"{most} in {formats.num_bytes(job.cluster.memory_bytes)}"}
+    notes = {}
+    policies = _policies_cut_for(job)
+    if policies:
+        notes[PLAN] = f"cut for layers that {' and '.join(policies)}: cuts may be others without, unless named"
+    if job.recipe.parallelism.accumulate == LARGEST:
+        assert job.cluster.memory_bytes is not None
+        most = f"{job.setup.pipeline.accumulate} minibatches per update, the most that fit"
+        notes[MEMORY] = f"{most} in {formats.num_bytes(job.cluster.memory_bytes)}"
+    return notes
+
+
+def _policies_cut_for(job: Job) -> list[str]:
+    """Return what a recipe asks layers to do with activations, if its cuts, left open, were made for that."""
+    asked, stages = job.recipe.parallelism, job.setup.plan.stages
+    if asked.cuts is not None or is_plan_file(asked.plan) or len(stages) == 1:
+        return []
+    if not (asked.recompute_layers or asked.swap_layers or asked.recompute):
+        return []
+    return sorted({policy for stage in stages for policy in stage.memory} - {KEEP})
 
 
 def run_notes(job: Job, facts: Mapping[str, Any]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
-from pipebench.simulate.memory import stage_memories
+from pipebench.simulate.memory import WHATEVER_SIZE, stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline, Moment
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
@@ -107,7 +107,9 @@ class Watch:
             whose = "it" if fullest.worker == found.worker else f"worker {fullest.worker}"
             later = f", and later {whose} needs {num_bytes(fullest.num_bytes)}"
         fitting = [*_what_would_fit(self._job, limit, self._num_minibatches)]
-        advice = f"would fit: {', or '.join(fitting)}" if fitting else "would help: more stages, smaller minibatches"
+        weights = sum(size for kind, size in found.by_kind.items() if kind in WHATEVER_SIZE)
+        help_ = "more stages" + (", smaller minibatches" if weights <= limit else "")
+        advice = f"would fit: {', or '.join(fitting)}" if fitting else f"would help: {help_}"
         return (
             f"out of memory at {seconds(found.time_s)}, {_cause(found)}: worker {found.worker} "
             f"({self.memory.worker_names[found.worker]}) needs {num_bytes(found.num_bytes)} of the {num_bytes(limit)} "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from pipebench.cli import planning
 from pipebench.cli.main import cli
 from pipebench.cli.parameters import MOST_WORKERS, parse_levels
 from pipebench.planner import thinning
@@ -238,6 +239,10 @@ def test_picture(graph: str) -> None:
         (["--profile", "P", "--levels", "4@1", "--cost-model", "overlapp"], "did you mean 'overlap'?"),
         (["--profile", "P", "--levels", "4@1", "--mode", "pipedrem"], "did you mean 'pipedream'?"),
         (["--profile", "P", "--levels", "4@1", "--minibatch-size", "-3"], "--minibatch-size: got '-3', allowed is"),
+        (
+            ["--profile", "P", "--levels", "4@1", "--mode", "auto", "--no-others"],
+            "--no-others goes with one mode",
+        ),
         (["--profile", "P", "--levels", "4@1", "--memory", "lots"], "--memory: got 'lots', allowed is a size"),
         (["--profile", "P", "--levels", "4@1", "--latency", "-1us"], "--latency: got '-1us', allowed is a duration"),
         (["--profile", "P", "--cluster", "cluster-a", "--memory", "1GB"], "--memory goes with --levels"),
@@ -356,15 +361,54 @@ def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
     assert [(each["num_workers"], each["minibatch_size"]) for each in zipped] == [(4, 32), (8, 16)]
 
 
-def test_a_table_of_a_sweep_plans_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[str] = []
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the modes that are planned, in order, which grows."""
+    names: list[str] = []
     best = Planner.best
 
     def counted(self: Planner) -> PlanEstimate:
-        planned.append(self.name)
+        names.append(self.name)
         return best(self)
 
     monkeypatch.setattr(Planner, "best", counted)
+    return names
+
+
+def test_the_plan_asked_for_is_printed_before_other_modes_are_planned(
+    graph: str, planned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many layers they take most of the time; an interrupt leaves the plan asked for printed and written."""
+    asked = ("--profile", graph, "--levels", "4@1e9", "--mode", "gpipe")
+    whole = invoke(*asked).stdout
+    assert {*planned[:2]} == {"gpipe", "dp"}
+    assert sorted(planned) == sorted(MODES)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "with_others", interrupted)
+    result = invoke(*asked, "--picture", "plan.png")
+    assert result.exit_code != 0
+    assert "throughput" in result.stdout
+    assert whole.startswith(result.stdout[: result.stdout.index("throughput")])
+    assert is_our_picture(Path("plan.png"))
+
+
+def test_other_modes_can_be_left_out(graph: str, planned: list[str]) -> None:
+    asked = ("--profile", graph, "--levels", "4@1e9", "--mode", "gpipe")
+    every, alone = answer(*asked), answer(*asked, "--no-others")
+    assert sorted(planned[-2:]) == ["dp", "gpipe"]
+    assert [each["mode"] for each in alone["others"]] == ["dp"]
+    same = {*every} - {"others", "refused", "solve_s", "took_s"}
+    assert {key: every[key] for key in same} == {key: alone[key] for key in same}
+    printed = invoke(*asked, "--no-others").stdout
+    assert "data parallel" in printed
+    assert "pipedream-2bw" not in printed
+    assert "took" in printed
+
+
+def test_a_table_of_a_sweep_plans_what_it_shows(planned: list[str]) -> None:
     assert invoke("quickstart", "parallelism.depth=1,2").exit_code == 0
     assert planned == ["dp", "pipedream"] * 2 or planned == ["pipedream", "dp"] * 2
     planned.clear()

@@ -351,6 +351,10 @@ OVERRIDES = [
     ("parallelism={mode: dp, plan: 2-1}", "parallelism.plan: got 2-1, this mode takes one stage on all"),
     ("parallelism={mode: model, plan: 2-1}", "parallelism.plan: got 2-1, this mode takes one worker per stage"),
     ("parallelism.cuts=[a]", "parallelism.cuts: got 1 cuts, a plan of 3 stages needs 2"),
+    (
+        "parallelism={mode: interleaved, plan: 1-1, cuts: [a]}",
+        "parallelism.cuts: got 1 cuts, a plan of 4 stages, 2 per worker, needs 3, the first layer of every stage but",
+    ),
     ("parallelism.cuts=[a, a]", "parallelism.cuts: got .*, allowed is every layer once"),
     ("parallelism.microbatches=2", "parallelism.microbatches: got 2, mode pipedream has no flush here: allowed is 1"),
     ("parallelism={mode: dp, plan: 4, microbatches: 2}", "parallelism.microbatches: got 2, mode dp doesn't cut"),

@@ -10,9 +10,9 @@ from pipebench.engine.gate import StopRequest
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.recipe.load import load
-from pipebench.simulate.meter import MEMORY
+from pipebench.simulate.meter import MEMORY, PLAN
 from pipebench.train.job import Job
-from pipebench.train.metrics import run_notes
+from pipebench.train.metrics import recipe_notes, run_notes
 from pipebench.train.prepare import prepare
 from pipebench.train.virtual import on_virtual_clock
 from pipebench.train.watch import Watch
@@ -84,6 +84,13 @@ def test_a_plan_that_doesn_t_fit_trains_where_its_stages_swap(tmp_path: Path) ->
     assert has_the_bits_of_endless_devices(tmp_path, job, 3_000_000)
 
 
+def test_smaller_minibatches_are_advised_where_they_can_help(tmp_path: Path) -> None:
+    asked = ["parallelism.plan=1-1", "train.minibatch_size=64", "parallelism.depth=1"]
+    found = [Watch.over(job_of(tmp_path, memory, asked)).out_of_memory for memory in ("1500 kB", "100 kB")]
+    assert [each.endswith("what would help: more stages, smaller minibatches") for each in found] == [True, False]
+    assert found[1].endswith("what would help: more stages")
+
+
 def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
@@ -91,6 +98,16 @@ def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> 
     job = job_of(tmp_path, "1500 kB", ["parallelism.recompute=true"])
     assert Watch.over(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
+
+
+def test_cuts_for_layers_that_recompute_are_told(tmp_path: Path) -> None:
+    """Left open they are others than without, and with them a pipeline's staleness and its weights."""
+    asked = ["parallelism.plan=straight", "parallelism.recompute_layers=['features_*']"]
+    said = "cut for layers that recompute: cuts may be others without, unless named"
+    job = job_of(tmp_path, "3 GB", asked)
+    assert recipe_notes(job) == {PLAN: said}
+    assert recipe_notes(job_of(tmp_path, "3 GB", [*asked, f"parallelism.cuts={cuts_of(job)}"])) == {}
+    assert recipe_notes(job_of(tmp_path, "3 GB", asked[:1])) == {}
 
 
 def test_a_run_that_held_more_than_a_device_has_says_so(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pipebench.run import runner
 from pipebench.train import profiled_model
 from pipebench.train.prepare import prepare
 from pipebench.train.profiled_model import profile_model
+from tests.recipes import uniform_recipe
 
 TEXT = """\
 name: text
@@ -172,3 +173,16 @@ def test_drawing_takes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiled_model, "initial_model", watched)
     assert "stage 3" in runner.draw(load("small/gnmt8/pipedream"))
     assert devices == ["meta"]
+
+
+def test_cuts_name_the_borders_of_all_stages_where_workers_have_several(tmp_path: Path) -> None:
+    """Validation counted one stage per worker: it refused cuts that fit, and let through some that are too few."""
+    (tmp_path / "deep.yaml").write_text(uniform_recipe(8, 3072, 8, minibatch_size=32))
+    asked = ["parallelism={mode: interleaved, plan: 1-1, cuts: [layer1, layer3, layer6]}", "engine.kind=simulated"]
+    loaded = load(str(tmp_path / "deep.yaml"), asked)
+    plan = prepare(loaded.recipe, loaded.cluster).setup.plan
+    assert ([stage.start for stage in plan.stages], plan.chunks) == ([0, 1, 3, 6], 2)
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,), (0,), (1,)]
+    backwards = replace(loaded.recipe.parallelism, cuts=["layer3", "layer1", "layer6"])
+    with pytest.raises(PlanError, match=r"every stage needs at least one layer, but the cuts are before layers \[3, 1"):
+        prepare(replace(loaded.recipe, parallelism=backwards), loaded.cluster)

@@ -1,0 +1,60 @@
+"""What is said where no plan fits: by how much, and only advice that can help."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipebench.cluster import Cluster
+from pipebench.errors import PlanError
+from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.planner import Planner
+from pipebench.planner.plans import Request
+from pipebench.profile.model import LayerProfile, Profile
+from tests.bench.planning import chain, flat
+
+
+def request(parameter_bytes: int, saved_bytes: int, limit_bytes: int | None, num_layers: int = 4) -> Request:
+    """Return four equal layers, which a minibatch of 8 passes, on two workers."""
+    made = [
+        LayerProfile(
+            *(f"layer{i}", "Linear", 1e-3, 2e-3, 100, 100, (i - 1,) if i else ()),
+            parameter_sizes={f"weight{i}": parameter_bytes},
+            saved_bytes=saved_bytes,
+        )
+        for i in range(num_layers)
+    ]
+    rows = (*made, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (num_layers - 1,)))
+    profile = Profile("drawn", "drawn", "file", "drawn", {8: rows}, 0.0, 0.0, {8: 0.0}, {})
+    return Request(profile, Cluster("drawn", "drawn", limit_bytes, flat(2)), COST_MODELS["overlap"], 8)
+
+
+@pytest.mark.parametrize("mode", ["pipedream", "dp", "gpipe"])
+def test_smaller_minibatches_are_advised_where_they_can_help(mode: str) -> None:
+    """They were advised everywhere, also where a worker's weights and gradients are too large without any sample."""
+    with pytest.raises(PlanError, match=r"what would help: .*a minibatch smaller than 8"):
+        Planner(request(10, 10_000, 2_000), mode).best()
+    with pytest.raises(PlanError) as caught:
+        Planner(request(10_000, 10, 2_000), mode).best()
+    assert "smaller" not in str(caught.value)
+    assert "(weights, gradients and optimizer state alone " in str(caught.value)
+    assert str(caught.value).endswith("devices with more memory, or fewer parameters")
+
+
+def test_several_stages_per_worker_need_that_many_places_to_cut() -> None:
+    """That was an infinite number of bytes more than the 0 B of a device."""
+    assert Planner(request(10, 10, None), "interleaved").best().plan.chunks == 2
+    with pytest.raises(PlanError) as caught:
+        Planner(request(10, 10, None, num_layers=3), "interleaved").best()
+    assert str(caught.value) == (
+        "no plan of mode interleaved: 2 stages on each of at least 2 workers are needed; there are 2, and the model "
+        "can be cut into 3 stages at most"
+    )
+
+
+def test_a_model_that_takes_no_time_has_a_plan() -> None:
+    """The climb divided what it gained by the time of the best plan: nothing by nothing."""
+    profile = chain(6, 0)
+    rows = tuple(replace(row, forward_s=0.0, backward_s=0.0) for row in profile.layers[1])
+    idle = replace(profile, layers={1: rows})
+    asked = Request(idle, Cluster("drawn", "drawn", None, flat(4)), COST_MODELS["overlap"], 1)
+    assert Planner(asked, "pipedream").best().minibatch_s == 0
