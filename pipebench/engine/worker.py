@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from pipebench.checkpoint.handover import Claim
+from pipebench.checkpoint.share import trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.clipping import gradient_norm
+from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import Crossing, Gradients
 from pipebench.engine.feed import Feed
 from pipebench.engine.handing_over import HandingOver
@@ -57,6 +58,7 @@ class Worker:
         self.monitor: Monitor | None = None
         self.peak_bytes = self.host_peak_bytes = 0
         self._note_memory()
+        self._trained = trained_names(setup.graph)
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
         self._handlers: dict[Op, Callable[[Instruction, Transport, Collectives], UnitLoss | None]] = {
             Op.LOAD_INPUT: self._load,
@@ -320,17 +322,22 @@ class Worker:
 
     # What else is asked of a worker.
 
-    def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of the round's gradients, one float32: what a norm shared by all stages sums.
+    def squared_norms(self) -> torch.Tensor:
+        """Return the squared norms of the round's gradients: what a norm shared by all stages is made of.
 
-        The first replicas speak for their stages, the others say 0: by then all have the same gradients.
+        Every parameter of the model has a place of its own, so that adding up what all workers say changes no bit. The
+        first replicas speak for their stages, the others say 0: by then all have the same gradients.
+
+        Returns:
+            [parameters of the model, at least one] float64.
         """
-        total = torch.zeros(1, device=self.setup.device)
-        if self.replica_index == 0:
-            for replica in self.replicas.values():
-                norm = gradient_norm(replica.gradients) / (1.0 if replica.scale is None else replica.scale.value)
-                total += norm.square().float().to(self.setup.device)
-        return total
+        found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
+        for stage, replica in self.replicas.items() if self.replica_index == 0 else ():
+            names = (self._shares[stage].names[name] for name in replica.weights.names)
+            scale = 1.0 if replica.scale is None else replica.scale.value
+            squares = squared_norms(replica.gradients, self.setup.device)
+            found |= {name: square / scale**2 for name, square in zip(names, squares, strict=True)}
+        return torch.stack([*found.values()])
 
     def buffers(self, stage: int) -> list[torch.Tensor]:
         """Return a stage's running statistics, which a drain averages over its replicas."""
