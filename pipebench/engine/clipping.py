@@ -34,9 +34,7 @@ def norm_of(squares: torch.Tensor) -> torch.Tensor:
     return squares.sort().values.sum().sqrt()
 
 
-def gradient_norm(
-    gradients: Sequence[torch.Tensor | None], device: torch.device, scale: float = 1.0
-) -> torch.Tensor:
+def gradient_norm(gradients: Sequence[torch.Tensor | None], device: torch.device, scale: float = 1.0) -> torch.Tensor:
     """Return the norm of all gradients together, a float64; they are `scale` times too large."""
     squares = squared_norms(gradients, device)
     return norm_of(torch.stack(squares) / scale**2) if squares else torch.zeros((), dtype=torch.float64, device=device)
