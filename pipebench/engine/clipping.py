@@ -57,7 +57,9 @@ def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
         own = torch.promote_types(flat.dtype, torch.float32)  # 16 bits hold neither many nor large squares
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=own)
         rest = torch.linalg.vector_norm(flat[whole:], dtype=own)
-        total = rows.double().square().sum() + rest.double().square()
-        return total if total.isfinite() else torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+        total: torch.Tensor = rows.double().square().sum() + rest.double().square()
+        if not total.isfinite():
+            total = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+        return total
     wide = flat.to(torch.float64, copy=True)  # memory of its own, aligned: BLAS may add in an order that hangs on that
     return torch.dot(wide, wide)
