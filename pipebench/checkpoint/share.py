@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipebench.model.graph import LayerGraph
+from pipebench.model.graph import LayerGraph, attribute
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,10 @@ def own_names(graph: LayerGraph) -> dict[str, str]:
     root = graph.root
     tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
     return {name: own[id(tensor)] for name, tensor in tensors}
+
+
+def trained_names(graph: LayerGraph) -> list[str]:
+    """Return the model's own names of the parameters that its layers train, in an order that no cut changes."""
+    own = own_names(graph)
+    names = {name for layer in graph.layers for name in layer.parameters}
+    return sorted({own[name] for name in names if attribute(graph.root, name).requires_grad})

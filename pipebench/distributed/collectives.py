@@ -14,7 +14,8 @@ from pipebench.distributed.serving import Line, Serving
 from pipebench.distributed.shared_sum import Sharing, share
 from pipebench.distributed.world import World
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.ring import of_one_type, ring_all_reduce
+from pipebench.engine.clipping import norm_of
+from pipebench.engine.ring import all_reduce, of_one_type
 from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
@@ -134,16 +135,16 @@ class ProcessCollectives:
         return gradients
 
     def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of all stages' gradients: squares are gathered and added as the virtual engine adds them.
+        """Return the norm of all stages' gradients: what the parameters' are is gathered, one process has each.
 
         Raises:
             PeerLostError: a worker is gone.
         """
         setup, start_s = self._setup, self._clock()
-        own = self._worker.squared_norm()
-        found = [torch.zeros(1) for _ in range(self._world.size)]
+        own = self._worker.squared_norms().cpu()
+        found = [torch.empty_like(own) for _ in range(self._world.size)]
         with peers():
-            dist.all_gather(found, own.cpu(), group=self._norm_group)
+            dist.all_gather(found, own, group=self._norm_group)
         ring = setup.ring(range(setup.pipeline.num_workers))
 
         def count(sender: int, receiver: int, num_bytes: int) -> None:
@@ -151,7 +152,7 @@ class ProcessCollectives:
                 self._num_bytes[CONTROL, setup.level_between(ring[sender], ring[receiver]).name] += num_bytes
 
         squares = [found[self._ranks[worker]] for worker in ring]
-        norm = ring_all_reduce(squares, count).sqrt().to(setup.device)
+        norm = norm_of(all_reduce(squares, setup.servers(ring), count).to(setup.device))
         self.stall_s += self._clock() - start_s
         return norm
 

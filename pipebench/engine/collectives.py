@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from pipebench.engine.clipping import norm_of
 from pipebench.engine.ring import all_reduce, of_one_type, server_sum
 from pipebench.engine.server import ParameterServer, Pulled
 from pipebench.engine.setup import Setup
@@ -40,7 +41,9 @@ class Rings:
         self._pulled: dict[tuple[int, int], Pulled] = {}  # by stage and replica
 
     def begin(self, first: int) -> None:
-        """Start a segment of training that begins with this minibatch of the run."""
+        """Start a segment of training that begins with this minibatch of the run; rounds are numbered anew."""
+        for of_round in (self._given, self._sums, self._norms, self._pulled):
+            of_round.clear()
         for server in self.servers:
             server.begin(first)
 
@@ -66,8 +69,8 @@ class Rings:
         """Return the norm of all stages' gradients; every stage's replicas hold the same gradients by now."""
         if round_index not in self._norms:
             ring = self._setup.ring(range(self._setup.pipeline.num_workers))
-            squares = [self._workers[worker].squared_norm() for worker in ring]
-            self._norms = {round_index: self.all_reduce(CONTROL, ring, squares).sqrt()}
+            squares = [self._workers[worker].squared_norms() for worker in ring]
+            self._norms = {round_index: norm_of(self.all_reduce(CONTROL, ring, squares))}
         return self._norms[round_index]
 
     def push(

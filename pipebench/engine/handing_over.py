@@ -24,6 +24,7 @@ class HandingOver:
         shares: the shares of the stages in the model's state.
         feed: the segment's data.
         phases: the cuts that it goes through.
+        note_memory: see `Migrating`.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class HandingOver:
         shares: Mapping[int, Share],
         feed: Feed,
         phases: Phases,
+        note_memory: Callable[[], None],
     ) -> None:
         self._replicas = replicas
         self._running = running
         self._shares = shares
         self._feed = feed
         self._phases = phases
+        self._note_memory = note_memory
         stages = phases.setup.plan.stages
         self._bounds = {stage: (stages[stage].start, stages[stage].stop) for stage in replicas}
         self._given_units: dict[tuple[int, int, int], GivenUnit] = {}  # by stage, unit and where it comes from
@@ -100,6 +103,6 @@ class HandingOver:
         if isinstance(replica, Migrating):
             return replica
         make = partial(make_replica, self._phases.setup, stage)
-        made = Migrating(replica, self._bounds[stage], self._shares[stage], self._phases, make)
+        made = Migrating(replica, self._bounds[stage], self._shares[stage], self._phases, make, self._note_memory)
         self._running[stage] = made
         return made

@@ -1,6 +1,6 @@
 """A unit between its forward and the end of its backward: what a replica keeps of it, and how much memory that is."""
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from pipebench.engine.split import Rest
 from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Version
-from pipebench.model.recompute import Recomputed
+from pipebench.model.recompute import Recomputed, Storages
 from pipebench.model.stage import LossFunction
 
 
@@ -29,6 +29,7 @@ class InFlight:
         results: where gradients come in: the values themselves have left.
         loss_type: of the loss.
         kept_bytes: what is kept for the backward, and never swapped.
+        shapes: of what the forward read.
         rests: what the input part of its backward has left.
         swap: what swapped layers save; None in a stage without.
     """
@@ -41,6 +42,7 @@ class InFlight:
     results: list[GradientEdge] = field(default_factory=list)
     loss_type: torch.dtype | None = None
     kept_bytes: int = 0
+    shapes: tuple[torch.Size, ...] = ()
     rests: list[Rest] = field(default_factory=list)
     swap: Swap | None = None
 
@@ -78,7 +80,7 @@ def num_bytes(value: Any) -> int:
 
 
 @contextmanager
-def record_saved(saved: MutableMapping[int, torch.UntypedStorage], recomputed: Sequence[Recomputed]) -> Iterator[None]:
+def record_saved(saved: Storages, recomputed: Sequence[Recomputed]) -> Iterator[None]:
     """Note every storage that autograd saves, or that layers need which are recomputed, once each.
 
     Args:
@@ -97,6 +99,16 @@ def record_saved(saved: MutableMapping[int, torch.UntypedStorage], recomputed: S
         yield
     for each in recomputed:
         each.kept = None
+
+
+@contextmanager
+def record_again(again: Storages, recomputed: Sequence[Recomputed]) -> Iterator[None]:
+    """Note every storage that a backward computes again for itself; arguments as for `record_saved`."""
+    for each in recomputed:
+        each.again = again
+    yield
+    for each in recomputed:
+        each.again = None
 
 
 def _detached(leaf: Any) -> Any:

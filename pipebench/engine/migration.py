@@ -23,7 +23,7 @@ from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.phases import Phases
 from pipebench.engine.prediction import AS_IT_IS, Move
-from pipebench.engine.replica import Place, Replica, Values
+from pipebench.engine.replica import LiveBytes, Place, Replica, Values
 from pipebench.engine.replica_state import restore, state_of
 from pipebench.model.stage import LossFunction, Stage
 from pipebench.schedule.moves import HandOver
@@ -86,9 +86,14 @@ class Migrating:
         share: its share of the model's state.
         phases: the cuts.
         make_replica: makes a replica of layers that are cut out.
+        note_memory: is called where more is held than before or after what is done.
+
+    Attributes:
+        scale: none: losses aren't scaled where layers move.
+        again_bytes: see `Replica`.
     """
 
-    scale: LossScale | None = None  # losses aren't scaled where layers move
+    scale: LossScale | None = None
 
     def __init__(
         self,
@@ -97,8 +102,11 @@ class Migrating:
         share: Share,
         phases: Phases,
         make_replica: Callable[[Stage], Replica],
+        note_memory: Callable[[], None],
     ) -> None:
-        self._share = share
+        self._share, self._note_memory = share, note_memory
+        self.again_bytes = 0
+        self._retiring: Replica | None = None
         self._phases = phases
         self._make_replica = make_replica
         self._parts = [Part(replica, *bounds)]
@@ -149,19 +157,21 @@ class Migrating:
             found, result = replica.forward(unit, draw, own, reads, place, version=version, loss=head)
             values |= found
             if part.leaves_to is not None:
+                self._note_memory()
                 replica.let_go(unit)
         self._note_versions()
         return values, result
 
     def backward(self, unit: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
         """Run a unit backward through all that it ran forward through here, and what came from other stages."""
-        total = {layer: list(found) for layer, found in gradients.items()}
+        total, self.again_bytes = {layer: list(found) for layer, found in gradients.items()}, 0
         for replica in reversed(self._units.pop(unit)):
             heads = {layer: total.pop(layer, []) for layer in replica.stage.returns}
             for layer, found in replica.backward(unit, replica.heads(heads)).items():
                 known = total.get(layer)
                 total[layer] = [a + b for a, b in zip(known, found, strict=True)] if known else found
             self._collect_gradients(replica)
+            self.again_bytes = max(self.again_bytes, replica.again_bytes)  # one after the other they compute again
         return total
 
     def stepped(self) -> list[torch.Tensor | None]:
@@ -200,10 +210,12 @@ class Migrating:
         """Return the bytes of minibatches in flight that are on the host."""
         return sum(each.host_bytes() for each in self._everybody())
 
-    def live_bytes(self) -> int:
+    def live_by_kind(self) -> LiveBytes:
         """Return the bytes that all that run here hold, and what waits to be handed over."""
         waiting = sum(num_bytes([vars(each.state), each.inputs, each.received]) for each in self._set_aside.values())
-        return sum(each.live_bytes() for each in self._everybody()) + num_bytes(self._gradients) + waiting
+        own = (0, 0, 0, num_bytes(self._gradients), waiting)
+        rows = zip(own, *(each.live_by_kind() for each in self._everybody()), strict=True)
+        return LiveBytes(*map(sum, rows))
 
     # Handing over.
 
@@ -216,13 +228,13 @@ class Migrating:
         for part in new:
             part.leaves_to = block.target if part.start == block.start else old.leaves_to
         self._parts[index : index + 1] = new
-        old.replica.retire()
+        self._retire(old.replica)
 
     def renew(self, at: int) -> None:
         """Cut what there is anew, for layers that do something else with the activations of forwards from `at` on."""
         (old,) = self._parts
         self._parts = [self._anew(old, *old.bounds, at)]
-        old.replica.retire()
+        self._retire(old.replica)
 
     def give_unit(self, unit: int, target: int) -> GivenUnit:
         """Return what another stage needs to run a unit backward through a block that it takes."""
@@ -254,7 +266,7 @@ class Migrating:
         whole = ModelState.merge([state_of(old.replica, self._share), state])
         joint = self._made(start, stop, block.at, whole, old.replica.weights.newest.number)
         self._parts[self._parts.index(old)] = Part(joint, start, stop)
-        old.replica.retire()
+        self._retire(old.replica)
 
     @property
     def whole(self) -> "Part | None":
@@ -269,6 +281,13 @@ class Migrating:
         last.replica.gradients = [self._gradients.get(name) for name in names]
         weights.most_alive = max(weights.most_alive, self._most_alive)
         return last
+
+    def _retire(self, replica: Replica) -> None:
+        """Let a replica retire, in whose place others are, with copies of its weights."""
+        self._retiring = replica
+        self._note_memory()
+        self._retiring = None
+        replica.retire()
 
     def _collect_gradients(self, replica: Replica) -> None:
         """Take over what a replica has computed, one gradient for every update."""
@@ -303,7 +322,8 @@ class Migrating:
     def _everybody(self) -> Iterator[Replica]:
         """Yield everyone who holds something here, once."""
         ran = (replica for replicas in self._units.values() for replica in replicas)
-        yield from dict.fromkeys([*(part.replica for part in self._parts), *ran, *self._guests.values()])
+        retiring = [] if self._retiring is None else [self._retiring]
+        yield from dict.fromkeys([*(part.replica for part in self._parts), *ran, *self._guests.values(), *retiring])
 
     def _note_versions(self) -> None:
         """Count the versions of the stage's own layers that are alive, whoever holds them."""

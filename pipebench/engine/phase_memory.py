@@ -7,10 +7,11 @@ order of time, and adds what is on its way between stages: messages, given units
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from pipebench.engine.held_bytes import HeldBytes, Inputs
 from pipebench.engine.phase_costs import PhaseCosts
 from pipebench.engine.phases import Phases
 from pipebench.model.plan import StagePlan
@@ -19,15 +20,12 @@ from pipebench.schedule.instructions import COPIES, Instruction
 from pipebench.schedule.moves import HandOver
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, RECEIVE, Op, with_kind
 from pipebench.simulate.holding import Change, Holding
-from pipebench.simulate.memory import AGAIN, GRADIENTS, HELD, RECEIVED, SENT, StageMemory, layers_memory
+from pipebench.simulate.memory import AGAIN, GRADIENTS, RECEIVED, SENT, StageMemory, layers_memory
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.timeline import Transfer
 
-Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
-
 _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
-_COUNTED: Final = {*HELD, SENT}  # in live tensors: what is set aside to be given is a stage's until it sets out
 
 
 @dataclass
@@ -72,9 +70,10 @@ class PhaseMemory:
         )
         self._meter.begin(costs.size_of)
 
-    def event(self, event: Event) -> None:
-        """Take note of one event."""
+    def event(self, event: Event) -> int:
+        """Take note of one event; return the most bytes that its worker held within it, messages aside."""
         self._meter.event(event)
+        return self._stages[event.worker].held.now
 
     def transfer(self, transfer: Transfer) -> None:
         """Take note of a transfer: what arrives is there from its first byte on, what leaves until its last."""
@@ -82,8 +81,8 @@ class PhaseMemory:
 
     @property
     def held(self) -> list[int]:
-        """The most bytes that every worker has held between two instructions: when, and what, engines count."""
-        return [stage.held for stage in self._stages]
+        """The most bytes that every worker has held, messages aside: when, and what, engines count."""
+        return [stage.held.most for stage in self._stages]
 
     @property
     def peaks(self) -> list[int]:
@@ -99,7 +98,7 @@ class _StageMemory:
     """What one stage holds, as `Migrating` does.
 
     Attributes:
-        held: the most bytes between two instructions.
+        held: what engines count of it.
     """
 
     def __init__(
@@ -122,11 +121,11 @@ class _StageMemory:
         self._set_aside: dict[tuple[int, int], int] = {}  # bytes, by unit that is to be given, and to whom
         self._gradients = 0  # of layers whose replica makes no update
         self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes that a unit's pass will be done with
-        self._num_bytes = self.held = 0
+        self.held = HeldBytes()
 
     def before(self) -> Iterator[Change]:
         """Yield what is there before anything runs."""
-        yield from self._noted(self._parts[0].holding.come())
+        yield from self.held.noted(self._parts[0].holding.come())
 
     def drained(self) -> Iterator[Change]:
         """Begin the one segment there is."""
@@ -134,15 +133,8 @@ class _StageMemory:
 
     def changes(self, it: Instruction, _: Size) -> Iterator[Change]:
         """Yield what an instruction changes, in order."""
-        yield from self._noted(self._executed(it, self._size_of(it.number) if it.op is not Op.UPDATE else 0))
-        yield from self._noted(self._gathered())
-
-    def _noted(self, changes: Iterator[Change]) -> Iterator[Change]:
-        """Yield changes, and note what they come to."""
-        for change in changes:
-            self._num_bytes += change.num_bytes if change.kind in _COUNTED else 0
-            yield change
-        self.held = max(self.held, self._num_bytes)
+        executed = self._executed(it, self._size_of(it.number) if it.op is not Op.UPDATE else 0)
+        yield from self.held.noted(itertools.chain(executed, self._gathered()))
 
     def _executed(self, it: Instruction, size: Size) -> Iterator[Change]:
         op = it.op

@@ -15,7 +15,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
-from pipebench.engine.in_flight import InFlight, detached, differentiable, num_bytes, record_saved, tensors_in
+from pipebench.engine.in_flight import (
+    InFlight,
+    detached,
+    differentiable,
+    num_bytes,
+    record_again,
+    record_saved,
+    tensors_in,
+)
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Move, MovedWeights
 from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
@@ -44,6 +52,24 @@ _EVALUATION = name_hash("evaluation")  # what an evaluation draws is nothing tha
 _ALONE = Place(TRAIN, 0, 0, starts=True)
 
 
+class LiveBytes(NamedTuple):
+    """What is held, in bytes.
+
+    Attributes:
+        weights: in all their versions.
+        moved: copies of weights for passes with moved ones.
+        stepped: what the optimizer steps on beside the versions, and its state.
+        gradients: of updates that are still to come.
+        in_flight: minibatches, what streams carry on, and what waits to be handed over.
+    """
+
+    weights: int
+    moved: int
+    stepped: int
+    gradients: int
+    in_flight: int
+
+
 class _Saves(NamedTuple):
     """What a forward leaves for its backward: bytes that stay on the device, and which saved tensors do; see `Swap`."""
 
@@ -69,6 +95,7 @@ class Replica:
         scale: that scale.
         shelf: the state of the stage's layers that are left out for now, by the model's own names, on the host; None
             as long as they are as the stage was cut.
+        again_bytes: what the last backward has computed again for itself; it is gone with that.
     """
 
     def __init__(
@@ -102,10 +129,14 @@ class Replica:
         self.device = device
         self._in_flight: dict[int, InFlight] = {}
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
+        self._again: dict[tuple[torch.Size, ...], int] = {}  # bytes, likewise by what the forward read
+        self.again_bytes = 0
         self._fixed = {t.untyped_storage().data_ptr() for t in (*_frozen(self.module), *self.module.buffers())}
         again = [part for each in stage.recomputed for part in each.run.modules()]
         norms = (part for part in again if isinstance(part, nn.modules.batchnorm._NormBase))
         self._norms = [(norm, {n: b if b is None else b.clone() for n, b in norm._buffers.items()}) for norm in norms]
+        copies = (buffer for _, table in self._norms for buffer in table.values() if buffer is not None)
+        self._fixed |= {buffer.untyped_storage().data_ptr() for buffer in copies}
         self._own_buffers = list(_own_buffers(again))
         self._stateful = [self.module.get_submodule(path) for path in stage.stateful]
         self.states: dict[tuple[str, int, int], list[Any]] = {}
@@ -276,14 +307,17 @@ class Replica:
         return {**parameters, **dict(self.module.named_buffers())}
 
     def live_bytes(self) -> int:
-        """Return the bytes this replica holds: versions, copies, optimizer state, gradients, minibatches in flight."""
-        gradients = self._accumulation.num_bytes
+        """Return the bytes that this replica holds."""
+        return sum(self.live_by_kind())
+
+    def live_by_kind(self) -> LiveBytes:
+        """Return the bytes that this replica holds, kind by kind."""
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
         carried = num_bytes(list(self.states.values())) if self.states else 0
         versions = self.weights.num_alive * self.weights.version_bytes
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
-        return versions + moved + once + gradients + in_flight + carried
+        return LiveBytes(versions, moved, once, self._accumulation.num_bytes, in_flight + carried)
 
     def host_bytes(self) -> int:
         """Return the bytes of its minibatches in flight that are on the host."""
@@ -331,7 +365,7 @@ class Replica:
 
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
         """Run the module; measure what is kept of it for its backward the first time a shape comes by."""
-        shapes = tuple([tensor.shape for argument in arguments for tensor in tensors_in(argument)])
+        shapes = item.shapes = tuple([tensor.shape for argument in arguments for tensor in tensors_in(argument)])
         if self.stage.swapped:
             item.swap = Swap(self.device)
             for each in self.stage.swapped:
@@ -367,7 +401,7 @@ class Replica:
             self.weights.bind(item.version)
             self.stage.seeder.draw, self.stage.loss.function = item.draw, item.loss
             self._carry(item.carried)
-            with self._kept_statistics():
+            with self._kept_statistics(), self._measured_again(item):
                 self._differentiate(item, leaves, gradients, on_gradient)
         else:
             self._differentiate(item, leaves, gradients, on_gradient)
@@ -376,6 +410,19 @@ class Replica:
             layer: [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(value)]
             for layer, value in item.received.items()
         }
+
+    @contextmanager
+    def _measured_again(self, item: InFlight) -> Iterator[None]:
+        """Measure what a backward computes again, the first time a shape comes by."""
+        if item.shapes in self._again:
+            yield
+        else:
+            again: dict[int, torch.UntypedStorage] = {}
+            with record_again(again, self.stage.recomputed):
+                yield
+            own = self._own_storages(item)
+            self._again[item.shapes] = sum(each.nbytes() for address, each in again.items() if address not in own)
+        self.again_bytes = self._again[item.shapes]
 
     def _differentiate(
         self,

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.held_bytes import Inputs, SegmentBytes
 from pipebench.engine.phase_costs import PhaseCosts
-from pipebench.engine.phase_memory import Inputs, PhaseMemory
+from pipebench.engine.phase_memory import PhaseMemory
 from pipebench.engine.phases import Phases
 from pipebench.engine.setup import Setup
 from pipebench.model.sampling import Size
@@ -34,6 +35,7 @@ class Segment:
         start_s: the run's clock when it begins.
         meter: takes note of every event and transfer.
         told: is told of every event as it comes, with what tells a unit's size.
+        held: is told afterwards what the event's worker held within it at most, messages aside.
         enough: minibatches without a move after which the rest needn't be played; 0: all is.
         inputs: bytes of the model's inputs, by size of the unit.
 
@@ -52,12 +54,13 @@ class Segment:
         start_s: float,
         meter: Meter | None = None,
         told: Callable[[Event, SizeOf], None] | None = None,
+        held: Callable[[Event, int], None] | None = None,
         enough: int = 0,
         inputs: Inputs | None = None,
     ) -> None:
         self._setup, self._phases, self._start_s = setup, phases, start_s
         self._meter = meter or Meter(setup.pipeline)
-        self._told, self._enough = told, enough
+        self._told, self._held, self._enough = told, held, enough
         self._num_minibatches, self._first = num_minibatches, first
         self._grain = math.lcm(setup.pipeline.period, setup.sampler.streams or 1)
         self._drains_at = 0
@@ -97,6 +100,8 @@ class Segment:
             moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
             costs, sizes = moving.costs, moving.size_of
             self.memory = PhaseMemory(phases, moving, size_of, self._inputs, self._start_s)
+        plain = SegmentBytes(setup, size_of, self._inputs, self._start_s) if self._held and not self.memory else None
+        holds = self.memory or plain
         routes, count = None if phases is None else phases.routes, self._num_minibatches
         lists = [admitted_program(pipeline, w, count, self._admission, routes) for w in range(pipeline.num_workers)]
         network = Network(setup.cluster, setup.devices, self._transferred, copies=setup.copies)
@@ -107,8 +112,10 @@ class Segment:
             if self._told is not None:
                 self._told(event, size_of)
             meter.event(event)
-            if self.memory is not None:
-                self.memory.event(event)
+            if holds is not None:
+                num_bytes = holds.event(event)
+                if self._held is not None:
+                    self._held(event, num_bytes)
             if event.instruction.op is Op.FORWARD and event.instruction.stage == 0:
                 self._begun(pipeline.minibatch(event.instruction.number)[0], event.start_s)
         after = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from pipebench.checkpoint.handover import Claim, Key, asked
 from pipebench.engine.balancing import ENOUGH, Known
+from pipebench.engine.held_bytes import Inputs
 from pipebench.engine.mailbox import Mailbox
 from pipebench.engine.monitor import EVERY, monitors
 from pipebench.engine.movable import Movable
-from pipebench.engine.phase_memory import Inputs
 from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.segment import Segment, SizeOf
 from pipebench.engine.setup import Setup, share_of
@@ -113,7 +113,8 @@ class SimulatedEngine(Movable):
             monitor.begin()
         segment = self._segment = Segment(
             self.setup, phases, first, num_minibatches, self.clock_s, self._meter,
-            self._measure if self._monitors else None, self._enough(), self._inputs,
+            self._measure if self._monitors else None, self._hold if self._monitors else None, self._enough(),
+            self._inputs,
         )  # fmt: skip
         played, done, self._shown = segment.played(), segment.limit, True
         before, self._phases = self.setup, None
@@ -185,6 +186,10 @@ class SimulatedEngine(Movable):
             monitor.sent(it, self._mailbox)
         elif it.op in _RECEIVES and size_of(it.number):
             monitor.received(it, self._mailbox)
+
+    def _hold(self, event: Event, num_bytes: int) -> None:
+        """Let a stage take note of what it holds, likewise."""
+        self._monitors[event.worker].hold(num_bytes)
 
     def _enough(self) -> int:
         """Return after how many minibatches more nothing will be decided any more, if nothing is.

@@ -73,24 +73,26 @@ class Updates:
             shared_norm: of all stages' gradients, where they are clipped together, or skip updates together.
             keep_from: the oldest version of the weights that is still needed.
         """
+        norm = shared_norm
         if replica.scale is not None:
-            gradients = [None if g is None else g / replica.scale.value for g in gradients]
-            norm = gradient_norm(gradients) if shared_norm is None else shared_norm
+            scale = replica.scale.value
+            norm = gradient_norm(gradients, self._setup.device, scale) if norm is None else norm
             finite = bool(norm.isfinite())  # a GPU is waited for here, as by torch's GradScaler
             replica.scale.update(finite=finite)
             if not finite:
                 replica.skip_update(keep_from=keep_from)
                 return
+            gradients = [None if g is None else g / scale for g in gradients]
         if self._divisors is None:
             weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
-            gradients = [None if g is None else g / weight for g in gradients]
-        replica.update(self.clipped(gradients, shared_norm), self._lr(stage, round_index), keep_from=keep_from)
+            gradients, norm = [None if g is None else g / weight for g in gradients], None
+        replica.update(self.clipped(gradients, norm), self._lr(stage, round_index), keep_from=keep_from)
 
-    def clipped(self, gradients: _Gradients, shared_norm: torch.Tensor | None = None) -> _Gradients:
-        """Return gradients scaled down to the run's largest norm, if it has one: by their own norm, or a shared one."""
+    def clipped(self, gradients: _Gradients, norm: torch.Tensor | None = None) -> _Gradients:
+        """Return gradients scaled down to the run's largest norm, if it has one: by a norm, their own where None."""
         if self._setup.clip_norm is None:
             return gradients
-        norm = gradient_norm(gradients) if shared_norm is None else shared_norm
+        norm = gradient_norm(gradients, self._setup.device) if norm is None else norm
         return clipped(gradients, norm, self._setup.clip_norm)
 
     def move(self, it: Instruction) -> Move:

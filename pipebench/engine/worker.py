@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from pipebench.checkpoint.handover import Claim
+from pipebench.checkpoint.share import trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
-from pipebench.engine.clipping import gradient_norm
+from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import Crossing, Gradients
 from pipebench.engine.feed import Feed
 from pipebench.engine.handing_over import HandingOver
@@ -43,7 +44,7 @@ class Worker:
     Attributes:
         replicas: its replica of every stage it has, by stage.
         replica_index: which replica of its stages it is.
-        peak_bytes: the most bytes that they have held together.
+        peak_bytes: the most bytes that they have held together, within an instruction, too; see docs/memory.md.
         host_peak_bytes: likewise on the host, of layers that are swapped.
         monitor: measures its stage, where Algorithm 1 balances stages.
     """
@@ -57,7 +58,9 @@ class Worker:
         self._running: dict[int, Replica | Migrating] = {**self.replicas}
         self.monitor: Monitor | None = None
         self.peak_bytes = self.host_peak_bytes = 0
+        self._live: list[int] = []  # bytes by stage and kind, when they were last noted
         self._note_memory()
+        self._trained = trained_names(setup.graph)
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
         self._handlers: dict[Op, Callable[[Instruction, Transport, Collectives], UnitLoss | None]] = {
             Op.LOAD_INPUT: self._load,
@@ -115,7 +118,9 @@ class Worker:
         self._updates = Updates(self.setup, first, num_minibatches, divisors)
         self._phases = phases
         if phases is not None:
-            self._handing_over = HandingOver(self.replicas, self._running, self._shares, feed, phases)
+            self._handing_over = HandingOver(
+                self.replicas, self._running, self._shares, feed, phases, self._note_memory
+            )
         if self.monitor is not None:
             self.monitor.begin()
         self._drained_versions = {stage: r.weights.newest.number for stage, r in self.replicas.items()}
@@ -236,7 +241,7 @@ class Worker:
             replica, arrived = self._running[it.stage], self._crossing.arrived(it.stage, it.number)
             if isinstance(replica, Migrating):
                 self._leave_back(it, replica.backward(it.number, arrived))
-                self._handing_over.gather(it.stage)
+                self._gather(it.stage)
             else:
                 heads, on_gradient = replica.heads(arrived), self._on_gradient(it, collectives)
                 self._leave_back(it, replica.backward(it.number, heads, on_gradient, self._updates.move(it)))
@@ -291,7 +296,12 @@ class Worker:
     def _hand_over(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         self._handing_over.execute(it, transport)
         self._note_memory()
-        self._handing_over.gather(it.stage)
+        self._gather(it.stage)
+
+    def _gather(self, stage: int) -> None:
+        """Let one replica run a stage again, where that is possible; others let go of what they hold."""
+        self._handing_over.gather(stage)
+        self._note_memory()
 
     def _push(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]
@@ -307,7 +317,7 @@ class Worker:
         self._held[it.stage] = number
 
     def _leave_back(self, it: Instruction, returning: Gradients) -> None:
-        self._note_memory()
+        self._note_memory(self._running[it.stage].again_bytes)
         self._crossing.leave_back(it.stage, it.number, returning)
 
     def _on_gradient(self, it: Instruction, collectives: Collectives) -> OnGradient | None:
@@ -321,17 +331,22 @@ class Worker:
 
     # What else is asked of a worker.
 
-    def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of the round's gradients, one float32: what a norm shared by all stages sums.
+    def squared_norms(self) -> torch.Tensor:
+        """Return the squared norms of the round's gradients: what a norm shared by all stages is made of.
 
-        The first replicas speak for their stages, the others say 0: by then all have the same gradients.
+        Every parameter of the model has a place of its own, so that adding up what all workers say changes no bit. The
+        first replicas speak for their stages, the others say 0: by then all have the same gradients.
+
+        Returns:
+            [parameters of the model, at least one] float64.
         """
-        total = torch.zeros(1, device=self.setup.device)
-        if self.replica_index == 0:
-            for replica in self.replicas.values():
-                norm = gradient_norm(replica.gradients) / (1.0 if replica.scale is None else replica.scale.value)
-                total += norm.square().float().to(self.setup.device)
-        return total
+        found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
+        for stage, replica in self.replicas.items() if self.replica_index == 0 else ():
+            names = (self._shares[stage].names[name] for name in replica.weights.names)
+            scale = 1.0 if replica.scale is None else replica.scale.value
+            squares = squared_norms(replica.gradients, self.setup.device)
+            found |= {name: square / scale**2 for name, square in zip(names, squares, strict=True)}
+        return torch.stack([*found.values()])
 
     def buffers(self, stage: int) -> list[torch.Tensor]:
         """Return a stage's running statistics, which a drain averages over its replicas."""
@@ -386,8 +401,15 @@ class Worker:
         for replica in self.replicas.values():
             replica.weights.most_alive = max(replica.weights.most_alive, versions_max)
 
-    def _note_memory(self) -> None:
-        held_bytes = sum(replica.live_bytes() for replica in self._running.values())
+    def _note_memory(self, again_bytes: int = 0) -> None:
+        """Count what is held since the last note at the moment it is most: what has come with what has gone meanwhile.
+
+        Args:
+            again_bytes: what was there beside, for a while: activations that a backward has computed again.
+        """
+        now = [each for replica in self._running.values() for each in replica.live_by_kind()]
+        held_bytes = again_bytes + sum(map(max, now, self._live or now))
+        self._live = now
         self.peak_bytes = max(self.peak_bytes, held_bytes)
         if self.monitor is not None:
             self.monitor.hold(held_bytes)

@@ -20,6 +20,7 @@ from pipebench.errors import GraphError
 # Whether layers run once, or the first time or again because they are recomputed.
 ONCE, FIRST, AGAIN = "once", "first", "again"
 running: ContextVar[str] = ContextVar("running", default=ONCE)
+Storages = MutableMapping[int, torch.UntypedStorage]  # by address; as long as they are held no other gets theirs
 
 
 class _Kept:
@@ -28,12 +29,12 @@ class _Kept:
     torch.utils.checkpoint does so too, and much else: 0.6 ms a call, where a small stage's forward takes 1 ms.
 
     Args:
-        run: the layers.
+        layers: the run.
         values: what they read.
     """
 
-    def __init__(self, run: fx.GraphModule, values: Sequence[Any]) -> None:
-        self._run, self._values = run, values
+    def __init__(self, layers: "Recomputed", values: Sequence[Any]) -> None:
+        self._layers, self._run, self._values = layers, layers.run, values
         self._num_saved = 0
         self._found: dict[int, torch.Tensor] = {}
 
@@ -53,6 +54,7 @@ class _Kept:
             hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse)
             with _as(AGAIN), torch.enable_grad(), hooks:
                 self._run(*self._values)
+            self._layers.note_again(saved, self._values)
             if len(saved) != self._num_saved:
                 names = ", ".join(str(node.target) for node in self._run.graph.nodes if node.op.startswith("call_"))
                 raise GraphError(
@@ -85,13 +87,15 @@ class Recomputed(nn.Module):
             parameters, and no names of them.
 
     Attributes:
-        kept: where to note the storages that it keeps, by address; None doesn't.
+        kept: where to note the storages that it keeps; None doesn't.
+        again: likewise, what a backward has computed again.
     """
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__()
         self._run = (run,)
-        self.kept: MutableMapping[int, torch.UntypedStorage] | None = None
+        self.kept: Storages | None = None
+        self.again: Storages | None = None
 
     @property
     def run(self) -> fx.GraphModule:
@@ -103,6 +107,16 @@ class Recomputed(nn.Module):
         if not torch.is_grad_enabled():
             return self.run(*values)
         if self.kept is not None:
-            leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-            self.kept.update({storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, leaves)})
-        return _Kept(self.run, values)()
+            self.kept.update(_storages(values))
+        return _Kept(self, values)()
+
+    def note_again(self, saved: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
+        """Note what autograd has saved of layers that have run again, but for what they read, which was there."""
+        if self.again is not None:
+            read = _storages(values)
+            self.again.update((place, storage) for place, storage in _storages(saved).items() if place not in read)
+
+
+def _storages(values: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
+    leaves = (leaf for leaf in pytree.tree_leaves([*values]) if isinstance(leaf, torch.Tensor))
+    return {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, leaves)}

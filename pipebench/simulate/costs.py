@@ -109,6 +109,11 @@ class Costs:
     values: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     @property
+    def num_parameters(self) -> int:
+        """Parameters of the model that are trained, as tensors."""
+        return sum(len(bucket.parameters) for stage in self.stages for bucket in stage.buckets)
+
+    @property
     def most_samples(self) -> int:
         """The most samples of a unit."""
         return max(size for size in self.stages[0].forward_s if isinstance(size, int))

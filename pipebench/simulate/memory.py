@@ -3,6 +3,7 @@
 What of it is there when, the instructions say: see `holding`.
 """
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -135,7 +136,7 @@ def layers_memory(
         at, fed = by_size[longest], inputs.get(longest, {})
         unit[size] = kept_bytes(at, stage, fed)
         swapped[size] = swapped_bytes(at, stage)
-        again[size] = sum(at[i].saved_bytes for i in _recomputed(at, stage))
+        again[size] = _again_bytes(at, stage)
         rest[size] = _kept_for_weights(at, own, fed)
     return StageMemory(
         weights=weights,
@@ -249,6 +250,25 @@ def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> d
         if not (on_host and index in swapped):
             held.update(rows[index].keeps)
     return held
+
+
+def _again_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
+    """Return what a backward computes again: what recomputed layers save, but for what their runs read, which is kept.
+
+    Where a profile doesn't tell storages apart, what a run reads counts, too, if nobody before it saves that.
+    """
+    again = _recomputed(rows, stage)
+    if not any(row.puts_out for row in rows):
+        return sum(rows[index].saved_bytes for index in again)
+    total = 0
+    for _, run in itertools.groupby(enumerate(again), lambda each: each[1] - each[0]):
+        own = [index for _, index in run]
+        sources = {source for index in own for source in rows[index].reads if source < own[0]}
+        read = {number for source in sources for number, _ in rows[source].puts_out}
+        read |= {number for index in own for number, _ in rows[index].takes}
+        saved = {number: num_bytes for index in own for number, num_bytes in rows[index].keeps}
+        total += sum(num_bytes for number, num_bytes in saved.items() if number not in read)
+    return total
 
 
 def _is_held(rows: Sequence[LayerProfile], stage: StagePlan, gone: Container[int], holder: int, num_bytes: int) -> bool:

@@ -12,7 +12,6 @@ from pipebench.simulate.network import Network
 from pipebench.simulate.timeline import CONTROL
 
 EVERY_STAGE = -1
-_NORM = (Bucket(4, 1.0),)  # one float32: the squared norm of all gradients
 
 Wait = tuple[float, Instruction, float]  # since when a worker waits, in which instruction, for what set out when
 Wake = Callable[[float, int, Wait], None]  # lets a worker go on at a time
@@ -62,7 +61,8 @@ class Reductions:
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._waiting: dict[tuple[int, int], list[tuple[int, float, Instruction]]] = {}
         sync = SYNCS[pipeline.sync]
-        self._groups = {EVERY_STAGE: _Group(_NORM, range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
+        squares = Bucket(8 * max(1, costs.num_parameters), 1.0)  # a float64 per parameter
+        self._groups = {EVERY_STAGE: _Group((squares,), range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
         for stage, each in enumerate(costs.stages):
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.workers_of(stage)
             host_s = costs.host.all_reduce(num_bytes, len(workers))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from pipebench.engine.balancing import Balancing, Report
 from pipebench.engine.foresight import Foresight
@@ -132,14 +133,17 @@ def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[in
 
 
 def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any) -> Setup:
-    """Return stages that choose what their layers do; profiled tensors are what layers really save."""
+    """Return stages that choose what their layers do; the profile knows what layers really save, and no more is kept."""
     free = balancing(starts, live=live, **columns)
     rows = {
         size: tuple(replace(row, saved_bytes=row.output_bytes) for row in layers)
         for size, layers in free.profile.layers.items()
     }
     cluster = replace(free.cluster, memory_bytes=limit, pcie_bytes_per_s=1e6)
-    chosen = replace(free, profile=replace(free.profile, layers=rows), cluster=cluster, chooses=(SWAP, RECOMPUTE))
+    chosen = replace(
+        free, profile=replace(free.profile, layers=rows), cluster=cluster, chooses=(SWAP, RECOMPUTE),
+        make_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+    )  # fmt: skip
     return chosen.under(chosen.plan)
 
 

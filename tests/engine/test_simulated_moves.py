@@ -1,18 +1,22 @@
 """A run whose layers move, simulated: the same decisions, seconds and bytes as where it trains on the virtual clock."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pipebench.engine.balancing import Balancing, Report
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine, simulate_moves
 from pipebench.model.plan import recut
+from pipebench.schedule.modes import RECOMPUTE
 from pipebench.schedule.moves import Move
 from pipebench.simulate.steady import Totals
 from tests.engine.test_balancing import balancing
 from tests.models import SkipNet
+from tests.simulate.test_memory import profile_of
 from tests.support import Blobs, Mlp, make_engine, make_setup
 
 CASES = [
@@ -41,8 +45,19 @@ def played(engine: Any, drains: list[int]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def with_momentum(setup: Setup) -> Setup:
-    """Return a setup whose profile knows what the optimizer keeps."""
-    return replace(setup, profile=replace(setup.profile, state_bytes_per_byte=1)).under(setup.plan)
+    """Return a setup whose profile knows what the optimizer keeps, and what real layers save."""
+    saved = profile_of(setup).layers
+    rows = {
+        size: tuple(
+            replace(
+                own, saved_bytes=row.saved_bytes, saved_with=row.saved_with, keeps=row.keeps,
+                puts_out=row.puts_out, takes=row.takes,
+            )
+            for own, row in zip(layers, saved[size], strict=True)
+        )
+        for size, layers in setup.profile.layers.items()
+    }  # fmt: skip
+    return replace(setup, profile=replace(setup.profile, layers=rows, state_bytes_per_byte=1)).under(setup.plan)
 
 
 def counted(num_bytes: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
@@ -65,6 +80,48 @@ def test_the_same_is_decided_as_where_it_trains(starts: list[int], columns: Any,
     assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-12)
     assert simulated.totals.end_s == pytest.approx(simulated.clock_s)
     assert counted(simulated.totals.num_bytes) == counted(trained.num_bytes)
+
+
+LIMITED: list[Any] = [
+    pytest.param([1, 2], {"live": True}, 0.85, (), id="all at the end"),
+    pytest.param([1, 2], {"live": False}, 0.7, (), id="at drains, little memory"),
+    pytest.param([5, 6], {"live": True}, 0.95, (RECOMPUTE,), id="all at the start, computed again"),
+    pytest.param([1, 5], {"live": False}, 0.9, (RECOMPUTE,), id="at drains, computed again"),
+    pytest.param([1], {"live": True, "weights": "one", "microbatches": 2}, 1.1, (RECOMPUTE,), id="a flush"),
+    pytest.param([1, 2], {"live": False, "weights": "correct"}, 1.05, (), id="moved weights"),
+    pytest.param([1, 2], {"live": False, "weights": "double-buffer", "accumulate": 3}, 1.0, (), id="two versions"),
+]
+
+
+@pytest.mark.parametrize(("starts", "columns", "share", "chooses"), LIMITED)
+def test_the_same_is_decided_where_memory_is_limited(
+    starts: list[int], columns: Any, share: float, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages that aren't trained say what they hold, too: to the byte, whenever they are asked."""
+    told: list[list[tuple[int, ...]]] = []
+    decide = Balancing.decide
+
+    def noted(balancing: Balancing, minibatch: int, reports: Sequence[Report]) -> Move | None:
+        told[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
+        return decide(balancing, minibatch, reports)
+
+    free = with_momentum(balancing(starts, **columns))
+    engine = make_engine(free)
+    played(engine, [60])
+    cluster = replace(free.cluster, memory_bytes=int(share * max(engine.peak_bytes)))
+    setup = replace(free, cluster=cluster, chooses=chooses)
+    monkeypatch.setattr(Balancing, "decide", noted)
+    trained, simulated = make_engine(setup), SimulatedEngine(setup)
+    made = []
+    for each in (trained, simulated):
+        told.append([])
+        made.append(played(each, [120]))
+    assert made[0] == made[1]
+    assert simulated.setup.plan == trained.setup.plan
+    measured, foretold = told
+    assert len(foretold) > 20
+    assert foretold == measured[: len(foretold)]  # no more is played than anything may change in
+    assert any(peak_bytes for *_, peak_bytes in foretold)
 
 
 def numbers(totals: Totals) -> list[float]:

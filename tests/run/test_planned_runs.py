@@ -69,7 +69,7 @@ def test_mode_auto_is_the_mode_predicted_to_be_fastest_and_keeps_the_others() ->
     ],
 )
 def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[str]) -> None:
-    """Never less than the live tensors; more by the buffers for transfers, which the virtual engine doesn't have."""
+    """It is the live tensors at their most, and the buffers for transfers, which the virtual engine doesn't have."""
     given = prepared(reference, *overrides)
     setup = given.setup
     engine = make_engine(setup)
@@ -85,8 +85,8 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
         sent = planner.work.states.sent_bytes
         stops = [setup.plan.stages[index].start, setup.plan.stages[index].stop]
         buffers = 2 * sum(sent[cut] for cut in stops if 0 < cut < len(sent) - 1)
-        assert peaks[index] * 0.99 <= foretold.memory_bytes
-        assert foretold.memory_bytes - buffers <= peaks[index] * 1.3
+        # On a CPU, dropout keeps a number per value, where the profile of a GPU has a byte.
+        assert foretold.memory_bytes - buffers == pytest.approx(peaks[index], rel=0.05)
 
 
 def test_memory_decides_depth_and_refusal() -> None:

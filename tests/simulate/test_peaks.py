@@ -1,25 +1,30 @@
 """Memory of plans that swap: what is foretold against live tensors of the virtual engine, over time."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import trace
+from pipebench.model.plan import recut
+from pipebench.planner.memory import MemoryRule
+from pipebench.planner.states import prefixes
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.costs import stage_costs
-from pipebench.simulate.memory import HELD, KINDS
+from pipebench.simulate.memory import AGAIN, HELD, KINDS
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.simulation import Event
 from pipebench.simulate.steady import simulate_all
 from tests.models import ConvNet, RandomNet, SkipNet
-from tests.simulate.test_memory import live, memories_of, profile_of, setup_of
-from tests.support import Mlp, flat_cluster, make_engine
+from tests.simulate.test_memory import live, memories_of, momentum, profile_of, setup_of
+from tests.support import Blobs, Mlp, flat_cluster, make_engine, make_setup
 
 COLUMNS: tuple[Mapping[str, Any], ...] = (
     {},
@@ -82,11 +87,11 @@ def measured_peaks(setup: Setup) -> list[int]:
     return peaks
 
 
-def predicted_peaks(setup: Setup) -> list[int]:
-    """Return the most that the simulator says replicas keep between instructions."""
+def predicted_peaks(setup: Setup, *besides: str) -> list[int]:
+    """Return the most that the simulator says replicas keep between instructions, with other kinds besides."""
     memory = MemoryMeter(setup.pipeline, memories_of(setup), setup.costs)
     simulate_all(setup, _MINIBATCHES, Meter(setup.pipeline, memory))
-    rows = [KINDS.index(kind) for kind in HELD]
+    rows = [KINDS.index(kind) for kind in (*HELD, *besides)]
     return [int(curve.num_bytes[rows].sum(axis=0).max()) for curve in memory.timeline().curves]
 
 
@@ -120,3 +125,70 @@ def test_no_stage_keeps_more_than_the_closed_form_says(seed: int) -> None:
     assert all(a >= b for a, b in zip(told, simulated, strict=True))
     if some == ("keep",) and not columns:
         assert told == simulated
+
+
+class Encoder(nn.Module):
+    """A Transformer's encoder of four blocks, on values instead of words; single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        blocks = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)]
+        self.blocks = nn.Sequential(nn.Unflatten(1, (12, 16)), *blocks, nn.Flatten(), nn.Linear(12 * 16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 192] to [samples, 4]."""
+        output: torch.Tensor = self.blocks(x)
+        return output
+
+
+def encoder_setup(memory: Sequence[str] | str, weights: str = "one", microbatches: int = 2) -> Setup:
+    """Return four blocks on two stages of two replicas."""
+    model, data = Encoder(), Blobs(num_train=46, shape=(192,))
+    data._x = data._x.float()
+    graph = trace(model)
+    policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
+    setup = make_setup(
+        model, ([len(graph.layers) // 2], [2, 2]), graph=graph, dataset=data, make_optimizer=momentum, weights=weights,
+        microbatches=microbatches, memory=policies,
+    )  # fmt: skip
+    return replace(setup, costs=stage_costs(profile_of(setup), setup.plan))
+
+
+@pytest.mark.parametrize("memory", ["keep", "recompute"])
+@pytest.mark.parametrize(("weights", "microbatches"), [("one", 2), ("one", 1), ("stash", 1)])
+def test_engine_simulator_and_planner_mean_the_same_peak(memory: str, weights: str, microbatches: int) -> None:
+    """What a backward computes again counts while it is there: it is most of what a stage that recomputes needs."""
+    setup = encoder_setup(memory, weights, microbatches)
+    engine = make_engine(setup)
+    engine.train(0, _MINIBATCHES)
+    predicted, depths = predicted_peaks(setup, AGAIN), most_in_flight(setup.pipeline)
+    size = setup.costs.most_samples // microbatches
+    rows = profile_of(setup).layers[size]
+    states = prefixes(rows)
+    policies = [policy for stage in setup.plan.stages for policy in stage.memory]
+    states = states.recomputing(policies) if memory == "recompute" else states
+    for index, stage in enumerate(setup.plan.stages):
+        workers = setup.pipeline.workers_of(index)
+        held = max(engine.peak_bytes[worker] for worker in workers)
+        assert max(predicted[worker] for worker in workers) == pytest.approx(held, rel=0.05)
+        rule = MemoryRule(0, 1 if weights == "one" else None, 1.0)
+        planned = rule.num_bytes(states, stage.start, stage.stop, depths[index])
+        cuts = [states.sent_bytes[cut] for cut in (stage.start, stage.stop) if 0 < cut < len(rows) - 1]
+        inputs = 4 * 192 * size if memory == "recompute" and index == 0 else 0  # a profile doesn't know their size
+        assert planned - 2 * sum(cuts) + depths[index] * inputs == pytest.approx(held, rel=0.05)
+    if memory == "recompute":
+        between = predicted_peaks(setup)
+        assert all(most > 1.5 * least for most, least in zip(engine.peak_bytes, between, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_peak_that_an_engine_reports_is_the_simulated_one(seed: int) -> None:
+    """Whatever layers of any plan run again or are kept; copies overlap with passes on the simulator's clock alone."""
+    draw = random.Random(f"reported {seed}")
+    setup = random_setup(seed)
+    policies = [draw.choice(("keep", "recompute")) for stage in setup.plan.stages for _ in stage.memory]
+    setup = setup.under(recut(setup.graph, setup.plan, [stage.start for stage in setup.plan.stages[1:]], policies))
+    engine = make_engine(replace(setup, costs=stage_costs(profile_of(setup), setup.plan)))
+    engine.train(0, _MINIBATCHES)
+    assert predicted_peaks(setup, AGAIN) == [pytest.approx(held, rel=0.05) for held in engine.peak_bytes]
