@@ -148,7 +148,7 @@ def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[in
 
 
 def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any) -> Setup:
-    """Return stages that choose what their layers do; the profile knows what layers really save, and no more is kept."""
+    """Return stages that choose what their layers do; the profile knows what layers save, and no more is kept."""
     free = balancing(starts, live=live, **columns)
     rows = {
         size: tuple(replace(row, saved_bytes=row.output_bytes) for row in layers)
