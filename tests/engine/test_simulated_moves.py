@@ -14,9 +14,8 @@ from pipebench.model.plan import recut
 from pipebench.schedule.modes import RECOMPUTE
 from pipebench.schedule.moves import Move
 from pipebench.simulate.steady import Totals
-from tests.engine.test_balancing import balancing
+from tests.engine.test_balancing import balancing, with_momentum
 from tests.models import SkipNet
-from tests.simulate.test_memory import profile_of
 from tests.support import Blobs, Mlp, make_engine, make_setup
 
 CASES = [
@@ -42,22 +41,6 @@ def played(engine: Any, drains: list[int]) -> list[tuple[int, tuple[int, ...]]]:
                 if not engine.setup.live:
                     engine.replan(recut(engine.setup.graph, engine.setup.plan, move.starts))
     return made
-
-
-def with_momentum(setup: Setup) -> Setup:
-    """Return a setup whose profile knows what the optimizer keeps, and what real layers save."""
-    saved = profile_of(setup).layers
-    rows = {
-        size: tuple(
-            replace(
-                own, saved_bytes=row.saved_bytes, saved_with=row.saved_with, keeps=row.keeps,
-                puts_out=row.puts_out, takes=row.takes,
-            )
-            for own, row in zip(layers, saved[size], strict=True)
-        )
-        for size, layers in setup.profile.layers.items()
-    }  # fmt: skip
-    return replace(setup, profile=replace(setup.profile, layers=rows, state_bytes_per_byte=1)).under(setup.plan)
 
 
 def counted(num_bytes: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
