@@ -145,6 +145,7 @@ class Sender:
         """Send values, params and tags of entries among which only the first may be a start."""
         rows: list[Row] = []
         curves: list[Row] = []
+        results: list[Row] = []
         tags: dict[str, str] = {}
         if entries[0].start is not None:
             self._virtual = entries[0].start.virtual
@@ -155,12 +156,14 @@ class Sender:
                 curves += values
             elif entry.result is not None:
                 values = self._replacing(store, run_id, history, values)
+                results += values
             rows += values
             tags |= (history.start_tags(entry.tags) if entry.start is not None else tags_of(entry, run_id)) | non_finite
         given = {name: value for entry in entries for name, value in entry.params.items()}
         params, changed = history.params(given)
         store.log(run_id, rows, params, tags | changed)
         history.note(curves, params, tags)
+        history.note_result(results)
 
     def _replacing(self, store: Store, run_id: str, history: "History", values: Sequence[Row]) -> list[Row]:
         """Return the values of a result that MLflow hasn't, and take back what earlier results of the run gave it.
@@ -171,10 +174,10 @@ class Sender:
         given = {clean_name(name) for result in earlier for name in logged_metrics(result)}
         given |= {clean_name(row.metric) for row in values}
         shown = {clean_name(row.metric) for row in values if history.shows(row)}
-        store.forget(run_id, history.forget(given - shown))
-        new = [row for row in values if clean_name(row.metric) not in shown]
-        history.note_result(new)
-        return new
+        stale = history.having(given - shown)
+        store.forget(run_id, stale)
+        history.forget(stale)
+        return [row for row in values if clean_name(row.metric) not in shown]
 
     def _rows(self, entry: Entry, history: "History") -> tuple[list[Row], dict[str, str]]:
         """Return the values of an entry, and as tags those that MLflow would draw as 0 or 1.8e308."""
@@ -226,9 +229,14 @@ class History:
         """Return whether a metric that is no curve has this value."""
         return self._metrics.get(clean_name(row.metric)) == row.value
 
-    def forget(self, names: Iterable[str]) -> list[str]:
-        """Forget the values of some metrics; return the names of those that had one."""
-        return sorted(name for name in names if self._metrics.pop(name, None) is not None)
+    def having(self, names: Iterable[str]) -> list[str]:
+        """Return the names of those metrics that have a value."""
+        return sorted(self._metrics.keys() & names)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget the values of some metrics, which MLflow hasn't any more."""
+        for name in names:
+            del self._metrics[name]
 
     def note_result(self, rows: Iterable[Row]) -> None:
         """Note the values of a result."""

@@ -89,6 +89,32 @@ def test_a_run_that_was_stopped_and_goes_on_has_its_last_summary_only(tracking: 
     assert [row.step for row in history(run, "curves/top1")] == [1000, 2000, 3000, 4000]
 
 
+def test_a_summary_that_the_store_took_at_the_second_try_is_there_once(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier values are gone by then, and the new ones have not come."""
+    first = tracking.start("tried", params={}, tags={}, folder=tmp_path)
+    first.finish(replace(RESULT, metrics={"comm_bytes_total": 3e8}, outcome=INTERRUPTED))
+    log, failed = Store.log, list[int]()
+
+    def fail_once(self: Store, run_id: str, rows: Any, *more: Any) -> None:
+        if any(row.metric == "comm_bytes_total" for row in rows) and not failed:
+            failed.append(1)
+            raise sqlite3.OperationalError("disk I/O error")
+        log(self, run_id, rows, *more)
+
+    monkeypatch.setattr(Store, "log", fail_once)
+    monkeypatch.setattr(tracking, "_warned", True)
+    run = tracking.start("tried", params={}, tags={}, folder=tmp_path)
+    run.result(RESULT)
+    tracking.wake()
+    while not failed:
+        time.sleep(0.01)
+    run._retry_at_s = 0.0
+    run.finish(None, status="FINISHED")
+    assert [row.value for row in history(run, "comm_bytes_total")] == [1e9]
+
+
 def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog]) -> None:
     data = fetch(resumed[1]).data
     assert data.params == {"lr": "0.1", "seed": "0", "extra": "1"}
