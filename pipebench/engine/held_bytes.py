@@ -9,7 +9,8 @@ from typing import Final
 
 from pipebench.engine.setup import Setup
 from pipebench.model.sampling import Size
-from pipebench.schedule.instructions import BACKWARDS, COPIES, Op
+from pipebench.schedule.instructions import BACKWARDS, COPIES
+from pipebench.schedule.operations import Op
 from pipebench.simulate.holding import Change, Holding
 from pipebench.simulate.memory import (
     ACTIVATIONS,

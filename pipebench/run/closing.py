@@ -1,23 +1,27 @@
 """Closes the record of a run whose processes ended without doing so: what they couldn't send, and how the run ended.
 
 MLflow takes seconds to be imported, on a busy machine half a minute. Who presses Ctrl-C twice isn't kept waiting for
-it: another process, `pipebench.run.closing RECORD SUITE`, closes the record while the prompt is back.
+it: another process, `pipebench.run.closing FOLDER SUITE`, closes the record while the prompt is back.
 """
 
 import logging
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pipebench.distributed.launch import INTERRUPTED
 from pipebench.distributed.launch_command import python_module
+from pipebench.errors import UserError
 from pipebench.run.folder import RunFolder
+from pipebench.run.lock import CLOSES, locked
 from pipebench.tracking import Tracking
 from pipebench.tracking.record import Status
 
 _closing: list["subprocess.Popen[bytes]"] = []  # Python warns of one that is forgotten before it has ended
 _LOG = logging.getLogger("pipebench.run")
+_PATIENCE_S = 30.0  # for the process that was stopped to let go of the run
 
 
 def close_record(folder: RunFolder, code: int) -> None:
@@ -34,7 +38,7 @@ def close_record(folder: RunFolder, code: int) -> None:
             return
         # Of a session of its own, it hears neither the terminal's Ctrl-C nor its end.
         process = subprocess.Popen(
-            [*python_module("pipebench.run.closing"), str(folder.record_path), suite],
+            [*python_module("pipebench.run.closing"), str(folder.path), suite],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         _closing.append(process)
@@ -49,9 +53,14 @@ def _close(record: Path, suite: str, status: Status) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Close the record of a run that its user has ended: `words` are its folder and the suite."""
-    record, suite = words
-    _close(Path(record), suite, "KILLED")
+    """Close the record of a run that its user has ended, unless somebody goes on with it before this process can.
+
+    Args:
+        words: the run's folder, and the suite.
+    """
+    folder, suite = RunFolder(Path(words[0])), words[1]
+    with suppress(UserError), locked(folder.path, patience_s=_PATIENCE_S, doing=CLOSES):
+        _close(folder.record_path, suite, "KILLED")
 
 
 if __name__ == "__main__":

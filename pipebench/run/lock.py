@@ -21,17 +21,22 @@ _NAME = "lock"
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _POLL_S = 0.2
+TRAINS, CLOSES = "trains it", "closes its record"  # what a holder does with the run
+_CLOSING_S = 120.0  # that is waited for who closes a record: MLflow's import takes long on a busy machine
 _LONGEST = 120  # characters of what the holder says of itself
 _held: dict[Path, int] = {}  # file descriptors, by folder
 
 
 @contextmanager
-def locked(folder: Path, *, patience_s: float = 0.0) -> Iterator[None]:
+def locked(folder: Path, *, patience_s: float = 0.0, doing: str = TRAINS) -> Iterator[None]:
     """Hold a run's folder; what this process holds already it may hold again.
+
+    Who closes the record of a run that was ended is waited for: that takes seconds.
 
     Args:
         folder: the run's.
         patience_s: how long to wait for another process to let go.
+        doing: what this process does with the run, for others.
 
     Raises:
         UserError: another process holds it, or its file can't be written.
@@ -46,7 +51,7 @@ def locked(folder: Path, *, patience_s: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{path}: can't be opened to lock the run: {error.strerror}") from error
     try:
-        _lock(descriptor, path, time.monotonic() + patience_s)
+        _lock(descriptor, path, patience_s, doing)
         _held[folder] = descriptor
         yield
     finally:
@@ -54,8 +59,9 @@ def locked(folder: Path, *, patience_s: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path, until_s: float) -> None:
+def _lock(descriptor: int, path: Path, patience_s: float, doing: str) -> None:
     """Take the lock and say in its file who has it."""
+    began_s = time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,15 +74,16 @@ def _lock(descriptor: int, path: Path, until_s: float) -> None:
                 return
             if error.errno not in _TAKEN:
                 raise UserError(f"{path}: can't be locked: {error.strerror}") from error
-            if time.monotonic() >= until_s:
-                holder = os.pread(descriptor, _LONGEST, 0).decode(errors="replace") or "another process"
+            holder = os.pread(descriptor, _LONGEST, 0).decode(errors="replace") or f"another process {TRAINS}"
+            limit_s = max(patience_s, _CLOSING_S) if holder.endswith(CLOSES) else patience_s
+            if time.monotonic() - began_s >= limit_s:
                 raise UserError(
-                    f"run {path.parent.name} is running: {holder} trains it; wait until it ends, or stop it"
+                    f"run {path.parent.name} is running: {holder}; wait until it ends, or stop it"
                 ) from None
             time.sleep(_POLL_S)
         else:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} {doing}".encode(), 0)
             return
 
 
