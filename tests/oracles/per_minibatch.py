@@ -31,6 +31,7 @@ class Meaning:
         total: minibatches of the run.
         periods: minibatches between evaluations, and between checkpoints: the pipeline drains at both.
         stage_of: stage of every parameter and buffer.
+        starts: first step of every stage but the first, where that is said; needed to compute stages again.
         replicas: of every stage.
         depth: minibatches in flight per replica of the input stage.
         flushes: whether every update empties the pipeline.
@@ -52,6 +53,7 @@ class Meaning:
     total: int
     periods: tuple[int, int]
     stage_of: Mapping[str, int]
+    starts: Sequence[int]
     replicas: Sequence[int]
     depth: int
     flushes: bool
@@ -107,6 +109,7 @@ class _Stage:
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer | None
     depth: int
+    predicts: bool
     change: Tensors
     versions: list[Tensors] = field(default_factory=list)
     directions: list[Tensors] = field(default_factory=list)
@@ -116,9 +119,10 @@ class _Stage:
     def take_note(self) -> None:
         """Keep the newest version, and where the optimizer would go from it."""
         self.versions.append({name: p.detach().clone() for name, p in self.parameters.items()})
-        states = {} if self.optimizer is None else self.optimizer.state
-        found = {name: _direction(states.get(p, {}), self.optimizer) for name, p in self.parameters.items()}
-        self.directions.append({name: each for name, each in found.items() if each is not None})
+        if self.predicts and self.optimizer is not None:
+            states, settings = self.optimizer.state, self.optimizer.defaults
+            found = {name: _direction(states.get(p, {}), settings) for name, p in self.parameters.items()}
+            self.directions.append({name: each for name, each in found.items() if each is not None})
 
     def drained(self) -> None:
         """Begin to number anew."""
@@ -144,7 +148,7 @@ class Loop:
         for s in range(len(meaning.replicas)):
             own = {n: nn.Parameter(p.detach().clone()) for n, p in trained.items() if meaning.stage_of[n] == s}
             optimizer = meaning.make_optimizer([*own.values()]) if own else None
-            self.stages.append(_Stage(own, optimizer, d[s], {n: torch.zeros_like(p) for n, p in own.items()}))
+            self.stages.append(_Stage(own, optimizer, d[s], meaning.policy == "predict", {n: torch.zeros_like(p) for n, p in own.items()}))
         self.buffers = [  # of every stage, of every replica
             [{n: b.clone() for n, b in model.named_buffers() if meaning.stage_of[n] == s} for _ in range(r)]
             for s, r in enumerate(meaning.replicas)
@@ -328,17 +332,18 @@ class Loop:
         x, *rest = arguments
         names = [name for name, kind in (("second", "second"), ("embed", "embed")) if name in self._kinds]
         others = dict(zip(names, rest, strict=True))
-        runs = self._runs()
+        ends = [*self.meaning.starts, len(self.model.steps)]
+        runs = [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
         values = [x]
         for run in runs:
             is_last = run is runs[-1]
 
-            def through(*known: torch.Tensor, own: Any = run, ends: bool = is_last) -> tuple[torch.Tensor, ...]:
+            def through(*known: torch.Tensor, own: Any = run, last: bool = is_last) -> tuple[torch.Tensor, ...]:
                 made = [*known]
                 for index in own:
                     kind, *given = self.model.steps[index]
                     made.append(self.model.step(index, kind, given, made, others))
-                return (self.dataset.loss(self.model.head(made[-1]), targets),) if ends else tuple(made[len(known) :])
+                return (self.dataset.loss(self.model.head(made[-1]), targets),) if last else tuple(made[len(known) :])
 
             values += checkpoint(through, *values, use_reentrant=False, preserve_rng_state=False)
         return values[-1]
@@ -346,16 +351,6 @@ class Loop:
     @property
     def _kinds(self) -> set[str]:
         return {step[0] for step in self.model.steps}
-
-    def _runs(self) -> list[list[int]]:
-        """Return the steps of every stage; those without parameters go with the step before."""
-        runs: list[list[int]] = [[] for _ in self.meaning.replicas]
-        at = 0
-        for index, (kind, *_) in enumerate(self.model.steps):
-            named = [s for n, s in self.meaning.stage_of.items() if n.startswith(f"{kind}{index}.")]
-            at = max(at, *named) if named else at
-            runs[at].append(index)
-        return runs
 
     def _take_buffers(self, k: int) -> Tensors:
         """Load the running statistics of the replicas that run a minibatch."""
@@ -442,13 +437,11 @@ def _clip(groups: Sequence[dict[str, torch.Tensor]], largest: float | None) -> N
             group[name] = group[name] * factor
 
 
-def _direction(state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> torch.Tensor | None:
+def _direction(state: Mapping[str, Any], settings: Mapping[str, Any]) -> torch.Tensor | None:
     """Return where an optimizer says the next step goes: SGD's momentum, Adam's corrected averages."""
-    if state.get("momentum_buffer") is not None:
-        return state["momentum_buffer"].clone()  # type: ignore[no-any-return]
-    if optimizer is None or "exp_avg" not in state or "betas" not in optimizer.defaults:
-        return None
-    b1, b2 = optimizer.defaults["betas"]
-    t, squares = float(state["step"]), state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    if "exp_avg" not in state:
+        momentum: torch.Tensor | None = state.get("momentum_buffer")
+        return None if momentum is None else momentum.clone()
+    (b1, b2), t, squares = settings["betas"], float(state["step"]), state.get("max_exp_avg_sq", state["exp_avg_sq"])
     mean: torch.Tensor = state["exp_avg"] / (1 - b1**t)
-    return mean / ((squares / (1 - b2**t)).sqrt() + optimizer.defaults["eps"])
+    return mean / ((squares / (1 - b2**t)).sqrt() + settings["eps"])

@@ -29,10 +29,11 @@ from tests.random_recipes.nets import Rows, net, rows
 # Relative to the largest number of a tensor. Of float64, after tens of updates: sums are added in another order. A wrong
 # formula is off by 1e-5 and more. Of float32 24 bits in place of 53.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
+LARGEST = 1e4  # weights: what grows beyond makes differences grow, too
 
 
 class RefusedError(Exception):
-    """The product refuses a recipe, or its training diverges: there is nothing to compare."""
+    """The product refuses a recipe, or its weights grow beyond all bounds: there is nothing to compare."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
         raise RefusedError(result.sentence)
     state = ModelState.merge(part for _, part in made[0].parts())
     tensors = {name: tensor.detach() for name, tensor in {**state.buffers, **state.parameters}.items()}
+    if not all(float(tensor.abs().max()) < LARGEST for tensor in tensors.values()):
+        raise RefusedError("weights diverge")
     return Ran(result, tensors, {draw: sorted(samples) for draw, samples in Rows.fetched.items()})
 
 
@@ -141,7 +144,7 @@ def expected_of(job: Job, pushes: list[list[int]]) -> tuple[Meaning, Outcome]:
                                    for part in (recipe.model, recipe.dataset))  # fmt: skip
     torch.default_generator.manual_seed(mixed(recipe.train.seed, of_name("initial weights")))
     model, dataset = net(**model_options), rows(**data_options)
-    own, stage_of = own_names(graph), {}
+    own, stage_of = own_names(graph), dict[str, int]()
     for index, stage in enumerate(plan.stages):
         for layer in graph.layers[stage.start : stage.stop]:
             for name in (*layer.parameters, *layer.buffers):

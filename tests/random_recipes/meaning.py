@@ -12,7 +12,7 @@ from tests.oracles import large_batch
 from tests.oracles.draws import Order
 from tests.oracles.per_minibatch import Meaning
 from tests.oracles.rates import Rates
-from tests.random_recipes.nets import Rows
+from tests.random_recipes.nets import Rows, first_layers
 
 FUSED = ("sgd", "adam", "adamw")  # docs/optimizers.md: a step is one pass over the parameters
 
@@ -82,6 +82,7 @@ def meaning_of(
         total=train.max_epochs * order.per_epoch,
         periods=(minibatches(train.evaluate_every), minibatches(train.checkpoint_every or train.evaluate_every)),
         stage_of=stage_of,
+        starts=[[*first_layers(recipe.model["steps"]), "head"].index(cut) for cut in asked.cuts or ()],
         replicas=tuple(replicas),
         depth=depth,
         flushes=row.flush,

@@ -106,6 +106,19 @@ class Net(nn.Module):
         return output if read is None else before + output
 
 
+def first_layers(steps: Sequence[str]) -> list[str]:
+    """Return the layer that every step begins with, as torch.fx names it."""
+    names, sums = [], 0
+    for index, step in enumerate(steps):
+        kind = step.split()[0]
+        if kind == "add":
+            names.append("add" if sums == 0 else f"add_{sums}")
+        else:
+            names.append(f"{kind}{index}_0" if kind in ("norm", "conv") else f"{kind}{index}")
+        sums += kind in ("add", "branch", "second", "embed")
+    return names
+
+
 class OneInput(Net):
     """A net that reads features."""
 
