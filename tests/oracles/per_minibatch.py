@@ -177,7 +177,7 @@ class Loop:
                 points.append((meaning.order.before(done), self._evaluate()))
         tensors = {n: p.detach() for stage in self.stages for n, p in stage.parameters.items()}
         tensors |= {n: b for own in self.buffers for n, b in own[0].items()}
-        seen = {augmentation(meaning.seed, k): sorted(meaning.order.samples(k)) for k in range(meaning.total)}
+        seen = {augmentation(meaning.seed, k): meaning.order.samples(k) for k in range(meaning.total)}
         return Outcome(tensors, points, seen)
 
     def _segment(self, first: int, count: int) -> None:

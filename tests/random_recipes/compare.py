@@ -1,8 +1,10 @@
 """A recipe run by the product, beside the plain loop that computes what it means."""
 
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,20 +17,23 @@ from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import UserError
 from pipebench.model.device import torch_settings
 from pipebench.recipe.load import LoadedRecipe, load_file
+from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import prepare_job
+from pipebench.run.folder import find
 from pipebench.train.interfaces import Engine
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
-from pipebench.train.result import DIVERGED, Point, RunResult
+from pipebench.train.result import DIVERGED, Point
 from pipebench.train.virtual import on_virtual_clock
 from tests.oracles.draws import mixed, of_name
-from tests.oracles.per_minibatch import Loop, Meaning, Outcome
+from tests.oracles.per_minibatch import Loop, Outcome
 from tests.random_recipes.meaning import meaning_of
 from tests.random_recipes.nets import Rows, net, rows
 
 # Relative to the largest number of a tensor. Of float64, after tens of updates: sums are added in another order. A wrong
 # formula is off by 1e-5 and more. Of float32 24 bits in place of 53.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
+IN_PROCESSES = ("engine.kind=distributed", "engine.threads=1")
 LARGEST = 1e4  # weights: what grows beyond makes differences grow, too
 
 
@@ -36,34 +41,20 @@ class RefusedError(Exception):
     """The product refuses a recipe, or its weights grow beyond all bounds: there is nothing to compare."""
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """What differs.
-
-    Attributes:
-        what: a weight, a metric of an evaluation, or the samples of a minibatch.
-        how: the numbers.
-    """
-
-    what: str
-    how: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.how}"
-
-
 class Ran(NamedTuple):
     """What the product came to.
 
     Attributes:
-        result: of the run.
-        tensors: parameters and buffers at its end.
-        fetched: samples by the draw of their minibatch.
+        points: samples seen and metrics of every evaluation.
+        pushes: of asynchronous runs, the order of pushes of every segment.
+        tensors: parameters and buffers at the end.
+        fetched: samples by the draw of their minibatch; None where nobody took note of them.
     """
 
-    result: RunResult
+    points: list[tuple[int, Mapping[str, float]]]
+    pushes: list[list[int]]
     tensors: dict[str, torch.Tensor]
-    fetched: dict[int, list[int]]
+    fetched: dict[int, list[int]] | None
 
 
 class _Silent:
@@ -80,36 +71,49 @@ class _Silent:
 
 
 def written(recipe: Mapping[str, Any], folder: Path) -> Path:
-    """Write a recipe, and the order of pushes that it brings along, into a folder."""
+    """Write a recipe into a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
-    path.write_text("# a random recipe\n" + yaml.safe_dump(dict(recipe), sort_keys=False, default_flow_style=None))
+    path.write_text(text_of(recipe))
     return path
 
 
-def disagreements(path: Path) -> list[Disagreement]:
+def text_of(recipe: Mapping[str, Any]) -> str:
+    """Return a recipe's file."""
+    return "# a random recipe\n" + yaml.safe_dump(dict(recipe), sort_keys=False, default_flow_style=None, width=110)
+
+
+def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
     """Run a recipe both ways and return what differs, the order of samples first.
+
+    Args:
+        path: of the recipe.
+        in_processes: let the distributed engine run it; else the virtual one does.
 
     Raises:
         RefusedError: the product has no such run.
     """
-    loaded, job = prepared(path)
-    ran = run_virtual(loaded, job)
-    meaning, expected = expected_of(job, [pushes.minibatches for pushes in ran.result.pushes])
-    return [*_differences(ran, expected, meaning, str(loaded.recipe.model.get("dtype", "float64")))]
+    loaded, job = prepared(path, IN_PROCESSES if in_processes else ())
+    ran = run_in_processes(path) if in_processes else run_virtual(loaded, job)
+    if not all(float(tensor.abs().max()) < LARGEST for tensor in ran.tensors.values()):
+        raise RefusedError("weights grow beyond all bounds")
+    return [*_differences(ran, expected_of(job, ran.pushes), job.recipe, job.setup.plan.replicas)]
 
 
-def prepared(path: Path) -> tuple[LoadedRecipe, Job]:
+def prepared(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, Job]:
     """Load and prepare a recipe.
 
     Raises:
         RefusedError: the product refuses it.
     """
     try:
-        loaded = load_file(path)
+        loaded = load_file(path, overrides)
         job = prepare_job(loaded, silent=True)
     except UserError as error:
         raise RefusedError(str(error)) from error
+    asked, plan, layers = job.recipe.parallelism, job.setup.plan, job.setup.graph.layers
+    if asked.cuts is not None:
+        assert [layers[stage.start].name for stage in plan.stages[1:]] == asked.cuts
     return loaded, job
 
 
@@ -131,61 +135,77 @@ def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
     if result.outcome == DIVERGED:
         raise RefusedError(result.sentence)
     state = ModelState.merge(part for _, part in made[0].parts())
-    tensors = {name: tensor.detach() for name, tensor in {**state.buffers, **state.parameters}.items()}
-    if not all(float(tensor.abs().max()) < LARGEST for tensor in tensors.values()):
+    points = [(point.samples, point.metrics) for point in result.points]
+    return Ran(points, [pushes.minibatches for pushes in result.pushes], _tensors(state), dict(Rows.fetched))
+
+
+def run_in_processes(path: Path) -> Ran:
+    """Train with the distributed engine, from the command line; the last checkpoint has the weights.
+
+    Raises:
+        RefusedError: training diverges.
+    """
+    command = [sys.executable, "-m", "pipebench", "run", path.name, *IN_PROCESSES]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+    if DIVERGED in ended.stdout:
         raise RefusedError("weights diverge")
-    return Ran(result, tensors, {draw: sorted(samples) for draw, samples in Rows.fetched.items()})
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    newest = max((path.parent / "pipebench-runs").iterdir(), key=lambda folder: folder.stat().st_mtime)
+    result = json.loads((newest / "record" / "result.json").read_text())
+    checkpoints = find(str(newest)).checkpoints
+    state = checkpoints.at(max(checkpoints.steps())).load()
+    points = [(point["samples"], point["metrics"]) for point in result["points"]]
+    return Ran(points, [pushes["minibatches"] for pushes in result["pushes"]], _tensors(state), None)
 
 
-def expected_of(job: Job, pushes: list[list[int]]) -> tuple[Meaning, Outcome]:
-    """Return what a prepared recipe means, and what the plain loop makes of it."""
+def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in {**state.buffers, **state.parameters}.items()}
+
+
+def expected_of(job: Job, pushes: Sequence[Sequence[int]]) -> Outcome:
+    """Return what the plain loop makes of a prepared recipe."""
     recipe, plan, graph = job.recipe, job.setup.plan, job.setup.graph
-    model_options, data_options = ({k: v for k, v in part.items() if k not in ("target", "leaves")}
-                                   for part in (recipe.model, recipe.dataset))  # fmt: skip
+    of_model, of_data = ({k: v for k, v in part.items() if k != "target"} for part in (recipe.model, recipe.dataset))
     torch.default_generator.manual_seed(mixed(recipe.train.seed, of_name("initial weights")))
-    model, dataset = net(**model_options), rows(**data_options)
+    model, dataset = net(**of_model), rows(**of_data)
     own, stage_of = own_names(graph), dict[str, int]()
     for index, stage in enumerate(plan.stages):
         for layer in graph.layers[stage.start : stage.stop]:
-            for name in (*layer.parameters, *layer.buffers):
-                stage_of[own[name]] = index
-    meaning = meaning_of(recipe, dataset, plan.replicas, stage_of, pushes)
-    return meaning, Loop(model, dataset, meaning).run()
+            stage_of |= {own[name]: index for name in (*layer.parameters, *layer.buffers)}
+    return Loop(model, dataset, meaning_of(recipe, dataset, plan.replicas, stage_of, pushes)).run()
 
 
-def _differences(ran: Ran, expected: Outcome, meaning: Meaning, dtype: str) -> Iterator[Disagreement]:
-    """Yield what differs by more than sums in another order can."""
-    for draw, samples in expected.samples.items():
+def _differences(ran: Ran, expected: Outcome, recipe: Recipe, replicas: Sequence[int]) -> Iterator[str]:
+    """Say what differs by more than sums in another order can."""
+    for draw, samples in expected.samples.items() if ran.fetched is not None else ():
         if ran.fetched.get(draw) != samples:
-            yield Disagreement("samples of a minibatch", f"{ran.fetched.get(draw)}, the plain loop has {samples}")
-    tolerance = 0.0 if has_same_bits(meaning) else TOLERANCES[dtype]
-    points = [(point.samples, point.metrics) for point in ran.result.points]
-    if [samples for samples, _ in points] != [samples for samples, _ in expected.points]:
-        yield Disagreement("evaluations", f"after {[n for n, _ in points]}, {[n for n, _ in expected.points]} samples")
+            yield f"samples of a minibatch: {ran.fetched.get(draw)}, the plain loop has {samples}"
+    tolerance = TOLERANCES[recipe.model["dtype"]]
+    if [samples for samples, _ in ran.points] != [samples for samples, _ in expected.points]:
+        yield f"evaluations: {[n for n, _ in ran.points]} samples, the plain loop has {[n for n, _ in expected.points]}"
         return
-    for (samples, metrics), (_, wanted) in zip(points, expected.points, strict=True):
+    for (samples, metrics), (_, wanted) in zip(ran.points, expected.points, strict=True):
         for name, value in wanted.items():
-            if abs(metrics[name] - value) > max(tolerance, 1e-12) * max(1.0, abs(value)):
-                yield Disagreement(f"{name} after {samples} samples", f"{metrics[name]!r}, the plain loop has {value!r}")
+            if not abs(metrics[name] - value) <= tolerance * max(1.0, abs(value)):
+                yield f"{name} after {samples} samples: {metrics[name]!r}, the plain loop has {value!r}"
+    if has_same_bits(recipe, replicas):
+        tolerance = 0.0
     for name, tensor in expected.tensors.items():
-        found = ran.tensors.get(name)
-        if found is None:
-            yield Disagreement(name, "is missing")
-            continue
         size = max(1.0, float(tensor.double().abs().max()))
-        error = float((found.double() - tensor.double()).abs().max())
+        error = float((ran.tensors[name].double() - tensor.double()).abs().max())
         if not error <= tolerance * size:
-            yield Disagreement(name, f"differs by {error:.3g} of {size:.3g}")
+            yield f"{name}: differs by {error:.3g} where {tolerance * size:.3g} is allowed"
 
 
-def has_same_bits(meaning: Meaning) -> bool:
-    """Return whether DESIGN promises the bits of a plain loop: nothing is added in another order."""
-    whole = meaning.microbatches == meaning.accumulate == 1 and set(meaning.replicas) == {1}
-    return whole and meaning.flushes and meaning.clip_norm is None
+def has_same_bits(recipe: Recipe, replicas: Sequence[int]) -> bool:
+    """Return whether DESIGN promises the bits of a plain loop: whole minibatches, and nothing added in another order.
 
-
-def quietly(path: Path) -> list[Disagreement]:
-    """Return what differs; warnings of torch about a schedule's order of steps are the plain loop's own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return disagreements(path)
+    A value that is read three times is left out, and so is what the plain loop computes otherwise than torch: norms, and
+    the optimizers of our own.
+    """
+    asked, optimizer, steps = recipe.parallelism, recipe.train.optimizer, [s.split() for s in recipe.model["steps"]]
+    again = [int(given[0]) for kind, *given in steps if kind in ("add", "branch")]
+    whole = asked.microbatches == 1 and asked.row.accumulate == 1 and set(replicas) == {1} and asked.row.flush
+    ours = optimizer.name in ("lars", "lamb") or optimizer.clip_norm is not None
+    return whole and not ours and all(again.count(index) < 2 for index in again)

@@ -126,9 +126,9 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     row = MODES[mode]
     made: dict[str, Any] = {"mode": mode}
     replicas = _replicas(draw, row.shape, workers)
-    if row.shape not in ("one", "one-stage"):
+    if row.shape != "one":
         made["plan"] = "-".join(map(str, replicas))
-        if row.chunks == 1 and draw.random() < 0.7 and len(replicas) <= len(steps):
+        if len(replicas) > 1 and row.chunks == 1 and draw.random() < 0.7 and len(replicas) <= len(steps):
             made["cuts"] = _cuts(draw, steps, len(replicas) - 1)
     if draw.random() < 0.3 and row.depth is None:
         made["depth"] = draw.randint(1, 7)

@@ -30,10 +30,19 @@ class Recurrent(nn.Module):
         return output.reshape(-1, WIDTH)
 
 
+def _norm() -> nn.Module:
+    """Return BatchNorm of a linear layer, between functions that aren't linear.
+
+    A bias that BatchNorm takes off again would have no gradient but rounding errors, which Adam and its like blow up.
+    """
+    linear = nn.Linear(WIDTH, WIDTH, bias=False)
+    return nn.Sequential(nn.Tanh(), linear, nn.BatchNorm1d(WIDTH), nn.ReLU())
+
+
 class Net(nn.Module):
     """Steps, each of which reads the value before it and puts out [n, WIDTH]; a head behind the last one.
 
-    `linear`, `frozen` (a linear layer that isn't trained), `norm` (a linear layer, BatchNorm, ReLU), `layernorm`,
+    `linear`, `frozen` (a linear layer that isn't trained), `norm` (BatchNorm and what it needs around it), `layernorm`,
     `tanh`, `relu` (in place where nobody else reads the value), `conv`, `lstm` and `dropout P` map it. `add I` adds
     the output of step I, `branch I` a linear map of that, `tied I` a linear map with the weight of linear step I, all
     with I = -1 for the input; `second` adds a linear map of the second input, `embed` rows of a table.
@@ -68,8 +77,7 @@ class Net(nn.Module):
             "linear": lambda: nn.Linear(WIDTH, WIDTH),
             "branch": lambda: nn.Linear(WIDTH, WIDTH),
             "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
-            # A bias in front would have no gradient but rounding errors, which Adam and its like blow up.
-            "norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.ReLU()),
+            "norm": _norm,
             "layernorm": lambda: nn.LayerNorm(WIDTH),
             "tanh": nn.Tanh,
             "conv": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 3, padding=1), nn.Flatten()),
