@@ -97,7 +97,7 @@ def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
     ran = run_in_processes(path) if in_processes else run_virtual(loaded, job)
     if not all(float(tensor.abs().max()) < LARGEST for tensor in ran.tensors.values()):
         raise RefusedError("weights grow beyond all bounds")
-    return [*_differences(ran, expected_of(job, ran.pushes), job.recipe, job.setup.plan.replicas)]
+    return [*differences(ran, expected_of(job, ran.pushes), job)]
 
 
 def prepared(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, Job]:
@@ -136,7 +136,7 @@ def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
         raise RefusedError(result.sentence)
     state = ModelState.merge(part for _, part in made[0].parts())
     points = [(point.samples, point.metrics) for point in result.points]
-    return Ran(points, [pushes.minibatches for pushes in result.pushes], _tensors(state), dict(Rows.fetched))
+    return Ran(points, [pushes.minibatches for pushes in result.pushes], _tensors(state), {draw: [*each] for draw, each in Rows.fetched.items()})
 
 
 def run_in_processes(path: Path) -> Ran:
@@ -176,12 +176,12 @@ def expected_of(job: Job, pushes: Sequence[Sequence[int]]) -> Outcome:
     return Loop(model, dataset, meaning_of(recipe, dataset, plan.replicas, stage_of, pushes)).run()
 
 
-def _differences(ran: Ran, expected: Outcome, recipe: Recipe, replicas: Sequence[int]) -> Iterator[str]:
+def differences(ran: Ran, expected: Outcome, job: Job) -> Iterator[str]:
     """Say what differs by more than sums in another order can."""
     for draw, samples in expected.samples.items() if ran.fetched is not None else ():
         if ran.fetched.get(draw) != samples:
             yield f"samples of a minibatch: {ran.fetched.get(draw)}, the plain loop has {samples}"
-    tolerance = TOLERANCES[recipe.model["dtype"]]
+    tolerance = TOLERANCES[job.recipe.model["dtype"]]
     if [samples for samples, _ in ran.points] != [samples for samples, _ in expected.points]:
         yield f"evaluations: {[n for n, _ in ran.points]} samples, the plain loop has {[n for n, _ in expected.points]}"
         return
@@ -189,7 +189,7 @@ def _differences(ran: Ran, expected: Outcome, recipe: Recipe, replicas: Sequence
         for name, value in wanted.items():
             if not abs(metrics[name] - value) <= tolerance * max(1.0, abs(value)):
                 yield f"{name} after {samples} samples: {metrics[name]!r}, the plain loop has {value!r}"
-    if has_same_bits(recipe, replicas):
+    if has_same_bits(job.recipe, job.setup.plan.replicas):
         tolerance = 0.0
     for name, tensor in expected.tensors.items():
         size = max(1.0, float(tensor.double().abs().max()))

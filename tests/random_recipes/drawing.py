@@ -128,8 +128,11 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     replicas = _replicas(draw, row.shape, workers)
     if row.shape != "one":
         made["plan"] = "-".join(map(str, replicas))
-        if len(replicas) > 1 and row.chunks == 1 and draw.random() < 0.7 and len(replicas) <= len(steps):
-            made["cuts"] = _cuts(draw, steps, len(replicas) - 1)
+        if row.order == "all-forwards" and draw.random() < 0.1:
+            made["chunks"] = 2
+        num_stages = len(replicas) * made.get("chunks", row.chunks)
+        if num_stages > 1 and draw.random() < 0.7 and num_stages <= len(steps):
+            made["cuts"] = _cuts(draw, steps, num_stages - 1)
     if draw.random() < 0.3 and row.depth is None:
         made["depth"] = draw.randint(1, 7)
     if row.microbatches and draw.random() < 0.6:
@@ -181,8 +184,6 @@ def _columns(draw: random.Random, mode: str) -> dict[str, Any]:
         made["backward"] = "split"
     if draw.random() < 0.15:
         made["sync"] = draw.choice(("parameter-server", "all-reduce-after", "parameter-server-after"))
-    if draw.random() < 0.1 and row.order == "all-forwards":
-        made["chunks"] = 2
     if made.get("weights", row.weights) == "correct" and draw.random() < 0.6:
         made["annealing_epochs"] = draw.choice((0, 0.5, 2))
         made["correction_decay"] = draw.choice((0.135, 0.5))
