@@ -5,6 +5,7 @@ permutation under the seed of ("epoch", number of the epoch).
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -76,4 +77,4 @@ def parts(samples: Sequence[int], count: int) -> list[Sequence[int]]:
     ends = [0]
     for index in range(count):
         ends.append(ends[-1] + len(samples) // count + (index < len(samples) % count))
-    return [samples[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    return [samples[start:stop] for start, stop in itertools.pairwise(ends)]

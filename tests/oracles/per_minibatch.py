@@ -6,7 +6,7 @@ the last minibatch of its round is through. Numbers of versions begin anew at ev
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,78 +14,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.oracles.draws import Order, augmentation, layer_seed, parts
-from tests.oracles.rates import Rates, scale_of
+from tests.oracles.draws import augmentation, layer_seed, parts
+from tests.oracles.meaning import Meaning
+from tests.oracles.rates import scale_of
 from tests.oracles.staleness import depths
 
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """What a recipe means, once everything in it is resolved.
-
-    Attributes:
-        seed: the run's.
-        order: which samples a minibatch has.
-        total: minibatches of the run.
-        periods: minibatches between evaluations, and between checkpoints: the pipeline drains at both.
-        stage_of: stage of every parameter and buffer.
-        starts: first step of every stage but the first, where that is said; needed to compute stages again.
-        replicas: of every stage.
-        depth: minibatches in flight per replica of the input stage.
-        flushes: whether every update empties the pipeline.
-        policy: which weights a minibatch uses, as `parallelism.weights` names it.
-        microbatches: parts of a minibatch.
-        accumulate: minibatches of every replica per update.
-        asynchronous: whether every minibatch is an update of its own, made when it is pushed.
-        recompute: whether backwards compute their stage again.
-        make_optimizer: makes a stage's.
-        rates: learning rates.
-        scaling: `lr_scaling`.
-        clip_norm: largest norm, if any.
-        decay: PipeMare's D.
-        pushes: of every segment, minibatches in the order of their pushes.
-    """
-
-    seed: int
-    order: Order
-    total: int
-    periods: tuple[int, int]
-    stage_of: Mapping[str, int]
-    starts: Sequence[int]
-    replicas: Sequence[int]
-    depth: int
-    flushes: bool
-    policy: str
-    microbatches: int
-    accumulate: int
-    asynchronous: bool
-    recompute: bool
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    rates: Rates
-    scaling: str
-    clip_norm: float | None = None
-    decay: float = 0.135
-    pushes: Sequence[Sequence[int]] = ()
-
-    @property
-    def block(self) -> int:
-        """Minibatches that give every replica of every stage equally many."""
-        return math.lcm(*self.replicas)
-
-    def round_size(self, stage: int) -> int:
-        """Return the minibatches of one update of a stage."""
-        return 1 if self.asynchronous else (self.block if self.flushes else self.replicas[stage]) * self.accumulate
-
-    def units(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield minibatch and microbatch in the order of their forwards: a block's first microbatches, then the next.
-
-        Running statistics follow that order.
-        """
-        for start in range(0, count, self.block):
-            for part in range(self.microbatches):
-                yield from ((k, part) for k in range(start, min(start + self.block, count)))
 
 
 class Outcome(NamedTuple):
@@ -148,7 +82,11 @@ class Loop:
         for s in range(len(meaning.replicas)):
             own = {n: nn.Parameter(p.detach().clone()) for n, p in trained.items() if meaning.stage_of[n] == s}
             optimizer = meaning.make_optimizer([*own.values()]) if own else None
-            self.stages.append(_Stage(own, optimizer, d[s], meaning.policy == "predict", {n: torch.zeros_like(p) for n, p in own.items()}))
+            self.stages.append(
+                _Stage(
+                    own, optimizer, d[s], meaning.policy == "predict", {n: torch.zeros_like(p) for n, p in own.items()}
+                )
+            )
         self.buffers = [  # of every stage, of every replica
             [{n: b.clone() for n, b in model.named_buffers() if meaning.stage_of[n] == s} for _ in range(r)]
             for s, r in enumerate(meaning.replicas)
@@ -443,5 +381,5 @@ def _direction(state: Mapping[str, Any], settings: Mapping[str, Any]) -> torch.T
         momentum: torch.Tensor | None = state.get("momentum_buffer")
         return None if momentum is None else momentum.clone()
     (b1, b2), t, squares = settings["betas"], float(state["step"]), state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    mean: torch.Tensor = state["exp_avg"] / (1 - b1**t)
-    return mean / ((squares / (1 - b2**t)).sqrt() + settings["eps"])
+    mean = state["exp_avg"] / (1 - b1**t)
+    return torch.as_tensor(mean / ((squares / (1 - b2**t)).sqrt() + settings["eps"]))

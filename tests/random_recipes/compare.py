@@ -30,8 +30,8 @@ from tests.oracles.per_minibatch import Loop, Outcome
 from tests.random_recipes.meaning import meaning_of
 from tests.random_recipes.nets import Rows, net, rows
 
-# Relative to the largest number of a tensor. Of float64, after tens of updates: sums are added in another order. A wrong
-# formula is off by 1e-5 and more. Of float32 24 bits in place of 53.
+# Relative to the largest number of a tensor. Sums are added in another order: in float64, after tens of updates, that
+# comes to 1e-12 or so, and a wrong formula to 1e-5 and more. float32 has 24 bits in place of 53.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
 IN_PROCESSES = ("engine.kind=distributed", "engine.threads=1")
 LARGEST = 1e4  # weights: what grows beyond makes differences grow, too
@@ -136,7 +136,12 @@ def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
         raise RefusedError(result.sentence)
     state = ModelState.merge(part for _, part in made[0].parts())
     points = [(point.samples, point.metrics) for point in result.points]
-    return Ran(points, [pushes.minibatches for pushes in result.pushes], _tensors(state), {draw: [*each] for draw, each in Rows.fetched.items()})
+    return Ran(
+        points,
+        [pushes.minibatches for pushes in result.pushes],
+        _tensors(state),
+        {draw: [*each] for draw, each in Rows.fetched.items()},
+    )
 
 
 def run_in_processes(path: Path) -> Ran:
@@ -156,7 +161,9 @@ def run_in_processes(path: Path) -> Ran:
     checkpoints = find(str(newest)).checkpoints
     state = checkpoints.at(max(checkpoints.steps())).load()
     points = [(point["samples"], point["metrics"]) for point in result["points"]]
-    return Ran(points, [pushes["minibatches"] for pushes in result["pushes"]], _tensors(state), None)
+    order = newest / "record" / "push-order.json"
+    segments = json.loads(order.read_text())["segments"] if order.exists() else []
+    return Ran(points, [pushes["minibatches"] for pushes in segments], _tensors(state), None)
 
 
 def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
@@ -178,12 +185,12 @@ def expected_of(job: Job, pushes: Sequence[Sequence[int]]) -> Outcome:
 
 def differences(ran: Ran, expected: Outcome, job: Job) -> Iterator[str]:
     """Say what differs by more than sums in another order can."""
-    for draw, samples in expected.samples.items() if ran.fetched is not None else ():
-        if ran.fetched.get(draw) != samples:
-            yield f"samples of a minibatch: {ran.fetched.get(draw)}, the plain loop has {samples}"
+    if ran.fetched is not None:
+        yield from _of_samples(ran.fetched, expected.samples)
     tolerance = TOLERANCES[job.recipe.model["dtype"]]
-    if [samples for samples, _ in ran.points] != [samples for samples, _ in expected.points]:
-        yield f"evaluations: {[n for n, _ in ran.points]} samples, the plain loop has {[n for n, _ in expected.points]}"
+    counts, wanted_counts = ([count for count, _ in points] for points in (ran.points, expected.points))
+    if counts != wanted_counts:
+        yield f"evaluations: after {counts} samples, the plain loop has {wanted_counts}"
         return
     for (samples, metrics), (_, wanted) in zip(ran.points, expected.points, strict=True):
         for name, value in wanted.items():
@@ -198,11 +205,17 @@ def differences(ran: Ran, expected: Outcome, job: Job) -> Iterator[str]:
             yield f"{name}: differs by {error:.3g} where {tolerance * size:.3g} is allowed"
 
 
+def _of_samples(found: Mapping[int, list[int]], expected: Mapping[int, list[int]]) -> Iterator[str]:
+    for draw, samples in expected.items():
+        if found.get(draw) != samples:
+            yield f"samples of a minibatch: {found.get(draw)}, the plain loop has {samples}"
+
+
 def has_same_bits(recipe: Recipe, replicas: Sequence[int]) -> bool:
     """Return whether DESIGN promises the bits of a plain loop: whole minibatches, and nothing added in another order.
 
-    A value that is read three times is left out, and so is what the plain loop computes otherwise than torch: norms, and
-    the optimizers of our own.
+    A value that is read three times is left out, and so is what the plain loop computes otherwise than torch: norms,
+    and the optimizers of our own.
     """
     asked, optimizer, steps = recipe.parallelism, recipe.train.optimizer, [s.split() for s in recipe.model["steps"]]
     again = [int(given[0]) for kind, *given in steps if kind in ("add", "branch")]

@@ -47,7 +47,11 @@ def draw_recipe(seed: int, number: int) -> dict[str, Any]:
     return {
         "name": f"random-{seed}-{number}",
         "model": {"target": f"{TARGETS}:net", "steps": steps, "dtype": dtype},
-        "dataset": {"target": f"{TARGETS}:rows", **reads, **_data(draw, train["minibatch_size"], parallelism.get("microbatches", 1), steps)},
+        "dataset": {
+            "target": f"{TARGETS}:rows",
+            **reads,
+            **_data(draw, train["minibatch_size"], parallelism.get("microbatches", 1), steps),
+        },
         "train": train,
         "cluster": {"name": draw.choice(("free-links", "free-links", "vpipe-unlimited")), "servers": workers},
         "parallelism": parallelism,
@@ -136,7 +140,8 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     if draw.random() < 0.3 and row.depth is None:
         made["depth"] = draw.randint(1, 7)
     if row.microbatches and draw.random() < 0.6:
-        made["microbatches"] = draw.choice([n for n in (1, 1, 2, 3, 4) if size % n == 0 and ("norm" not in steps or size > n)])
+        fitting = [n for n in (1, 1, 2, 3, 4) if size % n == 0 and ("norm" not in steps or size > n)]
+        made["microbatches"] = draw.choice(fitting)
     if (row.flush or row.accumulate is None) and draw.random() < 0.4:
         made["accumulate"] = draw.choice((1, 2, 3, 5))
     made |= _columns(draw, mode)

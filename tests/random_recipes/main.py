@@ -95,7 +95,8 @@ class Campaign:
     @property
     def summary(self) -> str:
         """What came of it, in a few lines."""
-        lines = [f"seed {self.seed}: {self.agreed.total()} recipes agree with the plain loop, {len(self.failures)} don't"]
+        count = f"{self.agreed.total()} recipes agree with the plain loop, {len(self.failures)} don't"
+        lines = [f"seed {self.seed}: {count}"]
         lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]
         lines += [f"refused: {self.refused.total()}, {self.refused_share:.0%} of those drawn; most often"]
         return "\n".join([*lines, *(f"  {count} x {reason}" for reason, count in self.refused.most_common(5))])

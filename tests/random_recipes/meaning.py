@@ -10,7 +10,7 @@ from torch import nn
 from pipebench.recipe.schema import OptimizerRecipe, PeriodRecipe, Recipe
 from tests.oracles import large_batch
 from tests.oracles.draws import Order
-from tests.oracles.per_minibatch import Meaning
+from tests.oracles.meaning import Meaning
 from tests.oracles.rates import Rates
 from tests.random_recipes.nets import Rows, first_layers
 
@@ -24,7 +24,7 @@ class ByRule(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.0})
         self._rule, self._made = large_batch.of_tensors(rule), 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step."""
         self._made += 1
         for group in self.param_groups:

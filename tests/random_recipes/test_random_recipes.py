@@ -82,9 +82,7 @@ def test_a_loop_that_means_something_else_is_told_apart(
     assert any(each.startswith(seen_in) for each in found), found
 
 
-def test_a_dropped_average_of_running_statistics_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_average_of_running_statistics_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, job = prepared(written(RECIPE, tmp_path))
     ran = run_virtual(loaded, job)
     monkeypatch.setattr("tests.oracles.per_minibatch.Loop._average_buffers", lambda self: None)
@@ -110,7 +108,8 @@ def test_shrinking_leaves_what_it_takes_to_fail() -> None:
         return "clip_norm" in optimizer and "dropout 0.3" in recipe["model"]["steps"]
 
     small = shrunk(RECIPE, fails)
-    assert small["train"] == {"minibatch_size": 2, "max_epochs": 1, "optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0.3}}
+    optimizer = {"name": "sgd", "lr": 0.1, "clip_norm": 0.3}
+    assert small["train"] == {"minibatch_size": 2, "max_epochs": 1, "optimizer": optimizer}
     assert small["model"]["steps"] == ["linear", "linear", "dropout 0.3"]
     assert small["parallelism"] == {"mode": "pipedream"}
     assert (small["dataset"]["num_train"], small["dataset"]["num_eval"]) == (8, 2)
