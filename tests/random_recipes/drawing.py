@@ -9,6 +9,7 @@ from typing import Any
 
 from pipebench.schedule.modes import MODES
 from tests.random_recipes.nets import first_layers
+from tests.random_recipes.push_orders import FILE_NAME
 
 TARGETS = "tests.random_recipes.nets"
 _PREDICTED = ("spectrain", "xpipe")
@@ -145,6 +146,8 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     if (row.flush or row.accumulate is None) and draw.random() < 0.4:
         made["accumulate"] = draw.choice((1, 2, 3, 5))
     made |= _columns(draw, mode)
+    if row.sync == "asynchronous" and draw.random() < 0.5:
+        made["push_order"] = FILE_NAME
     stashes = made.get("weights", row.weights) not in ("none", "predict", "correct")
     if draw.random() < 0.3 and (stashes or "cuts" in made):  # else weights depend on where the planner cuts
         made["recompute"] = draw.random() < 0.8
