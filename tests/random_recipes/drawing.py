@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from pipebench.schedule.modes import MODES
+from pipebench.schedule.modes import MODES, Mode
 from tests.random_recipes.nets import first_layers
 from tests.random_recipes.push_orders import FILE_NAME
 
@@ -146,6 +146,8 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     if (row.flush or row.accumulate is None) and draw.random() < 0.4:
         made["accumulate"] = draw.choice((1, 2, 3, 5))
     made |= _columns(draw, mode)
+    if not made.get("flush", row.flush):
+        made |= _without_flush(draw, row, made)
     if row.sync == "asynchronous" and draw.random() < 0.5:
         made["push_order"] = FILE_NAME
     stashes = made.get("weights", row.weights) not in ("none", "predict", "correct")
@@ -155,6 +157,18 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
         key = draw.choice(("recompute_layers", "swap_layers"))
         made[key] = sorted(draw.sample([*first_layers(steps), "head"], 2))
     return made
+
+
+def _without_flush(draw: random.Random, row: Mode, made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what goes with weights of which there are several versions, nearly always."""
+    policy, fitting = made.get("weights", row.weights), dict[str, Any]()
+    if policy == "double-buffer":
+        fitting["accumulate"] = draw.choice((3, 5, 7))
+    elif (row.accumulate is None or "accumulate" in made) and draw.random() < 0.9:
+        fitting["accumulate"] = 1
+    if "microbatches" in made and policy != "predict":
+        fitting["microbatches"] = 1
+    return fitting
 
 
 def _replicas(draw: random.Random, shape: str, workers: int) -> list[int]:
