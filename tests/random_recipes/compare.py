@@ -194,7 +194,7 @@ def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = Fals
     if moved:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter *= 1 + 50 * torch.finfo(parameter.dtype).eps * torch.randn_like(parameter)
+                parameter.mul_(1 + 50 * torch.finfo(parameter.dtype).eps * torch.randn_like(parameter))
     own, stage_of = own_names(graph), dict[str, int]()
     for index, stage in enumerate(plan.stages):
         for layer in graph.layers[stage.start : stage.stop]:
