@@ -175,6 +175,13 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def oracle(session: nox.Session) -> None:
+    """Compare 500 random recipes, and 20 more in processes, with a plain loop over minibatches; arguments go to it."""
+    command = [python_with_pipebench(session), "-m", "tests.random_recipes.main", *session.posargs]
+    session.run(*command, env=ONE_THREAD, external=True)
+
+
+@nox.session(venv_backend="none")
 def data(session: nox.Session) -> None:
     """Fetch what `gettext_pairs` reads into `$PIPEBENCH_DATA/gettext_pairs`, or `nox -s data -- FOLDER`."""
     if not session.posargs and "PIPEBENCH_DATA" not in os.environ:

@@ -351,10 +351,11 @@ def _microbatches(
     if microbatches > 1 and not row.cuts(flush, weights):
         why = f"mode {mode} doesn't cut minibatches" if flush else f"mode {mode} has no flush here"
         yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {' or '.join(takers)}"
-    if accumulate not in (None, 1) and not flush and not policy.accumulates:
+    if (row.accumulate if accumulate is None else accumulate) != 1 and not flush and not policy.accumulates:
         others = [name for name, each in WEIGHT_POLICIES.items() if each.accumulates]
         allowed = f"1, flush: true, or weights: {' or '.join(others)}"
-        yield "parallelism.accumulate", f"got {accumulate}, mode {mode} has no flush here: allowed is {allowed}"
+        given = "null, as many minibatches as are in flight" if accumulate is None else accumulate
+        yield "parallelism.accumulate", f"got {given}, mode {mode} has no flush here: allowed is {allowed}"
 
 
 @rule("parallelism.mode", "parallelism.weights", "train.optimizer")

@@ -1,0 +1,78 @@
+"""What a recipe means once all in it is resolved: the arguments of training as `per_minibatch` runs it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tests.oracles.draws import Order
+from tests.oracles.rates import Rates
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a recipe means, once everything in it is resolved.
+
+    Attributes:
+        seed: the run's.
+        order: which samples a minibatch has.
+        total: minibatches of the run.
+        periods: minibatches between evaluations, and between checkpoints: the pipeline drains at both.
+        stage_of: stage of every parameter and buffer.
+        starts: first step of every stage but the first, where that is said; needed to compute stages again.
+        replicas: of every stage.
+        depth: minibatches in flight per replica of the input stage.
+        flushes: whether every update empties the pipeline.
+        policy: which weights a minibatch uses, as `parallelism.weights` names it.
+        microbatches: parts of a minibatch.
+        accumulate: minibatches of every replica per update.
+        asynchronous: whether every minibatch is an update of its own, made when it is pushed.
+        recompute: whether backwards compute their stage again.
+        make_optimizer: makes a stage's.
+        rates: learning rates.
+        scaling: `lr_scaling`.
+        clip_norm: largest norm, if any.
+        decay: PipeMare's D.
+        pushes: of every segment, minibatches in the order of their pushes.
+    """
+
+    seed: int
+    order: Order
+    total: int
+    periods: tuple[int, int]
+    stage_of: Mapping[str, int]
+    starts: Sequence[int]
+    replicas: Sequence[int]
+    depth: int
+    flushes: bool
+    policy: str
+    microbatches: int
+    accumulate: int
+    asynchronous: bool
+    recompute: bool
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    rates: Rates
+    scaling: str
+    clip_norm: float | None = None
+    decay: float = 0.135
+    pushes: Sequence[Sequence[int]] = ()
+
+    @property
+    def block(self) -> int:
+        """Minibatches that give every replica of every stage equally many."""
+        return math.lcm(*self.replicas)
+
+    def round_size(self, stage: int) -> int:
+        """Return the minibatches of one update of a stage."""
+        return 1 if self.asynchronous else (self.block if self.flushes else self.replicas[stage]) * self.accumulate
+
+    def units(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield minibatch and microbatch in the order of their forwards: a block's first microbatches, then the next.
+
+        Running statistics follow that order.
+        """
+        for start in range(0, count, self.block):
+            for part in range(self.microbatches):
+                yield from ((k, part) for k in range(start, min(start + self.block, count)))

@@ -1,0 +1,256 @@
+"""A recipe run by the product, beside the plain loop that computes what it means."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from pipebench.checkpoint.share import own_names
+from pipebench.checkpoint.state import ModelState
+from pipebench.engine.virtual import OnLoss, OnUnit
+from pipebench.errors import UserError
+from pipebench.model.device import torch_settings
+from pipebench.recipe.load import LoadedRecipe, load_file
+from pipebench.recipe.schema import Recipe
+from pipebench.run.deciding import prepare_job
+from pipebench.run.folder import find
+from pipebench.train.interfaces import Engine
+from pipebench.train.job import Job
+from pipebench.train.loop import TrainingLoop
+from pipebench.train.result import DIVERGED, Point
+from pipebench.train.virtual import on_virtual_clock
+from tests.oracles.draws import mixed, of_name
+from tests.oracles.per_minibatch import Loop, Outcome
+from tests.random_recipes.meaning import meaning_of
+from tests.random_recipes.nets import Rows, net, rows
+from tests.random_recipes.push_orders import FILE_NAME, push_order
+
+# Relative to the largest number of a tensor. Sums are added in another order: in float64, after tens of updates, that
+# comes to 1e-12 or so, and a wrong formula to 1e-5 and more. float32 has 24 bits in place of 53.
+TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
+IN_PROCESSES = ("engine.kind=distributed", "engine.threads=1")
+LARGEST = 1e4  # weights: what grows beyond makes differences grow, too
+
+
+class RefusedError(Exception):
+    """The product refuses a recipe, or its weights grow beyond all bounds: there is nothing to compare."""
+
+
+class Ran(NamedTuple):
+    """What the product came to.
+
+    Attributes:
+        points: samples seen and metrics of every evaluation.
+        pushes: of asynchronous runs, the order of pushes of every segment.
+        tensors: parameters and buffers at the end.
+        fetched: samples by the draw of their minibatch; None where nobody took note of them.
+    """
+
+    points: list[tuple[int, Mapping[str, float]]]
+    pushes: list[list[int]]
+    tensors: dict[str, torch.Tensor]
+    fetched: dict[int, list[int]] | None
+
+
+class _Silent:
+    """Progress nobody sees."""
+
+    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+        """Nothing to do."""
+
+    def evaluation(self, point: Point, epoch: float) -> None:
+        """Nothing to do."""
+
+    def note(self, text: str) -> None:
+        """Nothing to do."""
+
+
+def written(recipe: Mapping[str, Any], folder: Path) -> Path:
+    """Write a recipe into a folder of its own, with the order of pushes that it names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if "push_order" in recipe["parallelism"]:
+        (folder / FILE_NAME).write_text(json.dumps(push_order(recipe)))
+    path = folder / "recipe.yaml"
+    path.write_text(text_of(recipe))
+    return path
+
+
+def text_of(recipe: Mapping[str, Any]) -> str:
+    """Return a recipe's file."""
+    return "# a random recipe\n" + yaml.safe_dump(dict(recipe), sort_keys=False, default_flow_style=None, width=110)
+
+
+def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
+    """Run a recipe both ways and return what differs, the order of samples first.
+
+    Args:
+        path: of the recipe.
+        in_processes: let the distributed engine run it; else the virtual one does.
+
+    Raises:
+        RefusedError: the product has no such run.
+    """
+    loaded, job = prepared(path, IN_PROCESSES if in_processes else ())
+    ran = run_in_processes(path) if in_processes else run_virtual(loaded, job)
+    if not all(float(tensor.abs().max()) < LARGEST for tensor in ran.tensors.values()):
+        raise RefusedError("weights grow beyond all bounds")
+    if job.setup.push_order and [*job.setup.push_order.values()] != ran.pushes:
+        return [f"pushes: {ran.pushes}, asked for were {[*job.setup.push_order.values()]}"]
+    expected = expected_of(job, ran.pushes)
+    found = [*differences(ran, expected, job)]
+    if found and not has_same_bits(job.recipe, job.setup.plan.replicas):
+        found = [*differences(ran, expected, job, beside=expected_of(job, ran.pushes, moved=True))]
+    return found
+
+
+def prepared(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, Job]:
+    """Load and prepare a recipe.
+
+    Raises:
+        RefusedError: the product refuses it.
+    """
+    try:
+        loaded = load_file(path, overrides)
+        job = prepare_job(loaded, silent=True)
+    except UserError as error:
+        raise RefusedError(str(error)) from error
+    asked, plan, layers = job.recipe.parallelism, job.setup.plan, job.setup.graph.layers
+    if asked.cuts is not None:
+        assert [layers[stage.start].name for stage in plan.stages[1:]] == asked.cuts
+    return loaded, job
+
+
+def run_virtual(loaded: LoadedRecipe, job: Job) -> Ran:
+    """Train with the virtual engine.
+
+    Raises:
+        RefusedError: training diverges.
+    """
+    made: list[Engine] = []
+
+    def make(on_loss: OnLoss, on_unit: OnUnit) -> Engine:
+        made.append(on_virtual_clock(job)(on_loss, on_unit))
+        return made[0]
+
+    Rows.fetched.clear()
+    with torch_settings(loaded.recipe.engine):
+        result, _ = TrainingLoop(job, make, _Silent(), lambda point: None).run()
+    if result.outcome == DIVERGED:
+        raise RefusedError(result.sentence)
+    state = ModelState.merge(part for _, part in made[0].parts())
+    points = [(point.samples, point.metrics) for point in result.points]
+    return Ran(
+        points,
+        [pushes.minibatches for pushes in result.pushes],
+        _tensors(state),
+        {draw: [*each] for draw, each in Rows.fetched.items()},
+    )
+
+
+def run_in_processes(path: Path) -> Ran:
+    """Train with the distributed engine, from the command line; the last checkpoint has the weights.
+
+    Raises:
+        RefusedError: training diverges.
+    """
+    command = [sys.executable, "-m", "pipebench", "run", path.name, *IN_PROCESSES]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+    if DIVERGED in ended.stdout:
+        raise RefusedError("weights diverge")
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    newest = max((path.parent / "pipebench-runs").iterdir(), key=lambda folder: folder.stat().st_mtime)
+    result = json.loads((newest / "record" / "result.json").read_text())
+    checkpoints = find(str(newest)).checkpoints
+    state = checkpoints.at(max(checkpoints.steps())).load()
+    points = [(point["samples"], point["metrics"]) for point in result["points"]]
+    order = newest / "record" / FILE_NAME
+    segments = json.loads(order.read_text())["segments"] if order.exists() else []
+    return Ran(points, [pushes["minibatches"] for pushes in segments], _tensors(state), None)
+
+
+def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in {**state.buffers, **state.parameters}.items()}
+
+
+def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = False) -> Outcome:
+    """Return what the plain loop makes of a prepared recipe.
+
+    Args:
+        job: that.
+        pushes: of asynchronous runs, the order of pushes of every segment.
+        moved: begin with weights that a few rounding errors lie between.
+    """
+    recipe, plan, graph = job.recipe, job.setup.plan, job.setup.graph
+    of_model, of_data = ({k: v for k, v in part.items() if k != "target"} for part in (recipe.model, recipe.dataset))
+    torch.default_generator.manual_seed(mixed(recipe.train.seed, of_name("initial weights")))
+    model, dataset = net(**of_model), rows(**of_data)
+    if moved:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 50 * torch.finfo(parameter.dtype).eps * torch.randn_like(parameter))
+    own, stage_of = own_names(graph), dict[str, int]()
+    for index, stage in enumerate(plan.stages):
+        for layer in graph.layers[stage.start : stage.stop]:
+            stage_of |= {own[name]: index for name in (*layer.parameters, *layer.buffers)}
+    return Loop(model, dataset, meaning_of(recipe, dataset, plan.replicas, stage_of, pushes)).run()
+
+
+def differences(ran: Ran, expected: Outcome, job: Job, *, beside: Outcome | None = None) -> Iterator[str]:
+    """Say what differs by more than sums in another order can.
+
+    Args:
+        ran: what the product came to.
+        expected: what the plain loop did.
+        job: the prepared recipe.
+        beside: what it comes to from weights that a few rounding errors lie between: what grows there may grow here.
+            BatchNorm of two samples whose values are close makes them a million times as large.
+    """
+    if ran.fetched is not None:
+        yield from _of_samples(ran.fetched, expected.samples)
+    recipe, beside = job.recipe, beside or expected
+    tolerance = TOLERANCES[recipe.model["dtype"]]
+    counts, wanted_counts = ([count for count, _ in points] for points in (ran.points, expected.points))
+    if counts != wanted_counts:
+        yield f"evaluations: after {counts} samples, the plain loop has {wanted_counts}"
+        return
+    for (samples, metrics), (_, wanted), (_, moved) in zip(ran.points, expected.points, beside.points, strict=True):
+        for name, value in wanted.items():
+            if not abs(metrics[name] - value) <= max(tolerance * max(1.0, abs(value)), 2 * abs(moved[name] - value)):
+                yield f"{name} after {samples} samples: {metrics[name]!r}, the plain loop has {value!r}"
+    if has_same_bits(recipe, job.setup.plan.replicas):
+        tolerance = 0.0
+    for name, tensor in expected.tensors.items():
+        error, growth = (_distance(other[name], tensor) for other in (ran.tensors, beside.tensors))
+        allowed = max(tolerance * max(1.0, float(tensor.double().abs().max())), 2 * growth)
+        if not error <= allowed:
+            yield f"{name}: differs by {error:.3g} where {allowed:.3g} is allowed"
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def _of_samples(found: Mapping[int, list[int]], expected: Mapping[int, list[int]]) -> Iterator[str]:
+    for draw, samples in expected.items():
+        if found.get(draw) != samples:
+            yield f"samples of a minibatch: {found.get(draw)}, the plain loop has {samples}"
+
+
+def has_same_bits(recipe: Recipe, replicas: Sequence[int]) -> bool:
+    """Return whether DESIGN promises the bits of a plain loop: whole minibatches, and nothing added in another order.
+
+    A value that is read three times is left out, and so is what the plain loop computes otherwise than torch: norms,
+    and the optimizers of our own.
+    """
+    asked, optimizer, steps = recipe.parallelism, recipe.train.optimizer, [s.split() for s in recipe.model["steps"]]
+    again = [int(given[0]) for kind, *given in steps if kind in ("add", "branch")]
+    whole = asked.microbatches == 1 and asked.row.accumulate == 1 and set(replicas) == {1} and asked.row.flush
+    ours = optimizer.name in ("lars", "lamb") or optimizer.clip_norm is not None
+    return whole and not ours and all(again.count(index) < 2 for index in again)

@@ -1,0 +1,251 @@
+"""Models and data of random recipes: small graphs written out as steps, and rows whose minibatches are recorded.
+
+A recipe names both as targets, so that its file alone says what is trained.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zoo.registry import Dataset
+
+WIDTH, CLASSES, NUM_IDS, SECOND = 6, 3, 5, 4
+
+
+class Recurrent(nn.Module):
+    """An LSTM over two halves of the features."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH // 2, WIDTH // 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, WIDTH] to the same."""
+        output: torch.Tensor = self.lstm(x.reshape(-1, 2, WIDTH // 2))[0]
+        return output.reshape(-1, WIDTH)
+
+
+def _norm() -> nn.Module:
+    """Return BatchNorm of a linear layer, between functions that aren't linear.
+
+    A bias that BatchNorm takes off again would have no gradient but rounding errors, which Adam and its like blow up.
+    """
+    linear = nn.Linear(WIDTH, WIDTH, bias=False)
+    return nn.Sequential(nn.Tanh(), linear, nn.BatchNorm1d(WIDTH), nn.ReLU())
+
+
+class Net(nn.Module):
+    """Steps, each of which reads the value before it and puts out [n, WIDTH]; a head behind the last one.
+
+    `linear`, `frozen` (a linear layer that isn't trained), `norm` (BatchNorm and what it needs around it), `layernorm`,
+    `tanh`, `relu` (in place where nobody else reads the value), `conv`, `lstm` and `dropout P` map it. `add I` adds
+    the output of step I, `branch I` a linear map of that, `tied I` a linear map with the weight of linear step I, all
+    with I = -1 for the input; `second` adds a linear map of the second input, `embed` rows of a table.
+
+    Args:
+        steps: the steps.
+        dtype: `float64` or `float32`.
+    """
+
+    def __init__(self, steps: Sequence[str], dtype: str = "float64") -> None:
+        super().__init__()
+        self.steps = [step.split() for step in steps]
+        for index, (kind, *given) in enumerate(self.steps):
+            made = self._module(index, kind, given[0] if given else "")
+            if made is not None:
+                self.add_module(f"{kind}{index}", made)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.to(getattr(torch, dtype))
+
+    def _module(self, index: int, kind: str, given: str) -> nn.Module | None:
+        """Return the module of a step, or None for a sum."""
+        if kind == "tied":
+            tied = nn.Linear(WIDTH, WIDTH)
+            tied.weight = self.get_submodule(f"linear{given}").weight  # type: ignore[assignment]
+            return tied
+        if kind == "relu":
+            read_again = any(own[0] in ("add", "branch") and int(own[1]) == index - 1 for own in self.steps)
+            # What these compute isn't needed for their own backward, so that it may be overwritten.
+            overwritable = index > 0 and self.steps[index - 1][0] in ("linear", "add", "branch", "second", "embed")
+            return nn.ReLU(inplace=overwritable and not read_again)
+        makers: dict[str, Callable[[], nn.Module]] = {
+            "linear": lambda: nn.Linear(WIDTH, WIDTH),
+            "branch": lambda: nn.Linear(WIDTH, WIDTH),
+            "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+            "norm": _norm,
+            "layernorm": lambda: nn.LayerNorm(WIDTH),
+            "tanh": nn.Tanh,
+            "conv": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 3, padding=1), nn.Flatten()),
+            "lstm": Recurrent,
+            "dropout": lambda: nn.Dropout(float(given)),
+            "second": lambda: nn.Linear(SECOND, WIDTH),
+            "embed": lambda: nn.Embedding(NUM_IDS, WIDTH),
+        }
+        return makers[kind]() if kind in makers else None
+
+    def run(self, x: torch.Tensor, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run the steps; `others` are the second input and the ids where they are read."""
+        values = [x]
+        for index, (kind, *given) in enumerate(self.steps):
+            values.append(self.step(index, kind, given, values, others))
+        output: torch.Tensor = self.head(values[-1])
+        return output
+
+    def step(
+        self,
+        index: int,
+        kind: str,
+        given: Sequence[str],
+        values: Sequence[torch.Tensor],
+        others: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the output of a step, given the input and those of the steps before it."""
+        before, module = values[-1], getattr(self, f"{kind}{index}", None)
+        if kind == "add":
+            return before + values[int(given[0]) + 1]
+        assert module is not None
+        read = {"branch": lambda: values[int(given[0]) + 1]}.get(kind, lambda: others.get(kind))()
+        output: torch.Tensor = module(before if read is None else read)
+        return output if read is None else before + output
+
+
+def first_layers(steps: Sequence[str]) -> list[str]:
+    """Return the layer that every step begins with, as torch.fx names it."""
+    names, sums = [], 0
+    for index, step in enumerate(steps):
+        kind = step.split()[0]
+        if kind == "add":
+            names.append("add" if sums == 0 else f"add_{sums}")
+        else:
+            names.append(f"{kind}{index}_0" if kind in ("norm", "conv") else f"{kind}{index}")
+        sums += kind in ("add", "branch", "second", "embed")
+    return names
+
+
+class OneInput(Net):
+    """A net that reads features."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, WIDTH] to [n, CLASSES]."""
+        return self.run(x, {})
+
+
+class Features(Net):
+    """A net that reads features twice."""
+
+    def forward(self, x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Map [n, WIDTH] and [n, SECOND] to [n, CLASSES]."""
+        return self.run(x, {"second": second})
+
+
+class Ids(Net):
+    """A net that reads features and ids."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Map [n, WIDTH] and [n] to [n, CLASSES]."""
+        return self.run(x, {"embed": ids})
+
+
+class ThreeInputs(Net):
+    """A net that reads all there is."""
+
+    def forward(self, x: torch.Tensor, second: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Map [n, WIDTH], [n, SECOND] and [n] to [n, CLASSES]."""
+        return self.run(x, {"second": second, "embed": ids})
+
+
+def net(steps: list[str], dtype: str = "float64") -> Net:
+    """Return the net of some steps, with the inputs that they read."""
+    kinds = {step.split()[0] for step in steps}
+    made = {(False, False): OneInput, (True, False): Features, (False, True): Ids, (True, True): ThreeInputs}
+    return made["second" in kinds, "embed" in kinds](steps, dtype)
+
+
+class Rows(Dataset):
+    """Random rows with random labels.
+
+    Args:
+        num_train: rows to train on.
+        num_eval: rows held out.
+        steps: of the net, which say what it reads.
+        dtype: of features.
+        uneven: whether rows have weights of their own in the loss.
+        noise: how much of a minibatch's own draw is added to features.
+        buckets: how many buckets training rows are dealt from; 0 for none.
+    """
+
+    metrics: Mapping[str, str] = {"top1": "max"}
+    # What was fetched to train on: by draw, the targets' rows of one minibatch.
+    fetched: dict[int, list[int]] = {}  # noqa: RUF012 (of all runs: whoever compares them clears it)
+
+    def __init__(
+        self,
+        num_train: int,
+        num_eval: int,
+        steps: Sequence[str],
+        dtype: str = "float64",
+        *,
+        uneven: bool = False,
+        noise: float = 0.0,
+        buckets: int = 0,
+    ) -> None:
+        kinds = {step.split()[0] for step in steps}
+        self.inputs = ("x", *(name for name, kind in (("second", "second"), ("ids", "embed")) if kind in kinds))
+        self.targets = ("label", "weight")
+        self.num_train, self.num_eval = num_train, num_eval
+        self._noise, self._num_buckets = noise, buckets
+        generator, n = torch.Generator().manual_seed(1), num_train + num_eval
+        real = getattr(torch, dtype)
+        self._fields = {
+            "x": torch.randn(n, WIDTH, generator=generator, dtype=torch.float64).to(real),
+            "second": torch.randn(n, SECOND, generator=generator, dtype=torch.float64).to(real),
+            "ids": torch.randint(NUM_IDS, (n,), generator=generator),
+            "label": torch.randint(CLASSES, (n,), generator=generator),
+            "weight": torch.randint(1, 4, (n,), generator=generator).to(real) if uneven else torch.ones(n, dtype=real),
+        }
+
+    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
+        """Return meta tensors."""
+        return {
+            name: torch.empty(num_samples, *field.shape[1:], dtype=field.dtype, device="meta")
+            for name, field in self._fields.items()
+        }
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return rows; what is asked for of the targets is recorded."""
+        if split == "train" and "label" in fields:
+            self.fetched.setdefault(draw, []).extend(indices)
+        rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
+        found = {name: self._fields[name][rows] for name in fields}
+        if self._noise and split == "train" and "x" in found:
+            found["x"] = found["x"] + self._noise * (draw % 1000) / 1000
+        return found
+
+    def weight(self, split: str, indices: Sequence[int]) -> float:
+        """Return the sum of the rows' weights."""
+        return float(sum(self._fields["weight"][i + (self.num_train if split == "eval" else 0)] for i in indices))
+
+    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return summed, weighted cross-entropy."""
+        each = functional.cross_entropy(output, targets["label"], reduction="none")
+        return (each * targets["weight"].to(each.dtype)).sum()
+
+    def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weight of right answers."""
+        return {"top1": ((output.argmax(1) == targets["label"]) * targets["weight"]).sum()}
+
+    def buckets(self) -> Sequence[int] | None:
+        """Return a bucket per row."""
+        return [i % self._num_buckets for i in range(self.num_train)] if self._num_buckets else None
+
+
+def rows(num_train: int, num_eval: int, steps: list[str], dtype: str = "float64", **options: Any) -> Rows:
+    """Return a data set for a net of some steps."""
+    return Rows(num_train, num_eval, steps, dtype, **options)
