@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil  # type: ignore[import-untyped] # it has no types of its own
@@ -26,12 +27,15 @@ class WatchedRun:
         process: the command, which is the parent of the workers.
     """
 
-    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, words: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Start it; its output is added to that of a command that ran in the folder before.
 
         Args:
             folder: the working directory; made where it isn't there.
             words: what follows `pipebench run`.
+            settings: environment variables of the command, beside those of this process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -41,7 +45,7 @@ class WatchedRun:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pipebench", "run", *words],
                 cwd=folder,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **settings},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
