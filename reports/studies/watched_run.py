@@ -27,9 +27,7 @@ class WatchedRun:
         process: the command, which is the parent of the workers.
     """
 
-    def __init__(
-        self, folder: Path, words: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start it; its output is added to that of a command that ran in the folder before.
 
         Args:
@@ -152,14 +150,6 @@ def recorded(folder: Path) -> dict[str, Any]:
     }
     about = [{"id": run.info.run_id, "status": run.info.status, "tags": dict(run.data.tags)} for run in runs]
     return {"runs": about, "metrics": metrics}
-
-
-def tear(checkpoint: Path) -> str:
-    """Damage a checkpoint: cut its first part in half. Returns the part's name."""
-    part = json.loads((checkpoint / "manifest.json").read_text())["parts"][0]["file"]
-    with (checkpoint / part).open("r+b") as file:
-        file.truncate((checkpoint / part).stat().st_size // 2)
-    return str(part)
 
 
 def end(pid: int) -> None:

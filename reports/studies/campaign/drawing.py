@@ -81,10 +81,10 @@ def draw(seed: int, num_kills: int, only: str = "") -> list[Trial]:
     """
     chance = random.Random(seed)
     kinds: tuple[tuple[str, int, Callable[[random.Random, Case], Sequence[Fault]], Callable[[Case], bool]], ...] = (
-        ("stop", _share(num_kills, 6), _stops, lambda case: not case.races),
+        ("stop", _share(num_kills, 6), _stops, lambda case: not case.races and "live" not in case.special),
         ("disk", _share(num_kills, 40), _disk, lambda case: case.in_processes and not case.races),
         ("spoil", _share(num_kills, 20), _spoilt, lambda case: True),
-        ("twice", _share(num_kills, 50), _resumed, lambda case: not case.races),
+        ("twice", _share(num_kills, 25), _resumed, lambda case: not case.races),
         ("hosts", _share(num_kills, 40), _hosts, _fits_two_hosts),
     )
     trials = list(_killed(chance, num_kills, only))
@@ -209,11 +209,9 @@ def _spoilt(chance: random.Random, case: Case) -> list[Fault]:
 
 
 def _resumed(chance: random.Random, case: Case) -> list[Fault]:
-    """Return a second command on a run that is there, then two at once on one that was killed."""
-    return [
-        Fault(LIVING, Moment("segment", 2 * EVERY, 0)),
-        Fault(TWICE, Moment("segment", 6 * EVERY, chance.randrange(case.num_processes))),
-    ]
+    """Return a second command on a run that is there, or two at once on one that was killed."""
+    rank = chance.randrange(case.num_processes)
+    return [Fault(chance.choice((LIVING, TWICE)), Moment("segment", chance.choice((2, 4, 6)) * EVERY, rank))]
 
 
 def _fits_two_hosts(case: Case) -> bool:

@@ -21,19 +21,25 @@ from reports.studies.planned_models import table
 
 HEAD = f"""# The campaign: disturbed runs and spoilt checkpoints, and what was lost
 
-`nox -s campaign` makes this page. A small network with running statistics and dropout is trained for {LAST} minibatches
-in every mode, in one process on the virtual clock and in one, two and three processes, with a checkpoint every {EVERY} and an
-evaluation every {EVALUATED}. Every run is disturbed several times, at points of its course that have names, which a seed draws
-([the points](#where-the-kills-came)): a process that comes to its point waits until it, or whatever else was drawn, is killed.
-Launchers and single processes that were killed, and runs that were stopped, go on by `pipebench run --resume`.
+`nox -s campaign` makes this page. A small network with running statistics and dropout is trained for {LAST}
+minibatches in every mode, in one process on the virtual clock and in one, two and three processes, with a checkpoint
+every {EVERY} and an evaluation every {EVALUATED}. Every run is disturbed, most of them several times, at points of its
+course that have names, which a seed draws ([the points](#where-the-kills-came)): a process that comes to its point
+waits until it, or whatever else was drawn, is killed. Launchers and single processes that were killed, and runs that
+were stopped, go on by `pipebench run --resume`.
 
-A run has recovered if it ends with exit code 0; if its last checkpoint is that of an undisturbed run of the virtual engine to
-the bit, weights, optimizer, running statistics and counters alike, losses included (in a mode without a flush, of a run that drains
-once more where this one was stopped; for a ring of three, of an undisturbed run in processes); if MLflow has one run,
-FINISHED, with every point and every single metric once; and if no process, temporary folder or half-written file is left.
+A run has recovered if it ends with exit code 0; if its last checkpoint is that of an undisturbed run of the virtual
+engine to the bit, weights, optimizer, running statistics and counters alike, losses included (in a mode without a
+flush, of a run that drains once more where this one was stopped; where three replicas sum in a ring, of an undisturbed
+run in processes); if MLflow has one run, FINISHED, with every point and every single metric once; and if no process,
+temporary folder or half-written file is left.
 """
-READING = """*Down* is the time from the disturbance until training goes on, and holds the restart of Python and torch; *again* is
-how many minibatches were trained a second time. Neither is told where training was over, or never stopped.
+READING = """*Down* is the time from the disturbance until training goes on, and holds the restart of Python and torch;
+*again* is how many minibatches were trained a second time. Neither is told where training was over, or never stopped.
+"""
+_SPOILT = """A run's files are spoilt in a copy, and it is gone on with: it has to be refused in one sentence, or to
+pass over the checkpoint and end with the undisturbed run's bits. *Signed* is what was changed by somebody who makes the
+seals fit again. The last rows are the tables of `tests/checkpoint/test_spoilt.py`.
 """
 
 
@@ -93,25 +99,20 @@ def page(found: Findings) -> str:
     asked = found.asked
     only = f", `--only {asked['only']}`" if asked["only"] else ""
     made = (
-        f"Seed {asked['seed']}{only}; {found.seconds / 60:.0f} minutes of runs, several at once; pipebench {__version__}, "
-        f"torch {torch.__version__}, {platform.system()} {platform.machine()}."
+        f"Seed {asked['seed']}{only}; {found.seconds / 60:.0f} minutes of runs, several at once; "
+        f"pipebench {__version__}, torch {torch.__version__}, {platform.system()} {platform.machine()}."
     )
     parts = [HEAD, found.verdict, made, *(f"Not tried: {why}." for why in found.not_tried)]
     parts += ["## What was done", READING, _by_kind(found.outcomes)]
     if asked == {"seed": 0, "kills": 200, "only": ""}:
         parts += ["![seconds until training goes on](campaign.png)"]
-    parts += ["## In which mode", _by_mode(found.outcomes), "## Where the kills came", _by_point(found.outcomes)]
+    parts += ["## In which mode", _by_mode(found.outcomes)]
+    parts += ["## Where the kills came", _by_point(found.outcomes)]
     if found.spoilt:
         parts += ["## Spoilt checkpoints", _SPOILT, _by_way(found.spoilt)]
     problems = found.problems
     parts += ["## Problems", *(["None."] if not problems else ["\n".join(f"- {each}" for each in problems)])]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
-
-
-_SPOILT = """A run's files are spoilt in a copy, and it is gone on with: it has to be refused in one sentence, or to pass over the
-checkpoint and end with the undisturbed run's bits. *Signed* is what was changed by somebody who makes the seals fit again. The
-last rows are the tables of `tests/checkpoint/test_spoilt.py`.
-"""
 
 
 def draw_picture(found: Findings, path: Path) -> None:
@@ -162,16 +163,16 @@ def _by_mode(outcomes: Sequence[Outcome]) -> str:
             own = [each for each in outcomes if (each.mode, each.engine) == (mode, engine)]
             kills = sum(done.kind in KILLS for each in own for done in each.done)
             row += [len(own), kills, _num_others(own), sum(bool(each.problems) for each in own)]
-        rows.append(row)
+        if any(row[1:]):
+            rows.append(row)
     names = ("runs", "kills", "others", "lost")
     return table(("mode", *(f"{name}, {engine}" for engine in (VIRTUAL, DISTRIBUTED) for name in names)), rows)
 
 
 def _by_point(outcomes: Sequence[Outcome]) -> str:
-    counts = Counter(
-        (done.point, each.engine) for each in outcomes for done in each.done if done.kind in KILLS
-    )  # fmt: skip
-    rows = [[point, what, counts[point, VIRTUAL], counts[point, DISTRIBUTED]] for point, what in POINTS.items()]
+    counts = Counter((done.point, each.engine) for each in outcomes for done in each.done if done.kind in KILLS)
+    rows = [[name, what, counts[name, VIRTUAL], counts[name, DISTRIBUTED]] for name, what in POINTS.items()]
+    rows = [row for row in rows if any(row[2:])]
     return table(("point", "what is going on", VIRTUAL, DISTRIBUTED), rows)
 
 

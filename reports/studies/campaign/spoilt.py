@@ -1,8 +1,7 @@
 """Checkpoints that are damaged, swapped, foreign, or changed and signed again: refused, passed over, or taken for good.
 
-`damage` does to the newest checkpoint what a disk or a careless hand may do. `python -m reports.studies.campaign.spoilt`
-makes runs of many modes in one process, spoils a copy of their folders in every way, goes on with each, and prints a
-line of JSON for each; what it is spoilt by is drawn by a seed.
+`damage` does to the newest checkpoint what a disk or a careless hand may do. As a program, this makes runs of many
+modes in one process, spoils a copy of their folders in every way, goes on with each, and prints a line of JSON each.
 """
 
 import json

@@ -185,7 +185,6 @@ class DisturbedRun:
 
     def _command(self, words: Sequence[str]) -> list[str]:
         """Run a command, disturb it, and return the words of the next one; none if there is no more to do."""
-        self._ended = None
         with WatchedRun(self.folder, words, self.settings) as run:
             since_s = self._attend(run)
             code = run.wait(_LIMIT_S)
@@ -205,7 +204,7 @@ class DisturbedRun:
 
     def _attend(self, run: WatchedRun) -> float | None:
         """Do what was drawn until the command ends; return when it was asked to stop, if it was."""
-        since_s = None
+        self._ended, since_s = None, None
         while self._next < len(self.trial.faults):
             index, fault = self._next, self.trial.faults[self._next]
             if not run.wait_until(asked(self.questions, index).exists, _LIMIT_S, f"moment {index}: {fault.moment}"):
@@ -352,7 +351,7 @@ class DisturbedRun:
         expected = self.expected()
         problems = [*other_bits(found[0].parent / "checkpoints", expected)]
         problems += record_problems(self.folder, LAST // EVALUATED)
-        said = (self.folder / "output.txt").read_text(errors="replace")
+        said = "".join(path.read_text(errors="replace") for path in self.folder.glob("*.txt"))
         if said.count("skipped the checkpoint") < self._damaged:
             problems.append(f"{self._damaged} damaged checkpoints, {said.count('skipped the checkpoint')} told")
         left = [path.name for path in found[0].parent.rglob("*.tmp")]
