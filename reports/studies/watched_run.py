@@ -1,6 +1,5 @@
 """A `pipebench run` in a process of its own, watched and disturbed from outside: what it says, writes and records."""
 
-import json
 import os
 import signal
 import subprocess

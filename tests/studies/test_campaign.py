@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_a_process_stops_at_its_moment_and_at_no_other(tmp_path: Path) -> None:
 
 def test_runs_come_to_the_points(tmp_path: Path) -> None:
     """In a process of its own, whose functions are wrapped; nobody disturbs it, and so it has the undisturbed bits."""
-    live, drained = ([case for case in CASES if case.special == name][0] for name in ("live moves", "repartitions"))
+    live, drained = (next(case for case in CASES if case.special == name) for name in ("live moves", "repartitions"))
     points = ["model", "segment", "instruction", "hand over", "part", "part written", "manifest", "committed", "pruned"]
     points += ["evaluation", "evaluated", "result", "recut"]
     assert {*points} == POINTS.keys() - {"restored", "finish", "finished"}, "those need a command"
@@ -158,7 +159,7 @@ def test_bits_are_compared(tmp_path: Path) -> None:
 
 def test_records_are_judged() -> None:
     curves = {"curves/eval_loss": [(72, 1.0), (144, 0.9)], "best_eval_loss": [(0, 0.9)]}
-    fine = {"runs": [{"status": "FINISHED"}], "metrics": curves}
+    fine: dict[str, Any] = {"runs": [{"status": "FINISHED"}], "metrics": curves}
     assert [*problems_of(fine, 2)] == []
     assert [*problems_of({**fine, "runs": []}, 2)] == ["MLflow has 0 runs"]
     assert [*problems_of({**fine, "runs": [{"status": "RUNNING"}]}, 2)] == ["MLflow's status is RUNNING"]
@@ -195,7 +196,8 @@ def test_the_page_says_what_was_done_and_lost(tmp_path: Path) -> None:
     assert found.fine
     text = page(found)
     for line in (
-        "1 kills and 1 other disturbances of 2 runs, all recovered; 0 came too late; 20 spoilt checkpoints, all handled.",
+        "1 kills and 1 other disturbances of 2 runs, all recovered; 0 came too late;",
+        "; 20 spoilt checkpoints, all handled.",
         "| kill a worker | 1 | 1 of 1 | 4 (4) | 6 (6) | - |",
         "| SIGINT | 1 | 1 of 1 | 5 (5) | 0 (0) | 0.5 (0.5) |",
         "| dp | 0 | 0 | 0 | 0 | 2 | 1 | 1 | 0 |",
