@@ -96,19 +96,24 @@ class Case:
         return self.mode == "dp-asp"
 
 
-def moving(*cuts: Sequence[str], live: bool) -> tuple[str, ...]:
-    """Return overrides under which layers move 4 minibatches after every second drain, between the cuts in turn."""
+def moving(*cuts: Sequence[str], live: bool, at: Sequence[int]) -> tuple[str, ...]:
+    """Return overrides under which layers move at these minibatches, between the cuts in turn."""
     moves = [
-        {"at": {"minibatches": at + (4 if live else 0)}, "cuts": list(cuts[number % len(cuts)])}
-        for number, at in enumerate(range(2 * EVERY, LAST, 2 * EVERY))
-    ]
+        {"at": {"minibatches": each}, "cuts": list(cuts[number % len(cuts)])} for number, each in enumerate(at)
+    ]  # fmt: skip
     asked = {"swap": False, "recompute": False, "repartition": False, "live": live, "moves": moves}
-    first = json.dumps(list(cuts[-1]))
-    return (f"parallelism.vpipe={json.dumps(asked)}", f"parallelism.cuts={first}")
+    return (f"parallelism.vpipe={json.dumps(asked)}", f"parallelism.cuts={json.dumps(list(cuts[-1]))}")
 
 
+_AT_DRAINS = range(2 * EVERY, LAST, 2 * EVERY)
 _TWO = (("again",), ("middle",))
 _THREE = (("norm", "middle"), ("again", "narrow"))
+# A live move takes twice the depth, counted from a drain: of three stages longer than the usual segment.
+_LIVE_OF_TWO = moving(*_TWO, live=True, at=[drain + 4 for drain in _AT_DRAINS])
+_LIVE_OF_THREE = (
+    *moving(*_THREE, live=True, at=[4 * EVERY + 8, 6 * EVERY + 8, 10 * EVERY + 8]),
+    f"train.checkpoint_every={{minibatches: {2 * EVERY}}}",
+)
 CASES = (
     Case("single", "1", VIRTUAL, _ADAM, "Adam"),
     Case("dp", "2", VIRTUAL),
@@ -124,8 +129,8 @@ CASES = (
     Case("spectrain", "1-1-1", VIRTUAL),
     Case("xpipe", "1-1", VIRTUAL, _HALVES),
     Case("pipemare", "1-1", VIRTUAL),
-    Case("pipedream", "1-1", VIRTUAL, moving(*_TWO, live=True), "live moves"),
-    Case("gpipe", "1-1", VIRTUAL, (*_HALVES, *moving(*_TWO, live=False)), "repartitions"),
+    Case("pipedream", "1-1", VIRTUAL, _LIVE_OF_TWO, "live moves"),
+    Case("gpipe", "1-1", VIRTUAL, (*_HALVES, *moving(*_TWO, live=False, at=_AT_DRAINS)), "repartitions"),
     Case("single", "1", DISTRIBUTED),
     Case("dp", "2", DISTRIBUTED, _ADAM, "Adam"),
     Case("dp", "3", DISTRIBUTED),
@@ -154,10 +159,10 @@ CASES = (
     Case("xpipe", "1-1-1", DISTRIBUTED, _HALVES),
     Case("pipemare", "1-1", DISTRIBUTED),
     Case("pipemare", "1-1-1", DISTRIBUTED),
-    Case("pipedream", "1-1", DISTRIBUTED, moving(*_TWO, live=True), "live moves"),
-    Case("pipedream", "1-1-1", DISTRIBUTED, moving(*_THREE, live=True), "live moves"),
-    Case("gpipe", "1-1", DISTRIBUTED, (*_HALVES, *moving(*_TWO, live=False)), "repartitions"),
-    Case("pipedream", "1-1-1", DISTRIBUTED, moving(*_THREE, live=False), "repartitions"),
+    Case("pipedream", "1-1", DISTRIBUTED, _LIVE_OF_TWO, "live moves"),
+    Case("pipedream", "1-1-1", DISTRIBUTED, _LIVE_OF_THREE, "live moves"),
+    Case("gpipe", "1-1", DISTRIBUTED, (*_HALVES, *moving(*_TWO, live=False, at=_AT_DRAINS)), "repartitions"),
+    Case("pipedream", "1-1-1", DISTRIBUTED, moving(*_THREE, live=False, at=_AT_DRAINS), "repartitions"),
 )
 
 

@@ -15,6 +15,7 @@ HOSTS = ("kill a host's processes", "take a host away", "unplug a host for good"
 # What follows another disturbance and ends it.
 ENDINGS = (FREE, WRITABLE)
 KINDS = (*KILLS, *STOPS, FULL, READ_ONLY, SPOIL, TWICE, LIVING, *HOSTS)
+Make = Callable[[random.Random, Case, int], Sequence["Fault"]]  # what is done to a case, the how manieth of its sort
 _PER_RUN = 4  # kills of one run, each a restart: its start is paid once
 # Where training is stopped, and how often a point is drawn: checkpoints are the heart of it.
 _TRAINING = {
@@ -80,7 +81,7 @@ def draw(seed: int, num_kills: int, only: str = "") -> list[Trial]:
         only: trials whose title contains this, with as many kills.
     """
     chance = random.Random(seed)
-    kinds: tuple[tuple[str, int, Callable[[random.Random, Case], Sequence[Fault]], Callable[[Case], bool]], ...] = (
+    kinds: tuple[tuple[str, int, Make, Callable[[Case], bool]], ...] = (
         ("stop", _share(num_kills, 8), _stops, _ends_with_known_bits),
         ("disk", _share(num_kills, 40), _disk, lambda case: case.in_processes and not case.races),
         ("spoil", _share(num_kills, 20), _spoilt, lambda case: True),
@@ -114,14 +115,12 @@ def _that_contain(trials: Iterator[Trial], text: str) -> Iterator[Trial]:
             yield trial
 
 
-def _dealt(
-    chance: random.Random, cases: Sequence[Case], name: str, make: Callable[[random.Random, Case], Sequence[Fault]]
-) -> Iterator[Trial]:
+def _dealt(chance: random.Random, cases: Sequence[Case], name: str, make: Make) -> Iterator[Trial]:
     """Yield trials without end: every case once in some order, then in another."""
     number = 0
     while True:
         for case in chance.sample(cases, len(cases)):
-            yield Trial(f"{name}-{number}", case, tuple(make(chance, case)))
+            yield Trial(f"{name}-{number}", case, tuple(make(chance, case, number)))
             number += 1
 
 
@@ -134,12 +133,12 @@ def _killed(chance: random.Random, count: int, only: str) -> Iterator[Trial]:
         count -= _PER_RUN
 
 
-def _kills(chance: random.Random, case: Case) -> list[Fault]:
+def _kills(chance: random.Random, case: Case, number: int) -> list[Fault]:
     """Return several kills of a run, each at least one checkpoint after the one before."""
     steps = sorted(chance.sample(range(2 * EVERY, LAST - EVERY, EVERY), _PER_RUN))
-    faults = []
-    for number, step in enumerate(steps):
-        kind = _kill_of(chance, case, first=not number)
+    faults: list[Fault] = []
+    for step in steps:
+        kind = _kill_of(chance, case, first=not faults)
         faults.append(Fault(kind, _moment(chance, case, step), _victims(chance, case, kind)))
     begins = chance.choice(("restored", "model", ""))
     if begins and faults:  # in the start-up after another kill
@@ -177,22 +176,22 @@ def _moment(chance: random.Random, case: Case, step: int) -> Moment:
     return Moment(point, step, rank, chance.randrange(30) if point == "instruction" else 0)
 
 
-def _stops(chance: random.Random, case: Case) -> list[Fault]:
+def _stops(chance: random.Random, case: Case, number: int) -> list[Fault]:
     """Return two requests to stop, at two moments of training."""
     steps = sorted(chance.sample(range(2 * EVERY, LAST - EVERY, EVERY), 2))
     points = ("segment", "instruction", "part written", "committed", "evaluation")
-    faults = []
+    faults: list[Fault] = []
     for step in steps:
         point = chance.choice(points)
         rank = 0 if point in _OF_RANK_0 else chance.randrange(case.num_processes)
         nth = chance.randrange(30) if point == "instruction" else 0
-        faults.append(Fault(chance.choice(STOPS), Moment(point, step, rank, nth)))
+        faults.append(Fault(STOPS[(2 * number + len(faults)) % len(STOPS)], Moment(point, step, rank, nth)))
     return faults
 
 
-def _disk(chance: random.Random, case: Case) -> list[Fault]:
+def _disk(chance: random.Random, case: Case, number: int) -> list[Fault]:
     """Return a disk that takes nothing for some time, a kill meanwhile or afterwards, and a second one."""
-    kind, end = chance.choice(((FULL, FREE), (READ_ONLY, WRITABLE)))
+    kind, end = ((FULL, FREE), (READ_ONLY, WRITABLE))[number % 2]
     ranks = range(case.num_processes)
     begins = Moment(chance.choice(("segment", "part")), 2 * EVERY, chance.choice(ranks))
     ends = Moment("segment", 4 * EVERY, chance.choice(ranks))
@@ -202,16 +201,16 @@ def _disk(chance: random.Random, case: Case) -> list[Fault]:
     return [Fault(kind, begins), *kills, Fault(end, ends), later]
 
 
-def _spoilt(chance: random.Random, case: Case) -> list[Fault]:
+def _spoilt(chance: random.Random, case: Case, number: int) -> list[Fault]:
     """Return two kills, each followed by damage to the newest checkpoint."""
     steps = sorted(chance.sample(range(3 * EVERY, LAST - EVERY, EVERY), 2))
     return [Fault(SPOIL, Moment("segment", step, 0)) for step in steps]
 
 
-def _resumed(chance: random.Random, case: Case) -> list[Fault]:
+def _resumed(chance: random.Random, case: Case, number: int) -> list[Fault]:
     """Return a second command on a run that is there, or two at once on one that was killed."""
     rank = chance.randrange(case.num_processes)
-    return [Fault(chance.choice((LIVING, TWICE)), Moment("segment", chance.choice((2, 4, 6)) * EVERY, rank))]
+    return [Fault((LIVING, TWICE)[number % 2], Moment("segment", chance.choice((2, 4, 6)) * EVERY, rank))]
 
 
 def _ends_with_known_bits(case: Case) -> bool:
@@ -227,7 +226,7 @@ def _fits_two_hosts(case: Case) -> bool:
     return case.in_processes and case.num_processes == 2 and not case.races and not case.moves
 
 
-def _hosts(chance: random.Random, case: Case) -> list[Fault]:
+def _hosts(chance: random.Random, case: Case, number: int) -> list[Fault]:
     """Return one thing that happens to one of two hosts."""
     moment = Moment(chance.choice(("segment", "instruction")), 4 * EVERY, chance.randrange(2))
-    return [Fault(chance.choice(HOSTS), moment, (chance.randrange(2),))]
+    return [Fault(HOSTS[number % len(HOSTS)], moment, (chance.randrange(2),))]
