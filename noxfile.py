@@ -158,20 +158,13 @@ def efficiency(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def faults(session: nox.Session) -> None:
-    """Kill runs in processes at random moments, compare what is left of them, and write the report; Linux.
+def campaign(session: nox.Session) -> None:
+    """Kill, stop and starve runs in every mode, spoil what they leave, and write `reports/campaign.md`; Linux, root.
 
-    With arguments, which go to the campaign, its page is printed instead: the report is of all cases.
+    Goes on where it was interrupted. With arguments (`--kills 20 --seed 7 --only dp`) its page is printed instead.
     """
-    python = python_with_pipebench(session)
-    command = [python, "-m", "reports.studies.fault_campaign", *session.posargs]
-    page = str(session.run(*command, external=True, silent=True, stderr=None, success_codes=[0, 1]))
-    if session.posargs:
-        print(page)
-    else:
-        Path("reports", "fault_campaign.md").write_text(page.rstrip() + "\n")
-    if "all recovered" not in page:
-        session.error("something was lost: see the page")
+    command = [python_with_pipebench(session), "-m", "reports.studies.campaign", *session.posargs]
+    session.run(*command, env=ONE_THREAD, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -286,14 +287,21 @@ def shared_folder_check(world: World, folder: Path) -> None:
     """Check that all workers see the same folder, by a file that rank 0 writes into it.
 
     Raises:
-        UserError: naming the ranks and hosts that don't see it.
+        UserError: naming the ranks and hosts that don't see it, or why nothing can be written there.
     """
-    word = uuid.uuid4().hex
+    word, problem = uuid.uuid4().hex, ""
     token = folder / f".shared-{word}"
     if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        token.write_text(word)
-    name = world.exchange(token.name)[0]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            token.write_text(word)
+        except OSError as error:  # a disk that is full, or read-only since; the others hear of it, too
+            problem = f"{folder}: can't be written: {error.strerror}"
+    name, problem = world.exchange([token.name, problem])[0]
+    if problem:
+        with suppress(OSError):
+            token.unlink(missing_ok=True)
+        raise UserError(problem)
     # Listing the folder makes a network file system look again where it remembers that there was no such file.
     sees = folder.is_dir() and name in os.listdir(folder)
     answers = world.exchange({"sees": sees, "host": socket.gethostname()})

@@ -150,8 +150,8 @@ class TrainingLoop:
     def _train_segment(self, drain: int) -> None:
         """Train up to a drain and put together what the processes know; end where a stop was agreed on."""
         first = self._done
-        self._moves.announce(first, drain)
         with self._clock.spending("training_s"):
+            self._moves.announce(first, drain)
             self._done += self._engine.train(first, drain - first)
             self._samples = self._seen = self._told = self._sampler.samples_before(self._done)
         self._moves.note(first, self._done)

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from pipebench.engine.setup import Setup
 from pipebench.model.plan import Plan, layout_of, recut
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Move, Moves
 from pipebench.schedule.repartitions import Repartition, in_words
 from pipebench.train.job import Job
-from pipebench.train.moves import BALANCED, BEFOREHAND, cuts_of, policies_of
+from pipebench.train.moves import BALANCED, BEFOREHAND, PlannedMove, cuts_of, policies_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,12 +60,27 @@ class Repartitioning:
         return min([drain, *(move.minibatch for move in self._planned if move.minibatch > done)])
 
     def announce(self, done: int, drain: int) -> None:
-        """Announce the moves that the recipe asks for between two drains, where training goes on meanwhile."""
+        """Announce the moves that the recipe asks for between two drains, where training goes on meanwhile.
+
+        A run that was stopped right before a move goes on too late for it: it is made at once, nothing being in flight.
+        Where the stop came after it had been announced, it has been made.
+        """
+        planned = [move for move in self._planned if done < move.minibatch < drain] if self._engine.setup.live else []
+        while planned and self._comes_too_late(planned[0], done):
+            first = planned.pop(0)
+            if first.plan != self._engine.setup.plan:
+                self._replan(done, first.plan, BEFOREHAND)
         self._before = self._engine.setup
-        planned = [move for move in self._planned if done < move.minibatch < drain] if self._before.live else []
         self._announced = [Move(each.minibatch - done, *layout_of(each.plan)) for each in planned]
         for move in self._announced:
             self._engine.announce(move)
+
+    def _comes_too_late(self, first: PlannedMove, done: int) -> bool:
+        """Return whether a segment's first move has been made, or can't be made while the segment runs."""
+        setup = self._engine.setup
+        moves = Moves(setup.pipeline, layout_of(setup.plan))
+        move = Move(first.minibatch - done, *layout_of(first.plan))
+        return first.plan == setup.plan or any(moves.problems(move))
 
     def note(self, first: int, done: int) -> None:
         """Take note of the moves of a segment that has ended, and of what was decided for the drain after it.

@@ -1,13 +1,13 @@
 """A `pipebench run` in a process of its own, watched and disturbed from outside: what it says, writes and records."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil  # type: ignore[import-untyped] # it has no types of its own
@@ -26,12 +26,13 @@ class WatchedRun:
         process: the command, which is the parent of the workers.
     """
 
-    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start it; its output is added to that of a command that ran in the folder before.
 
         Args:
             folder: the working directory; made where it isn't there.
             words: what follows `pipebench run`.
+            settings: environment variables of the command, beside those of this process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -41,7 +42,7 @@ class WatchedRun:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pipebench", "run", *words],
                 cwd=folder,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **settings},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -148,14 +149,6 @@ def recorded(folder: Path) -> dict[str, Any]:
     }
     about = [{"id": run.info.run_id, "status": run.info.status, "tags": dict(run.data.tags)} for run in runs]
     return {"runs": about, "metrics": metrics}
-
-
-def tear(checkpoint: Path) -> str:
-    """Damage a checkpoint: cut its first part in half. Returns the part's name."""
-    part = json.loads((checkpoint / "manifest.json").read_text())["parts"][0]["file"]
-    with (checkpoint / part).open("r+b") as file:
-        file.truncate((checkpoint / part).stat().st_size // 2)
-    return str(part)
 
 
 def end(pid: int) -> None:

@@ -275,6 +275,9 @@ def test_a_world_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert joined.store.check(["started/0"])
         world.shared_folder_check(joined, tmp_path / "new")
         assert list((tmp_path / "new").iterdir()) == []
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match=r"file/run: can't be written: Not a directory$"):
+            world.shared_folder_check(joined, tmp_path / "file" / "run")
     finally:
         joined.close()
     joined.close()

@@ -323,3 +323,23 @@ def test_plans_and_modes_that_layers_can_t_move_in_are_refused() -> None:
     with pytest.raises(PlanError, match=r"repartition: stages are balanced where each has one worker, and plan 2-1"):
         planned_moves([], replace(live, live=False, balances=True), PERIODS)
     assert planned_moves([], replicated, PERIODS) == ()
+
+
+@pytest.mark.parametrize("stop", [18, 19])
+def test_a_run_that_was_stopped_right_before_a_live_move_goes_on(tmp_path: Path, stop: int) -> None:
+    """Too late to move layers while minibatches are in flight: they move where the run was stopped."""
+    given, store = job([{"at": {"minibatches": 20}, "cuts": ["body_3", "body_5"]}], live=True), Checkpoints(tmp_path)
+    run(job(None, every=stop), CheckpointPolicy(store))
+    result, weights = run(given, CheckpointPolicy(store, resume_point(store.at(stop), given)))
+    expected, _ = by_hand(job(None), [stop, 21, 24], {stop: [3, 5]})
+    assert same(weights, expected)
+    assert [(each.minibatch, each.live) for each in result.moves] == [(stop, False)]
+
+
+def test_a_live_move_that_a_stop_has_made_is_not_made_again(tmp_path: Path) -> None:
+    """It was announced, so the drain of the stop made it; the run goes on with some minibatches before its moment."""
+    asked = [{"at": {"minibatches": 20}, "cuts": ["body_3", "body_5"]}]
+    given, store = job(asked, live=True), Checkpoints(tmp_path)
+    run(job([{"at": {"minibatches": 18}, "cuts": ["body_3", "body_5"]}], every=18), CheckpointPolicy(store))
+    result, _ = run(given, CheckpointPolicy(store, resume_point(store.at(18), given)))
+    assert [each.minibatch for each in result.moves] == [18]

@@ -1,0 +1,174 @@
+"""What the campaign trains: every mode, in one process and in two and three, with and without layers that move."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipebench.schedule.modes import MODES
+
+VIRTUAL, DISTRIBUTED = "virtual", "distributed"
+LAST = 72  # minibatches of a run
+EVERY, EVALUATED = 6, 18  # minibatches between checkpoints, between evaluations
+RECIPE = f"""\
+name: campaign
+model: {{target: "reports.studies.campaign.model:small"}}
+dataset: {{name: synthetic, shape: [1, 8, 8], num_classes: 4, num_train: {4 * LAST}, num_eval: 32}}
+train:
+  minibatch_size: 4
+  optimizer: {{name: sgd, lr: 0.02, momentum: 0.9}}
+  target: null
+  max_epochs: 1
+  evaluate_every: {{minibatches: {EVALUATED}}}
+  checkpoint_every: {{minibatches: {EVERY}}}
+cluster: {{name: cluster-a}}
+parallelism: {{mode: pipedream}}
+engine: {{device: cpu, threads: 1, max_restarts: 9}}
+"""
+_ADAM = ("train.optimizer.name=adam", "train.optimizer.lr=0.003", "train.optimizer.momentum=null")
+_HALVES = ("parallelism.microbatches=2",)
+# Segments of exactly one update, whose gradients all stages clip by one norm.
+_CLIPPED = (f"parallelism.accumulate={EVERY}", "train.optimizer.clip_norm=0.3")
+_SERVER = ("parallelism.sync=parameter-server",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and in how many processes.
+
+    Attributes:
+        mode: a mode's name.
+        plan: replicas per stage.
+        engine: `virtual` or `distributed`.
+        overrides: what else the recipe says.
+        special: that in a word or two.
+    """
+
+    mode: str
+    plan: str
+    engine: str
+    overrides: tuple[str, ...] = ()
+    special: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return what the case is called: mode, plan, engine, what is special."""
+        return " ".join(filter(None, (self.mode, self.plan, self.engine, self.special)))
+
+    @property
+    def words(self) -> list[str]:
+        """Return the recipe's overrides, but for the engine: what decides the weights."""
+        return [f"parallelism.mode={self.mode}", f"parallelism.plan={self.plan}", *self.overrides]
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many workers there are."""
+        return sum(map(int, self.plan.split("-")))
+
+    @property
+    def num_processes(self) -> int:
+        """Return how many processes train."""
+        return self.num_workers if self.in_processes else 1
+
+    @property
+    def in_processes(self) -> bool:
+        """Return whether every worker is a process."""
+        return self.engine == DISTRIBUTED
+
+    @property
+    def flushes(self) -> bool:
+        """Return whether the mode empties the pipeline at every update, so that a stop changes nothing."""
+        return MODES[self.mode].flush
+
+    @property
+    def moves(self) -> bool:
+        """Return whether layers change stages."""
+        return any("vpipe" in word for word in self.overrides)
+
+    @property
+    def adds_in_a_ring(self) -> bool:
+        """Return whether three replicas or more sum gradients in an order that isn't the virtual engine's."""
+        return self.in_processes and max(map(int, self.plan.split("-"))) > 2 and _SERVER[0] not in self.overrides
+
+    @property
+    def races(self) -> bool:
+        """Return whether the clock decides the order of updates: it has to be given to processes."""
+        return self.mode == "dp-asp"
+
+
+def moving(*cuts: Sequence[str], live: bool, at: Sequence[int]) -> tuple[str, ...]:
+    """Return overrides under which layers move at these minibatches, between the cuts in turn."""
+    moves = [
+        {"at": {"minibatches": each}, "cuts": list(cuts[number % len(cuts)])} for number, each in enumerate(at)
+    ]  # fmt: skip
+    asked = {"swap": False, "recompute": False, "repartition": False, "live": live, "moves": moves}
+    return (f"parallelism.vpipe={json.dumps(asked)}", f"parallelism.cuts={json.dumps(list(cuts[-1]))}")
+
+
+_AT_DRAINS = range(2 * EVERY, LAST, 2 * EVERY)
+_TWO = (("again",), ("middle",))
+_THREE = (("norm", "middle"), ("again", "narrow"))
+# A live move takes twice the depth, counted from a drain: of three stages longer than the usual segment.
+_LIVE_OF_TWO = moving(*_TWO, live=True, at=[drain + 4 for drain in _AT_DRAINS])
+_LIVE_OF_THREE = (
+    *moving(*_THREE, live=True, at=[4 * EVERY + 8, 6 * EVERY + 8, 10 * EVERY + 8]),
+    f"train.checkpoint_every={{minibatches: {2 * EVERY}}}",
+)
+CASES = (
+    Case("single", "1", VIRTUAL, _ADAM, "Adam"),
+    Case("dp", "2", VIRTUAL),
+    Case("dp-asp", "2", VIRTUAL),
+    Case("model", "1-1", VIRTUAL),
+    Case("hybrid", "2-1", VIRTUAL),
+    Case("gpipe", "1-1", VIRTUAL, _CLIPPED, "clipped"),
+    Case("pipedream-flush", "1-1-1", VIRTUAL, (*_HALVES, *_ADAM), "Adam"),
+    Case("interleaved", "1-1", VIRTUAL, _CLIPPED, "clipped"),
+    Case("zero-bubble", "1-1", VIRTUAL, _HALVES),
+    Case("pipedream", "2-1", VIRTUAL),
+    Case("pipedream-2bw", "1-1", VIRTUAL, _ADAM, "Adam"),
+    Case("spectrain", "1-1-1", VIRTUAL),
+    Case("xpipe", "1-1", VIRTUAL, _HALVES),
+    Case("pipemare", "1-1", VIRTUAL),
+    Case("pipedream", "1-1", VIRTUAL, _LIVE_OF_TWO, "live moves"),
+    Case("gpipe", "1-1", VIRTUAL, (*_HALVES, *moving(*_TWO, live=False, at=_AT_DRAINS)), "repartitions"),
+    Case("single", "1", DISTRIBUTED),
+    Case("dp", "2", DISTRIBUTED, _ADAM, "Adam"),
+    Case("dp", "3", DISTRIBUTED),
+    Case("dp", "3", DISTRIBUTED, _SERVER, "parameter server"),
+    Case("dp-asp", "2", DISTRIBUTED),
+    Case("dp-asp", "3", DISTRIBUTED),
+    Case("model", "1-1", DISTRIBUTED),
+    Case("model", "1-1-1", DISTRIBUTED),
+    Case("hybrid", "1-1", DISTRIBUTED),
+    Case("hybrid", "2-1", DISTRIBUTED),
+    Case("gpipe", "1-1", DISTRIBUTED, _CLIPPED, "clipped"),
+    Case("gpipe", "2-1", DISTRIBUTED, _HALVES),
+    Case("pipedream-flush", "1-1", DISTRIBUTED, (*_HALVES, *_ADAM), "Adam"),
+    Case("pipedream-flush", "1-1-1", DISTRIBUTED, _CLIPPED, "clipped"),
+    Case("interleaved", "1-1", DISTRIBUTED, _HALVES),
+    Case("interleaved", "1-1-1", DISTRIBUTED, ("parallelism.microbatches=1", "parallelism.accumulate=3")),
+    Case("zero-bubble", "1-1", DISTRIBUTED, _HALVES),
+    Case("zero-bubble", "1-1-1", DISTRIBUTED, _HALVES),
+    Case("pipedream", "1-1", DISTRIBUTED, _ADAM, "Adam"),
+    Case("pipedream", "2-1", DISTRIBUTED),
+    Case("pipedream-2bw", "1-1", DISTRIBUTED),
+    Case("pipedream-2bw", "1-1-1", DISTRIBUTED),
+    Case("spectrain", "1-1", DISTRIBUTED),
+    Case("spectrain", "2-1", DISTRIBUTED),
+    Case("xpipe", "1-1", DISTRIBUTED, _HALVES),
+    Case("xpipe", "1-1-1", DISTRIBUTED, _HALVES),
+    Case("pipemare", "1-1", DISTRIBUTED),
+    Case("pipemare", "1-1-1", DISTRIBUTED),
+    Case("pipedream", "1-1", DISTRIBUTED, _LIVE_OF_TWO, "live moves"),
+    Case("pipedream", "1-1-1", DISTRIBUTED, _LIVE_OF_THREE, "live moves"),
+    Case("gpipe", "1-1", DISTRIBUTED, (*_HALVES, *moving(*_TWO, live=False, at=_AT_DRAINS)), "repartitions"),
+    Case("pipedream", "1-1-1", DISTRIBUTED, moving(*_THREE, live=False, at=_AT_DRAINS), "repartitions"),
+)
+
+
+def write_recipe(folder: Path) -> Path:
+    """Write the recipe of all cases into a folder, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "campaign.yaml"
+    path.write_text(RECIPE)
+    return path

@@ -1,0 +1,70 @@
+"""Disks of a run that fill up and take nothing: small ones in memory, in a mount namespace that ends with this process.
+
+Linux, root.
+"""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_CLONE_NEWNS = 0x00020000
+_SIZE = "16m"
+_FILLER = ".filler"
+
+
+def why_not() -> str:
+    """Return why there can be no such disks here; "" if there can."""
+    return "" if sys.platform == "linux" and os.geteuid() == 0 else "disks of their own need Linux and root"
+
+
+def own_mounts() -> None:
+    """Let this process, and those that it starts, have mounts of their own, which nobody else sees.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(_CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    _mount("--make-rprivate", "/")
+
+
+def make(folder: Path) -> None:
+    """Make a small disk, and let a folder be on it."""
+    folder.mkdir(parents=True)
+    _mount("-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(folder))
+
+
+def remove(folder: Path) -> None:
+    """Remove the disk of a folder, and what is on it."""
+    subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
+
+
+def fill(folder: Path) -> None:
+    """Fill a folder's disk to the last byte."""
+    with contextlib.suppress(OSError), (folder / _FILLER).open("wb", buffering=0) as file:
+        while file.write(b"\0" * 4096):
+            pass
+
+
+def free(folder: Path) -> None:
+    """Give back what `fill` took."""
+    (folder / _FILLER).unlink(missing_ok=True)
+
+
+def make_read_only(folder: Path) -> None:
+    """Let nothing be written to a folder any more, by whoever opens it from now on."""
+    _mount("--bind", str(folder), str(folder))
+    _mount("-o", "remount,ro,bind", str(folder))
+
+
+def make_writable(folder: Path) -> None:
+    """End `make_read_only`."""
+    remove(folder)
+
+
+def _mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True)

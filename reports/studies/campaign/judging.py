@@ -1,0 +1,109 @@
+"""Whether a disturbed run lost anything: its last checkpoint and its record beside those of an undisturbed one."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipebench.checkpoint.state import CheckpointError
+from pipebench.checkpoint.store import Checkpoint, Checkpoints
+from reports.studies.watched_run import recorded
+
+_SECTIONS = ("parameters", "optimizer", "buffers", "counters", "carried", "mean_change", "loss_scale")
+# Losses of several processes are summed in another order, in double precision.
+_CLOSE = 1e-9
+
+
+def other_bits(found: Path, expected: Path) -> Iterator[str]:
+    """Say where the newest checkpoint isn't the expected one to the bit: weights, optimizer, statistics, curves.
+
+    Args:
+        found: a folder of checkpoints.
+        expected: likewise.
+    """
+    try:
+        mine, theirs = _newest(found), _newest(expected)
+    except CheckpointError as error:
+        yield f"the last checkpoint can't be read: {error}"
+        return
+    if mine.step != theirs.step:
+        yield f"the last checkpoint is of step {mine.step} instead of {theirs.step}"
+        return
+    states = mine.load(), theirs.load()
+    for section in _SECTIONS:
+        if not _same(*(getattr(state, section) for state in states)):
+            yield f"other {section}{_distance(*(getattr(state, section) for state in states))}"
+    yield from _other_points(mine.progress["points"], theirs.progress["points"])
+
+
+def record_problems(folder: Path, points: int) -> Iterator[str]:
+    """Say what is wrong with MLflow's record of the one run of a folder.
+
+    Args:
+        folder: the working directory of its commands.
+        points: evaluations that there have to be.
+    """
+    try:
+        record = recorded(folder)
+    except Exception as error:  # whatever MLflow and SQLite think of what is left
+        yield f"MLflow's record can't be read: {type(error).__name__}"
+        return
+    yield from problems_of(record, points)
+
+
+def problems_of(record: Mapping[str, Any], points: int) -> Iterator[str]:
+    """Say what is wrong with a record as `recorded` returns it."""
+    if len(record["runs"]) != 1:
+        yield f"MLflow has {len(record['runs'])} runs"
+        return
+    if record["runs"][0]["status"] != "FINISHED":
+        yield f"MLflow's status is {record['runs'][0]['status']}"
+    twice = sorted(
+        name
+        for name, rows in record["metrics"].items()
+        if not name.startswith("system/") and len({step for step, _ in rows}) < len(rows)
+    )
+    if twice:
+        curves = [name for name in twice if name.startswith("curves/")]
+        what = f"curves, {curves[0]} for one" if curves else f"single metrics, {twice[0]} for one"
+        yield f"MLflow has {len(curves or twice)} {what}, more than once at a step"
+    losses = record["metrics"].get("curves/eval_loss", [])
+    if len({step for step, _ in losses}) != points:
+        yield f"MLflow has {len(losses)} evaluations instead of {points}"
+
+
+def _newest(folder: Path) -> Checkpoint:
+    checkpoint, skipped = Checkpoints(folder).latest()
+    if checkpoint is None:
+        raise CheckpointError(skipped[0] if skipped else f"{folder} holds none")
+    return checkpoint
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def _distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    pairs = [(a[name], b[name]) for name in a if name in b and isinstance(a[name], torch.Tensor)]
+    pairs = [(x, y) for x, y in pairs if x.shape == y.shape and x.numel() > 0]
+    most = max((float((x.double() - y.double()).abs().max()) for x, y in pairs), default=0.0)
+    return f", by up to {most:.1e}" if most > 0 else ""
+
+
+def _other_points(found: list[Any], expected: list[Any]) -> Iterator[str]:
+    if [each["samples"] for each in found] != [each["samples"] for each in expected]:
+        yield f"{len(found)} evaluations instead of {len(expected)}"
+        return
+    for mine, theirs in zip(found, expected, strict=True):
+        for name, value in theirs["metrics"].items():
+            if not math.isclose(mine["metrics"].get(name, math.nan), value, rel_tol=_CLOSE):
+                yield f"{name} after {theirs['samples']} samples is {mine['metrics'].get(name)} instead of {value}"
+                return

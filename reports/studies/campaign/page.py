@@ -1,0 +1,202 @@
+"""The campaign's page: how often what was done to which runs, what recovered, and what it cost."""
+
+import platform
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipebench import __version__
+from pipebench.schedule.modes import MODES
+from reports.studies.campaign.cases import DISTRIBUTED, EVALUATED, EVERY, LAST, VIRTUAL
+from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS
+from reports.studies.campaign.points import POINTS
+from reports.studies.campaign.spoilt import PASSED_OVER, REFUSED
+from reports.studies.campaign.trial import Done, Outcome
+from reports.studies.planned_models import table
+
+HEAD = f"""# The campaign: disturbed runs and spoilt checkpoints, and what was lost
+
+`nox -s campaign` makes this page. A small network with running statistics and dropout is trained for {LAST}
+minibatches in every mode, in one process on the virtual clock and in one, two and three processes, with a checkpoint
+every {EVERY} and an evaluation every {EVALUATED}. Every run is disturbed, most of them several times, at points of its
+course that have names, which a seed draws ([the points](#where-the-kills-came)): a process that comes to its point
+waits until it, or whatever else was drawn, is killed. Launchers and single processes that were killed, and runs that
+were stopped, go on by `pipebench run --resume`.
+
+A run has recovered if it ends with exit code 0; if its last checkpoint is that of an undisturbed run of the virtual
+engine to the bit, weights, optimizer, running statistics and counters alike, losses included (in a mode without a
+flush, of a run that drains once more where this one was stopped; where three replicas sum in a ring, of an undisturbed
+run in processes); if MLflow has one run, FINISHED, with every point and every single metric once; and if no process,
+temporary folder or half-written file is left.
+"""
+READING = """*Down* is the time from the disturbance until training goes on, and holds the restart of Python and torch;
+*again* is how many minibatches were trained a second time. Neither is told where training was over, or never stopped.
+"""
+_SPOILT = """A run's files are spoilt in a copy, and it is gone on with: it has to be refused in one sentence, or to
+pass over the checkpoint and end with the undisturbed run's bits. *Signed* is what was changed by somebody who makes the
+seals fit again. The last rows are the tables of `tests/checkpoint/test_spoilt.py`.
+"""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a campaign has found so far.
+
+    Attributes:
+        asked: the seed and what else decides what is drawn.
+        outcomes: of disturbed runs.
+        spoilt: by name, what came of spoilt checkpoints: `rows` and `problems`.
+        seconds: of all parts, one after another.
+        left: how many parts haven't been done.
+        not_tried: why some can't be, here.
+    """
+
+    asked: Mapping[str, Any]
+    outcomes: Sequence[Outcome]
+    spoilt: Mapping[str, Mapping[str, Any]]
+    seconds: float
+    left: int = 0
+    not_tried: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> list[str]:
+        """Return all that isn't as it should be."""
+        of_runs = [f"{each.name} ({each.case}): {problem}" for each in self.outcomes for problem in each.problems]
+        return [*of_runs, *(problem for part in self.spoilt.values() for problem in part["problems"])]
+
+    @property
+    def num_kills(self) -> int:
+        """Return how many kills were done."""
+        return sum(done.kind in KILLS for each in self.outcomes for done in each.done)
+
+    @property
+    def fine(self) -> bool:
+        """Return whether nothing was lost, and all was done."""
+        return not self.problems and not self.left and bool(self.outcomes or self.spoilt)
+
+    @property
+    def verdict(self) -> str:
+        """Return it in one sentence."""
+        lost = sum(bool(each.problems) for each in self.outcomes)
+        rows = [row for part in self.spoilt.values() for row in part["rows"]]
+        taken = sum(row["answer"] not in (REFUSED, PASSED_OVER) for row in rows)
+        undone = sum(each.undone for each in self.outcomes)
+        return (
+            f"{self.num_kills} kills and {_num_others(self.outcomes)} other disturbances of {len(self.outcomes)} runs, "
+            f"{f'{lost} runs lost something' if lost else 'all recovered'}; {undone} came too late; {len(rows)} spoilt "
+            f"checkpoints, {f'{taken} not handled' if taken else 'all handled'}"
+            f"{f'; {self.left} parts left to do' if self.left else ''}."
+        )
+
+
+def page(found: Findings) -> str:
+    """Return the page."""
+    asked = found.asked
+    only = f", `--only {asked['only']}`" if asked["only"] else ""
+    made = (
+        f"Seed {asked['seed']}{only}; {found.seconds / 60:.0f} minutes of runs, several at once; "
+        f"pipebench {__version__}, torch {torch.__version__}, {platform.system()} {platform.machine()}."
+    )
+    parts = [HEAD, found.verdict, made, *(f"Not tried: {why}." for why in found.not_tried)]
+    parts += ["## What was done", READING, _by_kind(found.outcomes)]
+    if asked == {"seed": 0, "kills": 200, "only": ""}:
+        parts += ["![seconds until training goes on](campaign.png)"]
+    parts += ["## In which mode", _by_mode(found.outcomes)]
+    parts += ["## Where the kills came", _by_point(found.outcomes)]
+    if found.spoilt:
+        parts += ["## Spoilt checkpoints", _SPOILT, _by_way(found.spoilt)]
+    problems = found.problems
+    parts += ["## Problems", *(["None."] if not problems else ["\n".join(f"- {each}" for each in problems)])]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def draw_picture(found: Findings, path: Path) -> None:
+    """Draw how long training stood still, a dot per disturbance."""
+    from matplotlib.figure import Figure
+
+    kinds = [kind for kind in KINDS if any(done.down_s is not None for done in _of_kind(found.outcomes, kind))]
+    figure = Figure(figsize=(8, 0.4 * len(kinds) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for engine, marker in ((VIRTUAL, "o"), (DISTRIBUTED, "x")):
+        dots = [
+            (done.down_s, row)
+            for row, kind in enumerate(kinds)
+            for done in _of_kind([each for each in found.outcomes if each.engine == engine], kind)
+            if done.down_s is not None
+        ]
+        axes.plot([x for x, _ in dots], [y for _, y in dots], marker, alpha=0.6, linestyle="", label=engine)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds until training goes on")
+    axes.set_xlim(left=0)
+    axes.legend()
+    figure.savefig(path, dpi=100)
+
+
+def _by_kind(outcomes: Sequence[Outcome]) -> str:
+    rows = []
+    for kind in KINDS:
+        done = [*_of_kind(outcomes, kind)]
+        runs = [each for each in outcomes if any(what.kind == kind for what in each.done)]
+        if runs:
+            recovered = sum(not each.problems for each in runs)
+            down, again = (
+                [d.down_s for d in done if d.down_s is not None],
+                [d.again for d in done if d.again is not None],
+            )
+            ends = [seconds for each in outcomes for stop, seconds in each.signal_s if stop == kind]
+            rows.append([kind, len(done), f"{recovered} of {len(runs)}", _spread(down), _spread(again), _spread(ends)])
+    head = ("disturbance", "times", "runs recovered", "down, s: median (most)", "again", "s until the command ended")
+    return table(head, rows)
+
+
+def _by_mode(outcomes: Sequence[Outcome]) -> str:
+    rows = []
+    for mode in MODES:
+        row: list[object] = [mode]
+        for engine in (VIRTUAL, DISTRIBUTED):
+            own = [each for each in outcomes if (each.mode, each.engine) == (mode, engine)]
+            kills = sum(done.kind in KILLS for each in own for done in each.done)
+            row += [len(own), kills, _num_others(own), sum(bool(each.problems) for each in own)]
+        if any(row[1:]):
+            rows.append(row)
+    names = ("runs", "kills", "others", "lost")
+    return table(("mode", *(f"{name}, {engine}" for engine in (VIRTUAL, DISTRIBUTED) for name in names)), rows)
+
+
+def _by_point(outcomes: Sequence[Outcome]) -> str:
+    counts = Counter((done.point, each.engine) for each in outcomes for done in each.done if done.kind in KILLS)
+    rows = [[name, what, counts[name, VIRTUAL], counts[name, DISTRIBUTED]] for name, what in POINTS.items()]
+    rows = [row for row in rows if any(row[2:])]
+    return table(("point", "what is going on", VIRTUAL, DISTRIBUTED), rows)
+
+
+def _by_way(spoilt: Mapping[str, Mapping[str, Any]]) -> str:
+    counts: dict[str, Counter[str]] = {}
+    for part in spoilt.values():
+        for row in part["rows"]:
+            way = row["way"].partition(": ")[0]  # of the tests' tables, the table
+            answer = row["answer"] if row["answer"] in (REFUSED, PASSED_OVER) else "not handled"
+            counts.setdefault(way, Counter())[answer] += 1
+    answers = (REFUSED, PASSED_OVER, "not handled")
+    rows = [[way, sum(found.values()), *(found[answer] for answer in answers)] for way, found in counts.items()]
+    return table(("spoilt by", "times", *answers), rows)
+
+
+def _of_kind(outcomes: Iterable[Outcome], kind: str) -> Iterator[Done]:
+    return (done for each in outcomes for done in each.done if done.kind == kind)
+
+
+def _num_others(outcomes: Iterable[Outcome]) -> int:
+    return sum(done.kind not in (*KILLS, *ENDINGS) for each in outcomes for done in each.done)
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.3g} ({max(values):.3g})"
