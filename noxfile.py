@@ -175,6 +175,29 @@ def oracle(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """Change a hundred operators and numbers, one at a time, and see which the tests notice: `reports/mutants.md`.
+
+    With arguments, which go to the study, its page is printed instead.
+    """
+    python = python_with_pipebench(session)
+    page = session.run(
+        python,
+        "-m",
+        "reports.studies.mutants",
+        *session.posargs,
+        external=True,
+        silent=True,
+        stderr=None,
+        success_codes=[0, 1],
+    )
+    if session.posargs:
+        print(page)
+    else:
+        Path("reports", "mutants.md").write_text(str(page).rstrip() + "\n")
+
+
+@nox.session(venv_backend="none")
 def data(session: nox.Session) -> None:
     """Fetch what `gettext_pairs` reads into `$PIPEBENCH_DATA/gettext_pairs`, or `nox -s data -- FOLDER`."""
     if not session.posargs and "PIPEBENCH_DATA" not in os.environ:

@@ -1,0 +1,264 @@
+"""Change single operators and numbers of the package and see whether a test fails: `nox -s mutants` makes `mutants.md`.
+
+A hundred changes are drawn by seed over the rooms in which a silent mistake would be a wrong result. First, all tests
+run once on a copy of the tree that notes which of them run which of the changed places, in whatever process; then every
+change is made on a copy of its own, and the tests that run its place are run, the quickest first, until one fails. So a
+change costs seconds, where a whole suite for each would take days: that is why this is no existing tool.
+
+A change that no test notices has survived: its place gets a test, or goes, or the page says why nothing differs.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+from pipebench import __version__
+from reports.studies.mutations import Mutation, mutations, probed
+from reports.studies.planned_models import table
+
+ROOMS = ("schedule", "engine", "simulate", "planner", "checkpoint", "distributed")
+NUMBER, SEED = 100, 0
+_HITS, _RAN = "PIPEBENCH_MUTANT_HITS", "PIPEBENCH_MUTANT_RAN"
+_PROBE = "mutant_probe"
+# Both what the places call and pytest's plugin. Lines are appended in one piece, by whatever process a test starts:
+# it inherits the name of the test.
+_PROBE_SOURCE = f"""import json
+import os
+
+_seen = set()
+
+
+def hit(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" ", 1)[0]
+    if test and (number, test) not in _seen:
+        _seen.add((number, test))
+        with open(os.environ["{_HITS}"], "a") as file:
+            file.write(f"{{number}} {{test}}\\n")
+
+
+def pytest_runtest_logreport(report):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ["{_RAN}"], "a") as file:
+            print(json.dumps([report.nodeid, report.outcome, report.duration]), file=file)
+"""
+_CALL = f'__import__("{_PROBE}").hit'
+# A change may make a loop endless. Tests that took t seconds among others get this factor times t, and this much.
+_PATIENCE, _PATIENCE_S = 8, 180
+
+
+@dataclass
+class Mutant:
+    """A drawn change, and what became of it.
+
+    Attributes:
+        number: position in the order of drawing.
+        path: of its file, from the root of the tree.
+        line, words: where and what it is, for the page.
+        verdict: "caught", "survived" or "in no test"; empty until it is known.
+        by: the first test that failed.
+        num_tests: tests that run its place.
+    """
+
+    number: int
+    path: str
+    line: int
+    words: str
+    verdict: str = ""
+    by: str = ""
+    num_tests: int = 0
+
+
+@dataclass
+class Ran:
+    """What the run of all tests came to: seconds per test that passed, and which mutants' places each ran."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    tests: dict[int, list[str]] = field(default_factory=dict)
+
+
+def draw(root: Path, number: int, seed: int) -> list[tuple[Mutant, Mutation]]:
+    """Return changes that differ, every possible one as likely as any other."""
+    paths = [path for room in ROOMS for path in sorted((root / "pipebench" / room).rglob("*.py"))]
+    all_changes = [(path, change) for path in paths for change in mutations(path.read_bytes())]
+    drawn = random.Random(seed).sample(all_changes, number)
+    return [
+        (Mutant(i, str(path.relative_to(root)), change.line, change.words(path.read_bytes())), change)
+        for i, (path, change) in enumerate(drawn)
+    ]
+
+
+def copy_tree(root: Path, to: Path) -> Path:
+    """Copy what git tracks, as it is now."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (root / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, to / name)
+    return to
+
+
+def run_tests(tree: Path, arguments: Sequence[str], environment: dict[str, str], limit_s: float | None) -> str:
+    """Run pytest on a tree and return what it printed; "" if it takes too long."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    # The tree's own package comes before the installed one.
+    environment = {**os.environ, **environment, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    ) as process:
+        try:
+            return process.communicate(timeout=limit_s)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # what the test started, too
+            return ""
+
+
+def run_probed(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], arguments: Sequence[str], folder: Path) -> Ran:
+    """Run all tests once, with every drawn place telling which test runs it."""
+    tree = copy_tree(root, folder / "probed")
+    (tree / f"{_PROBE}.py").write_text(_PROBE_SOURCE)
+    by_path = defaultdict(list)
+    for mutant, change in drawn:
+        by_path[mutant.path].append((mutant.number, change))
+    for path, numbered in by_path.items():
+        (tree / path).write_bytes(probed((tree / path).read_bytes(), numbered, _CALL))
+    hits, log = folder / "hits", folder / "ran"
+    hits.touch()
+    print(run_tests(tree, ["-p", _PROBE, *arguments], {_HITS: str(hits), _RAN: str(log)}, None)[-2000:], flush=True)
+    return read_ran(log, hits)
+
+
+def read_ran(log: Path, hits: Path) -> Ran:
+    """Read what the probe wrote; a test that failed without any change can't judge one."""
+    ran, failed = Ran(), set()
+    for line in log.read_text().splitlines():
+        name, outcome, seconds = json.loads(line)
+        ran.seconds[name] = ran.seconds.get(name, 0) + seconds
+        if outcome == "failed":
+            failed.add(name)
+    ran.seconds = {name: seconds for name, seconds in ran.seconds.items() if name not in failed}
+    tests: dict[int, set[str]] = defaultdict(set)
+    for line in hits.read_text().splitlines():
+        number, _, name = line.partition(" ")
+        if name in ran.seconds:
+            tests[int(number)].add(name)
+    ran.tests = {number: sorted(names, key=ran.seconds.__getitem__) for number, names in tests.items()}
+    return ran
+
+
+def in_order(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
+    """Return tests so that those of one file follow each other, since they share fixtures: the quickest file first."""
+    files: Counter[str] = Counter()
+    for name in tests:
+        files[name.partition("::")[0]] += seconds[name]  # type: ignore[assignment]
+    return sorted(tests, key=lambda name: (files[name.partition("::")[0]], name.partition("::")[0]))
+
+
+def judge(tree: Path, mutant: Mutant, change: Mutation, ran: Ran) -> None:
+    """Make a change on a tree, run what runs its place, and take it back."""
+    tests = ran.tests.get(mutant.number, [])
+    mutant.num_tests = len(tests)
+    if not tests:
+        mutant.verdict = "in no test"
+        return
+    path = tree / mutant.path
+    source = path.read_bytes()
+    path.write_bytes(change.applied(source))
+    try:
+        names = tree / "mutant-tests.txt"
+        names.write_text("\n".join(in_order(tests, ran.seconds)))
+        limit_s = _PATIENCE_S + _PATIENCE * sum(ran.seconds[name] for name in tests)
+        printed = run_tests(tree, ["-x", "--tb=no", "-rfE", f"@{names}"], {}, limit_s)
+    finally:
+        path.write_bytes(source)
+    failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR", "INTERNALERROR"))]
+    if failed or not printed or " passed" not in printed.splitlines()[-1]:
+        mutant.verdict, mutant.by = "caught", failed[0].split(" - ")[0].split(" ", 1)[-1] if failed else "no end"
+    else:
+        mutant.verdict = "survived"
+
+
+def judged(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], ran: Ran, folder: Path) -> Iterator[Mutant]:
+    """Judge all, a tree per core."""
+    trees: SimpleQueue[Path] = SimpleQueue()
+    num_trees = os.cpu_count() or 1
+    for i in range(num_trees):
+        trees.put(copy_tree(root, folder / f"tree-{i}"))
+
+    def one(mutant: Mutant, change: Mutation) -> Mutant:
+        tree = trees.get()
+        try:
+            judge(tree, mutant, change, ran)
+        finally:
+            trees.put(tree)
+        return mutant
+
+    with ThreadPoolExecutor(num_trees) as pool:
+        yield from pool.map(lambda pair: one(*pair), drawn)
+
+
+def page(mutants: Sequence[Mutant], seed: int, minutes: float) -> str:
+    """Return the page in Markdown."""
+    count = Counter(mutant.verdict for mutant in mutants)
+    survivors = [mutant for mutant in mutants if mutant.verdict != "caught"]
+    rooms = [
+        [room, str(len(of_room)), str(sum(it.verdict == "caught" for it in of_room))]
+        for room in ROOMS
+        if (of_room := [it for it in mutants if it.path.startswith(f"pipebench/{room}/")])
+    ]
+    rows = [[f"{it.path.removeprefix('pipebench/')}:{it.line}", it.words, it.verdict] for it in survivors]
+    return "\n".join([
+        "# Mutants: single operators and numbers changed, and whether a test notices",
+        "",
+        f"`nox -s mutants` makes this page: {len(mutants)} changes drawn by seed {seed} of all in {', '.join(ROOMS)};",
+        "of each, the tests that run its place run until one fails (see `reports/studies/mutants.py`).",
+        "",
+        f"**{count['caught']} of {len(mutants)} caught**, {count['survived']} survived, {count['in no test']} in no",
+        f"test's way. pipebench {__version__}, {minutes:.0f} minutes.",
+        "",
+        table(["room", "mutants", "caught"], rooms),
+        "",
+        "## Not caught",
+        "",
+        table(["place", "change", "verdict"], rows) if rows else "None.",
+    ])  # fmt: skip
+
+
+def main() -> None:
+    """Draw, probe, judge, print the page; exit code 1 if fewer than 95 of 100 are caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=NUMBER, help=f"of changes ({NUMBER})")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"of the drawing ({SEED})")
+    parser.add_argument("--out", type=Path, help="a file that all verdicts are written to, as JSON")
+    parser.add_argument("tests", nargs="*", help="what goes to pytest in the first run; all tests by default")
+    options = parser.parse_args()
+    root, began = Path.cwd(), time.monotonic()
+    drawn = draw(root, options.number, options.seed)
+    at_once = ["--dist=loadfile", "--no-loadscope-reorder", f"--numprocesses={(os.cpu_count() or 1) + 1}"]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name)
+        ran = run_probed(root, drawn, [*at_once, *options.tests], folder)
+        for mutant in judged(root, drawn, ran, folder):
+            print(
+                f"{mutant.number} {mutant.path}:{mutant.line} {mutant.verdict} {mutant.by}", file=sys.stderr, flush=True
+            )
+    mutants = [mutant for mutant, _ in drawn]
+    if options.out:
+        options.out.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1))
+    print(page(mutants, options.seed, (time.monotonic() - began) / 60))
+    sys.exit(sum(mutant.verdict == "caught" for mutant in mutants) < 0.95 * len(mutants))
+
+
+if __name__ == "__main__":
+    main()
