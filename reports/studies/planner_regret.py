@@ -10,7 +10,6 @@ in a minute (remove the file when the simulator has changed).
 """
 
 import argparse
-import bisect
 import itertools
 import json
 import math
@@ -35,8 +34,7 @@ from reports.studies.planned_models import table
 
 MODE = "pipedream"
 INSTANCES = 300
-SHAPES = ((2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2))  # components per level, innermost first
-LAYERS = range(4, 8)
+
 WITHIN, AT_WORST, SHARE = 0.02, 0.10, 0.95  # the target: so close in such a share of each kind, and never further off
 _LONGEST_S = 1e-9  # relative: rounding
 
@@ -55,6 +53,22 @@ parameters of every layer on their own. *CNN-like*: activations shrink, paramete
 The best plan is that of all cuts, replica counts (idle workers too), placements on the servers that differ, and
 depths NOAM and NOAM + 1, that fit in memory.
 """
+
+
+class Sizes(NamedTuple):
+    """Of what sizes instances are.
+
+    Attributes:
+        layers: of the chain.
+        counts: components per level, innermost first.
+    """
+
+    layers: range
+    counts: tuple[tuple[int, ...], ...]
+
+
+SMALL = Sizes(range(4, 8), ((2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2)))
+LARGER = Sizes(range(8, 11), ((6,), (7,), (8,), (2, 3), (3, 2), (2, 4), (4, 2)))
 
 
 class Instance(NamedTuple):
@@ -105,10 +119,10 @@ def _like_rnn(draw: random.Random, count: int) -> list[tuple[float, float, float
 KINDS = {"random": _random, "CNN-like": _like_cnn, "RNN-like": _like_rnn}  # forward seconds, activation, parameters
 
 
-def instance(kind: str, seed: int) -> Instance:
-    """Draw an instance; the plan that splits the model evenly over all workers' memory fits."""
+def instance(kind: str, seed: int, sizes: Sizes = SMALL) -> Instance:
+    """Draw an instance; some plan of it fits in memory."""
     draw = random.Random(f"{kind} {seed}")
-    layers = KINDS[kind](draw, draw.choice(LAYERS))
+    layers = KINDS[kind](draw, draw.choice(sizes.layers))
     rows = [
         LayerProfile(
             *(f"layer{index}", "Linear", forward_s, 2 * forward_s, int(activation), int(activation)),
@@ -120,7 +134,7 @@ def instance(kind: str, seed: int) -> Instance:
     ]
     loss = LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, reads=(len(rows) - 1,))
     profile = Profile("chain", "drawn", "file", f"{kind} {seed}", {1: (*rows, loss)}, 1e-11, 0.0, {}, {})
-    rate, counts = 10 ** draw.uniform(8.5, 10.5), draw.choice(SHAPES)
+    rate, counts = 10 ** draw.uniform(8.5, 10.5), draw.choice(sizes.counts)
     rates = (rate,) if len(counts) == 1 else (rate * draw.choice((2, 4, 10)), rate)
     levels = tuple(
         Level(name, count, each, 1e-5) for name, count, each in zip(("server", "cluster"), counts, rates, strict=False)
@@ -133,7 +147,7 @@ def instance(kind: str, seed: int) -> Instance:
     whole = planner.estimate("", (SearchStage(0, len(planner.work.states) - 1, 1),)).memory_bytes
     limited = Request(profile, Cluster("drawn", "drawn", int(share * whole), levels), free.model, 1)
     try:
-        Planner(limited, MODE).best()
+        Planner(limited, MODE).proposed()
     except PlanError:
         return Instance(kind, seed, free)
     return Instance(kind, seed, limited)
@@ -148,8 +162,8 @@ class Candidate(NamedTuple):
     depth: int
 
 
-def every_plan(planner: Planner) -> Iterator[Candidate]:
-    """Yield every plan of a chain, fewest stages first."""
+def every_plan(planner: Planner, at_most_s: float = math.inf) -> Iterator[Candidate]:
+    """Yield every plan of a chain whose bound is below so much, fewest stages first."""
     cluster, last = planner.request.cluster, len(planner.work.states) - 1
     count = cluster.num_workers
     for num_stages in range(1, min(count, last) + 1):
@@ -160,13 +174,19 @@ def every_plan(planner: Planner) -> Iterator[Candidate]:
                 bounds = itertools.pairwise((0, *cuts, last))
                 stages = tuple(SearchStage(a, b, m) for (a, b), m in zip(bounds, replicas, strict=True))
                 for depth in (noam(replicas), noam(replicas) + 1) if num_stages > 1 else (1,):
+                    if bound_s(planner, stages, None, depth) >= at_most_s:
+                        continue
                     for own in places:
                         devices = tuple(map(tuple, own))
-                        yield Candidate(bound_s(planner, stages, devices, depth), stages, devices, depth)
+                        found_s = bound_s(planner, stages, devices, depth)
+                        if found_s < at_most_s:
+                            yield Candidate(found_s, stages, devices, depth)
 
 
-def bound_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int) -> float:
-    """Return seconds per minibatch that a plan of a chain can't be below.
+def bound_s(
+    planner: Planner, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]] | None, depth: int
+) -> float:
+    """Return seconds per minibatch that a plan of a chain can't be below; without devices, on none.
 
     A replica computes its minibatches one by one; what a port carries takes as long as its bytes; and from each stage
     on no more minibatches are under way than its depth, each for as long as its computing and transfers take.
@@ -182,15 +202,12 @@ def bound_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[S
         under_way_s += compute_s
         if index + 1 < len(stages):
             num_bytes = float(states.sent_bytes[stop] + states.returned_bytes[stop])
-            under_way_s += min(
-                num_bytes / level.goodput_bytes_per_s + 2 * level.latency_s
-                for level in (
-                    cluster.levels[cluster.level_between(a, b)] for a in devices[index] for b in devices[index + 1]
-                )
-            )
+            pairs = itertools.product(devices[index], devices[index + 1]) if devices else ()
+            levels = [cluster.levels[cluster.level_between(a, b)] for a, b in pairs] or cluster.levels
+            under_way_s += min(num_bytes / level.goodput_bytes_per_s + 2 * level.latency_s for level in levels)
         update_s = update * float(states.parameter_bytes[stop] - states.parameter_bytes[start])
         slowest = max(slowest, (compute_s + update_s) / m, under_way_s / (depths[index] * m))
-    return max(slowest, *_ports_s(planner, stages, devices))
+    return slowest if devices is None else max(slowest, *_ports_s(planner, stages, devices))
 
 
 def _ports_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]]) -> Iterator[float]:
@@ -225,12 +242,8 @@ def _ports_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[
 def best_plan(planner: Planner, at_most_s: float) -> tuple[PlanEstimate | None, int]:
     """Return the best plan faster than so many seconds per minibatch, and how many were simulated to find it."""
     limit = planner.request.cluster.memory_bytes
-    waiting: list[Candidate] = []
-    for candidate in every_plan(planner):
-        if candidate.bound_s < at_most_s:
-            bisect.insort(waiting, candidate)
     best, simulated = None, 0
-    for candidate in waiting:
+    for candidate in sorted(every_plan(planner, at_most_s)):
         if candidate.bound_s >= at_most_s * (1 - _LONGEST_S):
             break
         found = planner.estimate("every plan", candidate.stages, candidate.devices, depth=candidate.depth)

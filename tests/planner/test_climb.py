@@ -8,9 +8,9 @@ import pytest
 
 from pipebench.cluster import PER_VALUE, Cluster, Level
 from pipebench.planner import climb
-from pipebench.planner.climb import along_devices, neighbours
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.floor import Floors, Sketch
+from pipebench.planner.neighbours import along_devices, neighbours
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.schedule.pipeline import noam
