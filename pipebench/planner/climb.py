@@ -18,7 +18,7 @@ which is weighed, and gradients one update staler, which is not.
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -52,10 +52,7 @@ _CLEARLY_FASTER = 0.98  # what one more in flight, or a placement, has to win: s
 _WORTH_A_CHANGE = 1e-3  # relative: below, the plan that was searched for stays
 _ALL_SHAPES_UP_TO = 8  # workers; beyond, only shapes of a known form are begun with
 _SHAPES_COST = 5_000_000  # of cutting them, stages times the square of the places to cut: an eighth of a second
-_ALL = 0.7  # of the budget that is left then, at most, to try all plans
 _ALONE_COST, _OUTLINE_COST, _PLACEMENT_COST = 0.6, 6, 4  # of the budget: what a stage takes alone, an outline, where
-_WALK = 10_000  # of the budget, at most, to go through worse plans to better ones
-_THROUGH = 1.5  # times the best: floors of plans that the search goes through without simulating them
 
 
 def climbs(of: Estimator, found: Sequence[PlanEstimate]) -> bool:
@@ -110,7 +107,6 @@ class _Climb:
         self._queue: list[_Waiting] = []
         self._known: set[Sketch] = set()
         self._counter = itertools.count()
-        self._passed: list[tuple[float, int, Sketch]] = []
         self.tried_all = False
         self._best_s, self._left, self._unseen_s = math.inf, float(BUDGET), math.inf
 
@@ -121,11 +117,10 @@ class _Climb:
         begun = [*self._found, *_shapes(self._of)]
         for sketch in begun:
             self._add(sketch, 1.0)
-        if self._run():
-            self.tried_all = self._tries_all()
+        self._run()
+        self.tried_all = self._tries_all()
         if not self.tried_all:
             self._place(begun)
-            self._walk()
         usual = [sketch for sketch, each in self._found.items() if each.is_simulated or self._is_usual(sketch)]
         plain, fastest = self._simulated(usual), self._simulated([*self._found])
         return fastest if fastest.minibatch_s < _CLEARLY_FASTER * plain.minibatch_s else plain
@@ -141,32 +136,31 @@ class _Climb:
     def _tries_all(self) -> bool:
         """Try all plans that may be better than the best, if they are few; return whether that was done."""
         last, count = len(self._of.work.states) - 1, self._cluster.num_workers
-        num_alone = last * (last + 1) // 2 * count
-        if _ALONE_COST * num_alone > _ALL * self._left:
-            return False
-        self._left -= _ALONE_COST * num_alone
-        number, outlines = Outlines(last, count, self._floors.alone_s, self._fits).below(self._best_s)
-        if _OUTLINE_COST * number > _ALL * self._left:
-            return False
-        kept = (1 - _ALL) * self._left  # for other ways to go on
-        self._left -= kept
+        # As much budget again: what the climb leaves of its own is for other placements, where plans are many.
+        kept, self._left = self._left, BUDGET - _ALONE_COST * last * (last + 1) / 2 * count
+        if self._left > 0:
+            number, outlines = Outlines(last, count, self._floors.alone_s, self._fits).below(self._best_s)
+            self._left -= _OUTLINE_COST * number
+            if self._left > 0:
+                self._try(outlines)
+        is_done = self._left > 0
+        self._left = kept
+        return is_done
+
+    def _try(self, outlines: Iterable[tuple[SearchStage, ...]]) -> None:
         for floor_s, anywhere in sorted(map(self._anywhere, outlines)):
             if floor_s >= self._best_s or self._left <= 0:
-                break
+                return
             if not self._may_win(anywhere):
                 self._unseen_s = min(self._unseen_s, floor_s)
             for devices in self._placements(anywhere.replicas):
                 self._add(anywhere._replace(devices=devices, depth=noam(anywhere.replicas)), 1.0)
             self._run()
-        is_done = self._left > 0
-        self._left += kept
-        return is_done
 
     def _anywhere(self, stages: tuple[SearchStage, ...]) -> tuple[float, Sketch]:
         """Return the seconds per minibatch that an outline takes at least, and it, at its largest depth."""
         sketch = Sketch(stages, (), noam([stage.replicas for stage in stages]))
         each = [sketch._replace(depth=depth) for depth in sorted({*self._depths(sketch)})]
-        self._left -= _OUTLINE_COST
         return min(map(self._floors.floor_s, each)), each[-1]
 
     def _fits_in_memory(self, stage: SearchStage, behind: int) -> bool:
@@ -196,24 +190,13 @@ class _Climb:
                 for devices in self._placements(sketch.replicas)[1:]:
                     self._add(sketch._replace(devices=devices), 1.0)
 
-    def _walk(self) -> None:
-        """Go on through plans that can't be the best, in the order of their floors."""
-        self._left = min(self._left, _WALK)
-        while self._passed and self._run():
-            floor_s, _, sketch = heapq.heappop(self._passed)
-            if floor_s > _THROUGH * self._best_s:
-                return
-            for other in neighbours(sketch, self._cluster.num_workers):
-                self._add(other, 1.0)
-
     def _run(self) -> bool:
         """Simulate what waits while there is budget; return whether there is some left."""
         while self._queue and self._left > 0:
             _, _, floor_s, sketch = heapq.heappop(self._queue)
             if floor_s >= self._best_s and sketch not in self._found:
-                heapq.heappush(self._passed, (floor_s, next(self._counter), sketch))
                 continue
-            found = self._found.get(sketch) or self._glimpsed(sketch)
+            found = self._found.get(sketch) or self._glimpsed(sketch, floor_s)
             if found is None:
                 continue
             self._best_s = min(self._best_s, found.minibatch_s)
@@ -235,10 +218,8 @@ class _Climb:
             floor_s = self._floors.floor_s(each)
             if floor_s < self._best_s or each in self._found:
                 heapq.heappush(self._queue, _Waiting(floor_s * excess, next(self._counter), floor_s, each))
-            else:
-                heapq.heappush(self._passed, (floor_s, next(self._counter), each))
 
-    def _glimpsed(self, sketch: Sketch) -> PlanEstimate | None:
+    def _glimpsed(self, sketch: Sketch, floor_s: float) -> PlanEstimate | None:
         """Return about what a plan comes to, or None if it doesn't fit in memory."""
         limit = self._cluster.memory_bytes
         found = self._of.estimate("climbing", sketch.stages, sketch.devices, depth=sketch.depth)
@@ -246,9 +227,9 @@ class _Climb:
         if limit is not None and found.memory_bytes > limit:
             return None
         minibatch_s, taken = self._of.glimpse(found, _GLIMPSED)
-        if math.isinf(minibatch_s):
-            self._unseen_s = min(self._unseen_s, self._floors.floor_s(sketch))
         self._left -= taken
+        if math.isinf(minibatch_s):
+            self._unseen_s = min(self._unseen_s, floor_s)
         self._found[sketch] = replace(found, minibatch_s=minibatch_s)
         return self._found[sketch]
 
