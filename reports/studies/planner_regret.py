@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
+from pipebench.planner.climb import climb
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.placements import placements
@@ -283,8 +284,8 @@ def judge(asked: Instance, known: Judged | None = None) -> Judged:
     A plan outside what is looked at may be better, one deeper than NOAM + 1 for instance.
     """
     planner = Planner(asked.request, MODE)
-    searched_s = min(each.minibatch_s for each in planner.proposed())
-    chosen = planner.best()
+    proposed = planner.proposed()
+    searched_s, chosen = min(each.minibatch_s for each in proposed), climb(planner, proposed)  # as `planner.best()`
     if known is not None:
         best_text, best_s = known.best, known.best_s
     else:
