@@ -18,18 +18,21 @@ which is weighed, and gradients one update staler, which is not.
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from pipebench.cluster import RING
 from pipebench.errors import PlanError
 from pipebench.formats import percent
+from pipebench.planner.cost_models import ALONE
 from pipebench.planner.estimates import MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import SearchStage
+from pipebench.planner.flat import FlatProblem, SearchStage, flat_bound_s
 from pipebench.planner.floor import Floors, Sketch
-from pipebench.planner.placement_costs import along
+from pipebench.planner.neighbours import along_devices, neighbours
+from pipebench.planner.outlines import Outlines
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.predict import FILL_ROUNDS, arranged
@@ -49,8 +52,7 @@ _CLEARLY_FASTER = 0.98  # what one more in flight, or a placement, has to win: s
 _WORTH_A_CHANGE = 1e-3  # relative: below, the plan that was searched for stays
 _ALL_SHAPES_UP_TO = 8  # workers; beyond, only shapes of a known form are begun with
 _SHAPES_COST = 5_000_000  # of cutting them, stages times the square of the places to cut: an eighth of a second
-_SPLITS = 8  # places at which a stage is split, at most
-_FEW = 8  # replicas; more are shared out in powers of two
+_ALONE_COST, _OUTLINE_COST, _PLACEMENT_COST = 0.6, 6, 4  # of the budget: what a stage takes alone, an outline, where
 
 
 def climbs(of: Estimator, found: Sequence[PlanEstimate]) -> bool:
@@ -70,12 +72,14 @@ def climb(of: Estimator, found: Sequence[PlanEstimate]) -> PlanEstimate:
         of: what weighs plans.
         found: at least one, simulated.
     """
-    before = min(found, key=lambda each: each.minibatch_s)
-    best = _Climb(of).best(found)
+    before, search = min(found, key=lambda each: each.minibatch_s), _Climb(of)
+    best = search.best(found)
     if best.minibatch_s >= (1 - _WORTH_A_CHANGE) * before.minibatch_s:  # equal where no plan takes any time
-        return before
-    gain = percent(before.minibatch_s / best.minibatch_s - 1) if best.minibatch_s > 0 else "all its time"
-    return replace(best, found_by=f"{before.found_by}, improved by {gain}")
+        best = before
+    else:
+        gain = percent(before.minibatch_s / best.minibatch_s - 1) if best.minibatch_s > 0 else "all its time"
+        best = replace(best, found_by=f"{before.found_by}, improved by {gain}")
+    return replace(best, at_least_s=search.at_least_s, tried_all=search.tried_all)
 
 
 class _Waiting(NamedTuple):
@@ -97,12 +101,14 @@ class _Climb:
         self._floors = Floors(
             states, arranged(of.sizes, order), self._cluster, of.unit_size, policies, cost, of.request.relay
         )
+        self._placements, self._fits = cache(self._listed_placements), cache(self._fits_in_memory)
         self._places = {members.bit_count(): state for state, members in enumerate(states.members)}
         self._found: dict[Sketch, PlanEstimate] = {}
         self._queue: list[_Waiting] = []
         self._known: set[Sketch] = set()
         self._counter = itertools.count()
-        self._best_s, self._left = math.inf, float(BUDGET)
+        self.tried_all = False
+        self._best_s, self._left, self._unseen_s = math.inf, float(BUDGET), math.inf
 
     def best(self, found: Sequence[PlanEstimate]) -> PlanEstimate:
         """Return the best plan around some; one that is as usual unless another is clearly faster."""
@@ -111,20 +117,78 @@ class _Climb:
         begun = [*self._found, *_shapes(self._of)]
         for sketch in begun:
             self._add(sketch, 1.0)
-        placed = set[Sketch]()
-        while self._run():  # placements once nothing else is better: of good plans, then where workers are few of all
-            left = [each for each in self._found if each not in placed and self._is_near(each)]
-            few = self._cluster.num_workers <= _ALL_SHAPES_UP_TO
-            chosen = sorted(left, key=self._seconds)[:1] or [each for each in begun if few and each not in placed]
-            if not chosen:
-                break
-            placed.update(chosen)
-            for sketch in chosen:
-                for devices in placements(self._cluster, sketch.replicas)[1:]:
-                    self._add(sketch._replace(devices=tuple(map(tuple, devices))), 1.0)
+        self._run()
+        self.tried_all = self._tries_all()
+        if not self.tried_all:
+            self._place(begun)
         usual = [sketch for sketch, each in self._found.items() if each.is_simulated or self._is_usual(sketch)]
         plain, fastest = self._simulated(usual), self._simulated([*self._found])
         return fastest if fastest.minibatch_s < _CLEARLY_FASTER * plain.minibatch_s else plain
+
+    @property
+    def at_least_s(self) -> float:
+        """Seconds per minibatch that no plan takes less than: of those tried where all were, else of any."""
+        if self.tried_all:
+            return min(self._unseen_s, *(each.minibatch_s for each in self._found.values()))
+        fastest = max(self._cluster.levels, key=lambda level: level.sum_bytes_per_s)
+        return flat_bound_s(FlatProblem(self._of.work, ALONE, fastest, self._cluster.num_workers))
+
+    def _tries_all(self) -> bool:
+        """Try all plans that may be better than the best, if they are few; return whether that was done."""
+        last, count = len(self._of.work.states) - 1, self._cluster.num_workers
+        # As much budget again: what the climb leaves of its own is for other placements, where plans are many.
+        kept, self._left = self._left, BUDGET - _ALONE_COST * last * (last + 1) / 2 * count
+        if self._left > 0:
+            number, outlines = Outlines(last, count, self._floors.alone_s, self._fits).below(self._best_s)
+            self._left -= _OUTLINE_COST * number
+            if self._left > 0:
+                self._try(outlines)
+        is_done = self._left > 0
+        self._left = kept
+        return is_done
+
+    def _try(self, outlines: Iterable[tuple[SearchStage, ...]]) -> None:
+        for floor_s, anywhere in sorted(map(self._anywhere, outlines)):
+            if floor_s >= self._best_s or self._left <= 0:
+                return
+            if not self._may_win(anywhere):
+                self._unseen_s = min(self._unseen_s, floor_s)
+            for devices in self._placements(anywhere.replicas):
+                self._add(anywhere._replace(devices=devices, depth=noam(anywhere.replicas)), 1.0)
+            self._run()
+
+    def _anywhere(self, stages: tuple[SearchStage, ...]) -> tuple[float, Sketch]:
+        """Return the seconds per minibatch that an outline takes at least, and it, at its largest depth."""
+        sketch = Sketch(stages, (), noam([stage.replicas for stage in stages]))
+        each = [sketch._replace(depth=depth) for depth in sorted({*self._depths(sketch)})]
+        return min(map(self._floors.floor_s, each)), each[-1]
+
+    def _fits_in_memory(self, stage: SearchStage, behind: int) -> bool:
+        """Return whether a stage fits at NOAM with so many workers behind it."""
+        limit, states = self._cluster.memory_bytes, self._of.work.states
+        rule = self._of.memory(limit or math.inf)
+        depth = rule.depth(stage.replicas, behind)
+        return limit is None or rule.num_bytes(states, stage.start, stage.stop, depth) <= limit
+
+    def _listed_placements(self, replicas: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
+        """Return the placements to choose from, see `placements`."""
+        found = [tuple(map(tuple, devices)) for devices in placements(self._cluster, replicas)]
+        self._left -= _PLACEMENT_COST * len(found)
+        return found
+
+    def _place(self, begun: Sequence[Sketch]) -> None:
+        """Try plans on other devices: the best ones, then, where workers are few, all that the search began with."""
+        placed = set[Sketch]()
+        few = self._cluster.num_workers <= _ALL_SHAPES_UP_TO
+        while self._run():
+            left = [each for each in self._found if each not in placed and self._is_near(each)]
+            chosen = sorted(left, key=self._seconds)[:1] or [each for each in begun if few and each not in placed]
+            if not chosen:
+                return
+            placed.update(chosen)
+            for sketch in chosen:
+                for devices in self._placements(sketch.replicas)[1:]:
+                    self._add(sketch._replace(devices=devices), 1.0)
 
     def _run(self) -> bool:
         """Simulate what waits while there is budget; return whether there is some left."""
@@ -132,7 +196,7 @@ class _Climb:
             _, _, floor_s, sketch = heapq.heappop(self._queue)
             if floor_s >= self._best_s and sketch not in self._found:
                 continue
-            found = self._found.get(sketch) or self._glimpsed(sketch)
+            found = self._found.get(sketch) or self._glimpsed(sketch, floor_s)
             if found is None:
                 continue
             self._best_s = min(self._best_s, found.minibatch_s)
@@ -155,7 +219,7 @@ class _Climb:
             if floor_s < self._best_s or each in self._found:
                 heapq.heappush(self._queue, _Waiting(floor_s * excess, next(self._counter), floor_s, each))
 
-    def _glimpsed(self, sketch: Sketch) -> PlanEstimate | None:
+    def _glimpsed(self, sketch: Sketch, floor_s: float) -> PlanEstimate | None:
         """Return about what a plan comes to, or None if it doesn't fit in memory."""
         limit = self._cluster.memory_bytes
         found = self._of.estimate("climbing", sketch.stages, sketch.devices, depth=sketch.depth)
@@ -164,6 +228,8 @@ class _Climb:
             return None
         minibatch_s, taken = self._of.glimpse(found, _GLIMPSED)
         self._left -= taken
+        if math.isinf(minibatch_s):
+            self._unseen_s = min(self._unseen_s, floor_s)
         self._found[sketch] = replace(found, minibatch_s=minibatch_s)
         return self._found[sketch]
 
@@ -237,73 +303,3 @@ def _widths(num_workers: int) -> Iterator[tuple[int, ...]]:
         for count in range(2, num_workers + 1):
             for ends in itertools.combinations(range(1, num_workers + 1), count):
                 yield tuple(b - a for a, b in itertools.pairwise((0, *ends)))
-
-
-def neighbours(sketch: Sketch, num_workers: int) -> Iterator[Sketch]:
-    """Yield the plans one step away, at the same depth.
-
-    Where replicas stay as they are workers stay where they are; else they stand along the devices.
-    """
-    replicas, starts = list(sketch.replicas), [stage.start for stage in sketch.stages]
-    bounds, count = [*starts, sketch.stages[-1].stop], len(replicas)
-    idle = num_workers - sum(replicas)
-    for index in range(1, count):
-        step = 1
-        while step < max(bounds[index] - bounds[index - 1], bounds[index + 1] - bounds[index]):
-            for place in (bounds[index] - step, bounds[index] + step):
-                if bounds[index - 1] < place < bounds[index + 1]:
-                    moved = [*bounds[:index], place, *bounds[index + 1 :]]
-                    yield Sketch(_stages(moved, replicas), sketch.devices, sketch.depth)
-            step *= 2
-    for changed, widths in itertools.chain(
-        ((bounds, each) for each in _moved_workers(replicas, idle)),
-        _merged(bounds, replicas, idle),
-        _split(bounds, replicas, idle),
-    ):
-        yield along_devices(_stages(changed, widths), sketch.depth)
-
-
-def along_devices(stages: tuple[SearchStage, ...], depth: int) -> Sketch:
-    """Return a plan whose workers stand along the devices."""
-    return Sketch(stages, tuple(map(tuple, along([stage.replicas for stage in stages]))), depth)
-
-
-def _stages(bounds: Sequence[int], replicas: Sequence[int]) -> tuple[SearchStage, ...]:
-    return tuple(SearchStage(a, b, m) for (a, b), m in zip(itertools.pairwise(bounds), replicas, strict=True))
-
-
-def _moved_workers(replicas: list[int], idle: int) -> Iterator[list[int]]:
-    """Yield replicas with one worker more here, one less there, or one less somewhere."""
-    stages = range(len(replicas))
-    for more, less in itertools.permutations((*stages, None), 2):
-        if (less is not None and replicas[less] == 1) or (less is None and idle == 0):
-            continue
-        yield [m + (stage == more) - (stage == less) for stage, m in enumerate(replicas)]
-
-
-def _merged(bounds: list[int], replicas: list[int], idle: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield bounds and replicas with two neighbours made one, on as many workers as either had, both, or more."""
-    for index in range(len(replicas) - 1):
-        both = replicas[index : index + 2]
-        for m in sorted({max(both), sum(both), sum(both) + idle}):
-            yield bounds[: index + 1] + bounds[index + 2 :], [*replicas[:index], m, *replicas[index + 2 :]]
-
-
-def _split(bounds: list[int], replicas: list[int], idle: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield bounds and replicas with one stage made two."""
-    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        m, step = replicas[index] + idle, max(1, (stop - start) // _SPLITS)
-        for place in range(start + step, stop, step):
-            for first in _shares(m):
-                yield (
-                    [*bounds[: index + 1], place, *bounds[index + 1 :]],
-                    [*replicas[:index], first, m - first, *replicas[index + 1 :]],
-                )
-
-
-def _shares(m: int) -> list[int]:
-    """Return how many of some workers the first of two stages gets: any number, of many workers powers of two."""
-    if m <= _FEW:
-        return list(range(1, m))
-    powers = [1 << bit for bit in range(m.bit_length()) if 1 << bit < m]
-    return sorted({*powers, *(m - power for power in powers)})

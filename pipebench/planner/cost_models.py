@@ -400,5 +400,19 @@ class _Overlap(CostModel):
         return sent_after + returned_before, sent_before + returned_after
 
 
+class _Alone(_Overlap):
+    """What stages take at least under `overlap`, whatever is beside them: their rounds, their gradient sums."""
+
+    name = "alone"
+    summary = "a round without its gradient sum, or the sum without the backward"
+
+    def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
+        del first, inner
+        around = grid.sums(grid.work.states.parameter_bytes) * (2 / level.sum_bytes_per_s)
+        rounds = (Term(grid.compute_s + self._update_s(grid)), Term(self._without_sum_s(grid), around))
+        return StageTerms((*self._load(grid), *rounds))
+
+
+ALONE = _Alone()
 DEFAULT = "overlap"
 COST_MODELS: dict[str, CostModel] = {model.name: model for model in (_Overlap(), _Sosp19(), _Artifact())}

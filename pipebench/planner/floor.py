@@ -15,8 +15,10 @@ Simulated times are never below it in the study of `reports/planner_regret.md`, 
 """
 
 import bisect
+import itertools
 import math
-from collections import Counter
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -37,7 +39,10 @@ from pipebench.simulate.sums import traffic
 
 
 class Sketch(NamedTuple):
-    """A plan before anything but its floor is known: stages between states, devices of their replicas, depth."""
+    """A plan before anything but its floor is known: stages between states, devices of their replicas, depth.
+
+    Without devices its floor is below those of all placements.
+    """
 
     stages: tuple[SearchStage, ...]
     devices: tuple[tuple[int, ...], ...]
@@ -47,6 +52,9 @@ class Sketch(NamedTuple):
     def replicas(self) -> tuple[int, ...]:
         """Replicas per stage."""
         return tuple(stage.replicas for stage in self.stages)
+
+
+_Port = tuple[int, int, bool]  # level, component of the level below, whether it sends
 
 
 class _Crossing(NamedTuple):
@@ -89,18 +97,23 @@ class Floors:
         self._crossing = cache(self._values_across)
         self._level = cache(self._level_between)
         self._ring = cache(self._ring_s)
+        self._ports = cache(self._ports_between)
         self.warmups = cache(_warmups)
 
     def floor_s(self, sketch: Sketch) -> float:
         """Return the seconds per minibatch that a plan takes at least."""
         edges = self._edges(sketch)
         rounds = [self._round_s(sketch, index) for index in range(len(sketch.stages))]
-        return max(
-            self._rounds_s(sketch, rounds),
-            self._loops_s(sketch, rounds, edges),
-            self._ports_s(sketch, edges),
-            self._limits_s(sketch, edges) if self._limited else 0.0,
-        )
+        slowest_s = max(self._rounds_s(sketch, rounds), self._loops_s(sketch, rounds, edges))
+        if not sketch.devices:
+            return slowest_s
+        limits_s = self._limits_s(sketch, edges) if self._limited else 0.0
+        return max(slowest_s, self._ports_s(sketch, edges), limits_s)
+
+    def alone_s(self, stage: SearchStage) -> float:
+        """Return the seconds per minibatch that a stage takes at least, wherever it stands, in any plan."""
+        sketch = Sketch((stage,), (), 1)
+        return self._rounds_s(sketch, [self._round_s(sketch, 0)])
 
     def _stage_costs(self, start: int, stop: int) -> StageCosts:
         first, last = self._places[start], self._places[stop]
@@ -151,15 +164,22 @@ class Floors:
         if replicas > 1:
             for bucket in costs.buckets:
                 ready_s = bucket.ready * backward_s
-                end_s = max(end_s, ready_s) + self._ring(sketch.devices[index], bucket.num_bytes)
+                devices = sketch.devices[index] if sketch.devices else None
+                end_s = max(end_s, ready_s) + self._ring(devices, replicas, bucket.num_bytes)
         return costs.forward_s[self._size] + max(backward_s, end_s) + costs.update_s
 
-    def _ring_s(self, devices: tuple[int, ...], num_bytes: int) -> float:
-        """Return the seconds of a ring all-reduce that has its links to itself."""
-        ring = sorted(devices)
-        levels = {self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)}
-        part = num_bytes / len(ring)
-        return 2 * (len(ring) - 1) * max(part / level.sum_bytes_per_s + level.latency_s for level in levels)
+    def _ring_s(self, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
+        """Return the seconds of a ring all-reduce that has its links to itself; of the fastest without devices."""
+        part = num_bytes / replicas
+        if devices is None:  # some link of the ring is of a level with room for all of them
+            counts = itertools.accumulate((level.count for level in self._cluster.levels), operator.mul)
+            rooms = [level for level, count in zip(self._cluster.levels, counts, strict=True) if count >= replicas]
+            step_s = min(part / level.sum_bytes_per_s + level.latency_s for level in rooms)
+        else:
+            ring = sorted(devices)
+            levels = {self._level(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)}
+            step_s = max(part / level.sum_bytes_per_s + level.latency_s for level in levels)
+        return 2 * (replicas - 1) * step_s
 
     def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)
@@ -188,7 +208,8 @@ class Floors:
         """Return the seconds from a stage to the next and back where they are nearest; None if nothing comes back."""
         if crossing is None or crossing.returned == 0:
             return None
-        levels = {self._level(*pair) for pair in _pairs(sketch, index, index + 1)}
+        anywhere = self._cluster.levels
+        levels = {self._level(*pair) for pair in _pairs(sketch, index, index + 1)} if sketch.devices else {*anywhere}
         num_bytes = crossing.sent + crossing.returned
         return min(
             num_bytes / level.message_rate(crossing.values) + 2 * level.latency_s + 2 * level.copy_s(num_bytes)
@@ -197,18 +218,21 @@ class Floors:
 
     def _ports_s(self, sketch: Sketch, edges: dict[tuple[int, int], _Crossing]) -> float:
         """Return the seconds per minibatch of the busiest port, for its bytes alone."""
-        load: Counter[tuple[int, int, bool]] = Counter()
+        load: defaultdict[_Port, float] = defaultdict(float)
         for index, (start, stop, replicas) in enumerate(sketch.stages):
             weights = sum(bucket.num_bytes for bucket in self._stage(start, stop).buckets)
             if replicas > 1 and weights:
                 ring = sorted(sketch.devices[index])
                 for sender, receiver, num_bytes in traffic(ALL_REDUCE, weights, replicas):
-                    self._carry(load, ring[sender], ring[receiver], num_bytes / replicas)
+                    for port in self._ports(ring[sender], ring[receiver]):
+                        load[port] += num_bytes / replicas
         for (source, target), (sent, returned, _) in edges.items():
             pairs = _pairs(sketch, source, target)
             for one, other in pairs:
-                self._carry(load, one, other, sent / len(pairs))
-                self._carry(load, other, one, returned / len(pairs))
+                for port in self._ports(one, other):
+                    load[port] += sent / len(pairs)
+                for port in self._ports(other, one):
+                    load[port] += returned / len(pairs)
         levels = self._cluster.levels
         return max((each / levels[level].goodput_bytes_per_s for (level, _, _), each in load.items()), default=0.0)
 
@@ -230,11 +254,12 @@ class Floors:
             slowest_s = max(slowest_s, computing_s / replicas + max(copying_s[device] for device in devices))
         return slowest_s
 
-    def _carry(self, load: Counter[tuple[int, int, bool]], sender: int, receiver: int, num_bytes: float) -> None:
-        cluster = self._cluster
-        level = cluster.level_between(sender, receiver)
-        load[level, cluster.component(sender, level), True] += num_bytes  # type: ignore[assignment]
-        load[level, cluster.component(receiver, level), False] += num_bytes  # type: ignore[assignment]
+    def _ports_between(self, sender: int, receiver: int) -> tuple[_Port, _Port]:
+        level = self._cluster.level_between(sender, receiver)
+        return (
+            (level, self._cluster.component(sender, level), True),
+            (level, self._cluster.component(receiver, level), False),
+        )
 
 
 def _pairs(sketch: Sketch, source: int, target: int) -> list[tuple[int, int]]:

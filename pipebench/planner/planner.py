@@ -30,6 +30,7 @@ from pipebench.planner.virtualised import best_virtualised, predicted, virtualis
 from pipebench.schedule.notation import streams_problem
 
 _MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
+_ROUNDING = 1e-9  # relative, of bottlenecks
 _CLEARLY_FASTER = 0.99  # what a placement has to win against the one along the devices; below is prediction error
 
 
@@ -130,7 +131,7 @@ class Planner(Estimator):
             self._tell("bounding what a thinned search missed")
             bound_s = bound() if found_s > 0 else math.inf
             worst = max(worst, found_s / bound_s if bound_s > 0 else math.inf)
-        return worst
+        return worst if worst > 1 + _ROUNDING else 1.0
 
     def for_replicas(self, replicas: Sequence[int], starts: Sequence[int] | None = None) -> PlanEstimate:
         """Return a plan of which somebody else said how wide its stages are, memory not weighed.

@@ -84,6 +84,9 @@ class PlanEstimate:
         minibatch_s: predicted seconds per minibatch: simulated, or the bottleneck of a cluster too large to simulate.
         num_bytes: payload per minibatch by kind, whatever the cost model makes of it.
         is_simulated: whether the simulator gave `minibatch_s`.
+        at_least_s: seconds per minibatch that no plan of the mode takes less than; 0: nothing is known.
+        tried_all: whether that is of the plans with up to one minibatch more than NOAM in flight, all of which were
+            simulated or can't be better; else it is a bound on all plans there are.
     """
 
     plan: Plan
@@ -97,6 +100,8 @@ class PlanEstimate:
     minibatch_s: float
     num_bytes: dict[str, float]
     is_simulated: bool = False
+    at_least_s: float = 0.0
+    tried_all: bool = False
 
     @property
     def memory_bytes(self) -> float:

@@ -4,6 +4,7 @@ A state is a set of layers that contains every layer its members read. A stage i
 inside the other. Paper: PipeDream (SOSP'19) section 3.1 works on a chain; its artifact on the antichains of the graph.
 """
 
+import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -148,15 +149,18 @@ class States:
         members = tuple(self.members[i] for i in kept)
         return States(self.rows, members, *arrays, activations=self.activations)
 
-    def grouped(self, firsts: Sequence[int]) -> "States":
-        """Return groups of neighbouring states as if each was one, by the positions of their first ones.
+    def grouped(self, num_groups: int) -> "States":
+        """Return groups of neighbouring states as if each was one, about so many and the first and last state.
 
         States go by their compute time here, which puts every state behind those that it contains. Sums have two rows:
         the least for stages that end in a group, the most for those that begin there. What cuts carry is the least. Of
-        policies nothing is known.
+        policies nothing is known. Between a group's states lie layers of about the same time and parameters in every
+        group, so that a layer slower than that lies between two groups, where it is counted.
         """
         compute_s = self.forward_s + self.backward_s
         order = np.lexsort((np.arange(len(self)), np.round(compute_s / (compute_s[-1] or 1.0), 9)))
+        grown = sum(abs(np.diff(sums[order])) / (sums[-1] or 1.0) for sums in (compute_s, self.parameter_bytes))
+        firsts = _evenly([0.0, *np.cumsum(grown).tolist()], num_groups)
         arrays = {}
         for name in _ARRAYS:
             values = getattr(self, name)[order]
@@ -175,7 +179,32 @@ _ARRAYS = tuple(each.name for each in fields(States) if each.name not in ("rows"
 _SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
 _ONCE = ("parameter_bytes", "stepped_bytes")  # summed too, but a tied parameter counts once
 _GROWING = (*_SUMMED, *_ONCE, "recomputed_bytes")
+_HALVINGS = 40  # of how much a group may grow
 _BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB, however many states there are
+
+
+def _evenly(grown: list[float], num_groups: int) -> list[int]:
+    """Return the first states of groups that grow as little as can be, at most so many; the first and last are alone.
+
+    Args:
+        grown: how much the model has grown up to every state, ascending.
+        num_groups: beside those of the first and the last state.
+    """
+
+    def groups(limit: float) -> list[int]:
+        firsts, at = [0], 1
+        while at < len(grown) - 1 and len(firsts) <= num_groups + 1:
+            firsts.append(at)
+            at = min(bisect.bisect_right(grown, grown[at] + limit), len(grown) - 1)
+        return [*firsts, len(grown) - 1]
+
+    low, high = 0.0, grown[-1]
+    if len(groups(low)) <= num_groups + 2:
+        return groups(low)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(groups(middle)) <= num_groups + 2 else (middle, high)
+    return groups(high)
 
 
 def prefixes(rows: Sequence[LayerProfile]) -> States:

@@ -77,7 +77,7 @@ def loosened(states: States) -> States:
     A group sends what the member sends that sends least, and a stage between two groups holds the layers between their
     nearest members only. A plan's stages that begin and end in one group have none and are left out.
     """
-    return states.grouped(_bounds(len(states), NUM_GROUPS))
+    return states.grouped(NUM_GROUPS)
 
 
 def _bounds(num_states: int, count: int) -> list[int]:

@@ -49,6 +49,8 @@ def plan_json(answer: Answer) -> str:
         "runnable": request.runnable,
         "num_states": comparison.num_states,
         "bottleneck_at_most": comparison.at_most,
+        "minibatch_at_least_s": best.at_least_s or None,
+        "tried_all": best.tried_all,
         "solve_s": comparison.solve_s,
         "took_s": {**comparison.took_s, "in all": answer.total_s},
     }

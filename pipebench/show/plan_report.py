@@ -14,6 +14,7 @@ from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.schedule.modes import RECOMPUTE, SWAP
+from pipebench.schedule.pipeline import MOST_BEYOND_NOAM
 from pipebench.schedule.syncs import SYNCS
 from pipebench.show.plan_answer import PORT, Answer, Bottleneck, bottleneck_of, depth_is_lowered, quotient, ties
 from pipebench.show.profile_report import shortened
@@ -22,6 +23,7 @@ from pipebench.show.terminal import print_plain, standard_output
 from pipebench.simulate.timeline import TRAINING_KINDS
 
 _DIFFERS = 1.1
+_SEEN = 5e-4  # relative: below, nothing is said of it
 _HELPS = 1.02  # times as fast, for one more minibatch in flight to be the remedy
 _NAME_WIDTH, _PLAN_WIDTH = 16, 24
 _ROOMY_WIDTH = 100
@@ -124,6 +126,8 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     reason = _why_it_differs(answer, best)
     if reason:
         yield "", reason
+    if best.at_least_s > 0:
+        yield "at best", _at_best(answer, best)
     yield "data parallel", _beside_dp(answer, best, dp)
     if answer.given is not None:
         over = quotient(answer.given.minibatch_s, best.minibatch_s)
@@ -253,6 +257,17 @@ def _why_it_differs(answer: Answer, found: PlanEstimate) -> str:
     if answer.spare_s is not None:
         reason += f"; with parallelism.depth={found.plan.depth + 1} it would be {seconds(answer.spare_s)}"
     return reason
+
+
+def _at_best(answer: Answer, best: PlanEstimate) -> str:
+    """Return how much faster than the plan the best there is can be."""
+    gap = best.minibatch_s / best.at_least_s - 1
+    more = f"more than {percent(gap)} faster" if gap >= _SEEN else "faster"
+    if best.tried_all:
+        in_flight = answer.request.depth or f"NOAM or {MOST_BEYOND_NOAM} more"
+        return f"no plan with {in_flight} in flight is {more}: all that fit were simulated or ruled out"
+    least = seconds(best.at_least_s)
+    return f"no plan is {more}: computing and gradient sums of its slowest stage take at least {least}"
 
 
 def _beside_dp(answer: Answer, best: PlanEstimate, dp: PlanEstimate) -> str:

@@ -38,7 +38,7 @@ GRAPH = "".join(
 KEYS = {
     *("config", "mode", "bottleneck_s", "dp_bottleneck_s", "stages", "depth", "solve_s", "others", "refused"),
     *("cost_model", "cluster", "minibatch_size", "minibatch_s", "samples_per_s", "dp_minibatch_s", "dp_samples_per_s"),
-    *("took_s", "num_states", "bottleneck_at_most"),
+    *("took_s", "num_states", "bottleneck_at_most", "minibatch_at_least_s", "tried_all"),
     *("speedup_over_dp", "bytes_per_sample", "dp_bytes_per_sample", "port_s", "memory_limit_bytes", "found_by", "plan"),
 }
 STAGE_KEYS = {"compute_s", "sync_s", "transfer_s", "stage_s", "memory_bytes", "in_flight", "virtual"}
@@ -334,6 +334,24 @@ def test_a_thinned_search_says_how_far_from_the_best_it_can_be(graph: str, monke
     thinned = answer(*asked)
     assert thinned["bottleneck_at_most"] > 1.0
     assert "61 places to cut are too many to try all" in " ".join(invoke(*asked).output.split())
+
+
+def test_a_plan_says_how_much_faster_another_can_be(graph: str) -> None:
+    asked = ("--profile", graph, "--levels", "4@1e9")
+    found = answer(*asked)
+    assert found["tried_all"]
+    assert 0.98 * found["minibatch_s"] <= found["minibatch_at_least_s"] <= found["minibatch_s"]
+    said = " ".join(invoke(*asked).output.split())
+    assert "at best no plan with NOAM or 1 more in flight is faster: all that fit were simulated or ruled out" in said
+    published = answer(*asked, "--cost-model", "sosp19")
+    assert (published["minibatch_at_least_s"], published["tried_all"]) == (None, False)
+    many = "".join(_NODE.format(f"node{i}", "Linear", 1.0 + i % 7, 2.0, 1e6, 1e8) for i in range(150))
+    Path("many.graph.txt").write_text(many + "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(149)))
+    found = answer("--profile", "many.graph.txt", "--levels", "8@1e9")
+    assert not found["tried_all"]
+    assert 0.5 * found["minibatch_s"] < found["minibatch_at_least_s"] <= found["minibatch_s"]
+    said = " ".join(invoke("--profile", "many.graph.txt", "--levels", "8@1e9").output.split())
+    assert "at best no plan is more than" in said
 
 
 def test_lists_are_planned_side_by_side() -> None:

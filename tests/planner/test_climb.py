@@ -1,5 +1,6 @@
 """Climbing finds the best plan of small instances, by brute force, and keeps to what was asked."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -8,9 +9,9 @@ import pytest
 
 from pipebench.cluster import PER_VALUE, Cluster, Level
 from pipebench.planner import climb
-from pipebench.planner.climb import along_devices, neighbours
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.floor import Floors, Sketch
+from pipebench.planner.neighbours import along_devices, neighbours
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.schedule.pipeline import noam
@@ -43,6 +44,41 @@ def test_the_best_of_all_plans_is_found_where_searches_alone_miss_it(kind: str, 
     assert "improved by" in found.found_by
 
 
+@pytest.mark.parametrize(("kind", "seed"), [("random", 27), ("CNN-like", 5031)])
+def test_the_best_plan_is_found_where_every_step_on_the_way_is_worse(kind: str, seed: int) -> None:
+    """Other replicas on other devices, two cuts that move at once: no plan a step away is better."""
+    made = Planner(instance(kind, seed).request, MODE)
+    found = made.best()
+    best, _ = best_plan(made, found.minibatch_s)
+    assert best is None or found.minibatch_s <= 1.01 * best.minibatch_s
+    assert found.tried_all
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("random", 1), ("random", 2), ("CNN-like", 3), ("RNN-like", 4)])
+def test_no_plan_is_faster_than_the_planner_says_of_the_best(kind: str, seed: int) -> None:
+    made = Planner(instance(kind, seed).request, MODE)
+    found = made.best()
+    best, _ = best_plan(made, math.inf)
+    assert found.tried_all
+    assert best is not None
+    assert 0.98 * found.minibatch_s <= found.at_least_s <= best.minibatch_s * (1 + 1e-6)
+
+
+def test_of_many_plans_it_says_what_none_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers too many to try all plans, and of few without the budget to."""
+    levels = (Level("server", 4, 1e10, 1e-6), Level("cluster", 2, 1e9, 1e-5))
+    large = Request(chain(120, 1), Cluster("two levels", "unit", None, levels), request([0.1]).model, 1)
+    small = instance("random", 6).request
+    tried = Planner(small, MODE).best()
+    monkeypatch.setattr(climb, "BUDGET", 0)
+    for asked, best_s in ((large, math.inf), (small, tried.minibatch_s)):
+        found = Planner(asked, MODE).best()
+        assert not found.tried_all
+        computing_s = sum(row.forward_s + row.backward_s for row in asked.profile.layers[1])
+        at_least_s = computing_s / asked.cluster.num_workers
+        assert at_least_s * (1 - 1e-9) <= found.at_least_s <= min(found.minibatch_s, best_s)
+
+
 @pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 1), ("RNN-like", 7), ("random", 6)])
 def test_no_plan_is_simulated_faster_than_its_floor(kind: str, seed: int) -> None:
     made = Planner(instance(kind, seed).request, MODE)
@@ -54,6 +90,8 @@ def test_no_plan_is_simulated_faster_than_its_floor(kind: str, seed: int) -> Non
         simulated = made.with_prediction(made.estimate("", each.stages, each.devices, depth=each.depth))
         assert floor_s <= simulated.minibatch_s * (1 + 1e-3)
         assert floor_s >= each.bound_s * (1 - 1e-9)
+        anywhere_s = floors.floor_s(Sketch(each.stages, (), each.depth))
+        assert max(map(floors.alone_s, each.stages)) <= anywhere_s <= floor_s
         equal += simulated.minibatch_s == pytest.approx(floor_s, rel=1e-6)
     assert equal >= len(every) / 4
 

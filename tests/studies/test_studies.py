@@ -37,15 +37,15 @@ def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_planner_regret(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    known = tmp_path / "best.json"
     pages = []
-    for _ in range(2):
-        planner_regret.main(2, known)
+    for again in (False, False, True):
+        planner_regret.main(2, 1, tmp_path, again=again)
         pages.append(capsys.readouterr().out)
-    assert pages[0] == pages[1]
+    assert pages[0] == pages[1] == pages[2]
     climbed, _ = pages[0].split(planner_regret.ALONE)
     assert climbed.count("| 2 | 100.0 % | 0 | 0 |") == len(planner_regret.KINDS)
-    assert len(json.loads(known.read_text())) == 2 * len(planner_regret.KINDS)
+    assert "Plans faster than that bound: 0 in 9 instances." in pages[0]
+    assert len(json.loads((tmp_path / "small.json").read_text())) == 2 * len(planner_regret.KINDS)
 
 
 def test_the_page_of_regrets_is_of_this_script() -> None:
