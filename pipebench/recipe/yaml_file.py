@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from pipebench.errors import Fault, RecipeError
+from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
 
 MAX_BYTES = 1_000_000  # a recipe is a page of text; whatever is larger is something else
@@ -88,24 +89,10 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     """
     name = display(path)
     try:
-        data = parse(_text(path))
+        data = parse(read_text(path, MAX_BYTES))
     except ValueError as error:
-        raise RecipeError([Fault(name, "", str(error))]) from error
+        raise RecipeError([Fault(name, "", error.problem if isinstance(error, FileError) else str(error))]) from error
     if not isinstance(data, dict):
         problem = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise RecipeError([Fault(name, "", f"{problem}; a mapping of keys to values is needed")])
     return data
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"can't be read: {error.strerror}") from error
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"is larger than {MAX_BYTES} bytes, so it is no recipe")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not text in UTF-8 (byte {error.start})") from error

@@ -93,7 +93,7 @@ def _check_output(path: Path) -> None:
         raise UserError(f"--output: got {path}, but there is no folder {path.parent}")
     if path.is_dir():
         raise UserError(f"--output: got {path}, which is a folder; a file is needed")
-    if path.exists() and not _is_state_dict(path):
+    if path.exists() and not (path.is_file() and _is_state_dict(path)):
         raise UserError(f"--output: got {path}, which exists and is no state_dict; choose another name or remove it")
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pipebench.errors import UserError, nearest
-from pipebench.tracking.record import ENTRIES, RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
+from pipebench.files import read_bytes
+from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
 from pipebench.train.result import RunResult
 from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
@@ -97,10 +98,7 @@ class RunFolder:
         Raises:
             UserError: the record can't be read.
         """
-        try:
-            record = read_record(self.record_path)
-        except OSError as error:
-            raise UserError(f"{self.record_path / ENTRIES}: {error.strerror}") from error
+        record = read_record(self.record_path)
         return None if record is None else record.result
 
     def recipe(self, overrides: Sequence[str] = ()) -> "LoadedRecipe":
@@ -142,15 +140,9 @@ class RunFolder:
         """Return what is in one of the run's files.
 
         Raises:
-            UserError: it can't be read, or isn't a file: a pipe would be waited for for ever.
+            UserError: it can't be read.
         """
-        path = self.path / name
-        try:
-            if path.exists() and not path.is_file():
-                raise UserError(f"{path}: isn't a file")
-            return path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: can't be read: {error.strerror}") from error
+        return read_bytes(self.path / name)
 
     def update(self, **changes: Any) -> RunFacts:
         """Change some facts and return all; readers find the old or the new ones, never half of them.
