@@ -22,6 +22,7 @@ _PACKAGE = Path(pipebench.__file__).resolve().parent
 _TRACED = os.path.join("torch", "fx", "graph_module.py")
 # What operations raise on data that doesn't suit them; memory that runs out and failing devices have other classes.
 _OF_DATA = (IndexError, ValueError, TypeError)
+_INSTALLED = {"site-packages", "dist-packages"}
 _LONGEST = 300  # characters of an exception's own words
 
 
@@ -38,9 +39,9 @@ def users_code(what: str, key: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except PipebenchError:
+    except (PipebenchError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # of a class of the user's own, for one
         raise UserCodeError(f"{what}: {told(error)}", key) from error
 
 
@@ -112,7 +113,11 @@ def _place(error: BaseException) -> str | None:
 
 def _is_library(file: str) -> bool:
     """Return whether a file is the zoo's, the standard library's, installed, or no file at all."""
-    return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in _libraries())
+    return (
+        file.startswith("<")
+        or not _INSTALLED.isdisjoint(Path(file).parts)  # of another Python too, whose packages this one may share
+        or any(Path(file).is_relative_to(folder) for folder in _libraries())
+    )
 
 
 @cache

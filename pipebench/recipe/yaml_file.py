@@ -17,17 +17,25 @@ from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
 
 MAX_BYTES = 1_000_000  # a recipe is a page of text; whatever is larger is something else
+MAX_DEPTH = 32  # values inside values, or brackets inside brackets; what walks through them calls itself for each
 _DROPPED = ("timestamp", "merge", "value", "int", "float")
 
 
 class _Loader(yaml.SafeLoader):
+    _depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise yaml.composer.ComposerError(
                 None, None, "anchors (& and *) are not taken, use ${...} instead", event.start_mark
             )
-        return super().compose_node(parent, index)
+        if self._depth == MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -74,8 +82,6 @@ def _parsed(text: str) -> Any:
         raise ValueError(f"{line}is not YAML we take: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML: {getattr(error, 'reason', 'it cannot be read')}") from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply for a recipe") from error
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
         # What PyYAML raises when a value doesn't suit its explicit tag (`!!int x`), or is a number without end.
         raise ValueError("is not YAML we take: a value can't be read as what it is declared to be") from error
