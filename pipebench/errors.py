@@ -5,10 +5,10 @@ Anything else is ours: exit code 3, with a traceback.
 """
 
 import difflib
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 _SHORTEST_SECRET = 4  # characters; less is no secret, and is in too many words
 _SHORTEST_CUT = 40  # characters that a message leaves of a long value, where it doesn't write ... after them
@@ -140,12 +140,8 @@ def without_hidden(text: str) -> str:
     >>> without_hidden("got 'hunter2-hunter3', no folder /hunter2-hunter3/data, near hunter2-hu...")
     "got '${oc.env:TOKEN}', no folder /${oc.env:TOKEN}/data, near ${oc.env:TOKEN}..."
     """
-    forms = sorted(_hidden, key=len, reverse=True)
-    if not forms:
-        return text
-    text = re.sub("|".join(map(_pattern, forms)), lambda match: _hidden[match[0]], text)
-    for form in forms:
-        text = _without_cut(text, form)
+    for form in sorted(_hidden, key=len, reverse=True):  # one may begin with another
+        text = _without_cut(re.sub(_pattern(form), lambda match: _hidden[match[0]], text), form)
     return text
 
 
@@ -159,9 +155,9 @@ def _without_cut(text: str, form: str) -> str:
     """Replace the beginning of a hidden value, where a message has cut the rest off."""
     start = 0
     while len(form) > _SHORTEST_SECRET and (start := text.find(form[:_SHORTEST_SECRET], start)) >= 0:
-        length = len(os.path.commonprefix([form, text[start:]]))
+        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(form, text[start:], strict=False)))
         after = text[start + length :]
-        if after.startswith("...") or (length >= _SHORTEST_CUT and not after[:1].isalnum()):
+        if not after or after.startswith("...") or (length >= _SHORTEST_CUT and not after[:1].isalnum()):
             text = f"{text[:start]}{_hidden[form]}{after}"
         start += 1
     return text

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError, hide
+from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_named,
     rules_search,
@@ -27,6 +27,7 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
 )
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
+from pipebench.recipe.environment import hide_value, hide_variables, of_environment
 from pipebench.recipe.extending import chain
 from pipebench.recipe.leaves import (
     ARGUMENTS,
@@ -338,9 +339,8 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
     resolved, pending = copy.deepcopy(given), list[Fault]()
     expressions = {key: leaf for key, leaf in leaves.found.items() if is_expression(leaf.value)}
     config = OmegaConf.create(given if expressions else {})
-    secret = _of_environment({key: str(leaf.value) for key, leaf in expressions.items()})
-    for name in re.findall(r"oc\.env:\s*([^\s,}]+)", " ".join(str(expressions[key].value) for key in secret)):
-        hide(os.environ.get(name), f"${{oc.env:{name}}}")
+    secret = of_environment(expressions)
+    hide_variables(" ".join(str(expressions[key].value) for key in secret))
     for key, leaf in expressions.items():
         try:
             value = OmegaConf.select(config, ".".join(key))
@@ -353,36 +353,12 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
                 leaves.fault(key, fault.problem, leaf.file)
             continue
         if key in secret:
-            for each, expression in _parts(value, leaf.value):
-                hide(each, expression)
+            hide_value(value, leaf.value)
         problem = problem_with(value, expected_type(key))
         if problem is not None:
             leaves.fault(key, f"{shown(leaf.value)} gives a wrong value: {problem}", leaf.file)
         _section_of(resolved, key)[key[-1]] = value
     return resolved, pending
-
-
-def _parts(value: Any, expression: Any) -> Iterator[tuple[object, str]]:
-    """Yield every plain value of what an expression has given, with what stands for it in messages."""
-    if isinstance(value, list | dict):
-        places = range(len(value)) if isinstance(value, list) else value
-        alike = type(value) is type(expression) and len(value) == len(expression)
-        for place in places:
-            yield from _parts(value[place], expression[place] if alike else expression)
-    elif is_expression(expression):
-        yield value, str(expression)
-
-
-def _of_environment(expressions: Mapping[Key, str]) -> set[Key]:
-    """Return the keys whose values may come from the environment, given all expressions as text.
-
-    An expression that so much as mentions a part of such a key counts: better one too many than a secret.
-    """
-    found = {key for key, text in expressions.items() if "oc.env" in text}
-    parts: set[str] = set()
-    while parts != (parts := {part for key in found for part in key}):
-        found |= {key for key, text in expressions.items() if parts & set(re.findall(r"\w+", text))}
-    return found
 
 
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
@@ -416,7 +392,7 @@ def _section_of(data: dict[str, Any], key: Key) -> dict[str, Any]:
 def _kept_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> dict[str, Any]:
     """Return the resolved recipe as plain data; values that may come from the environment stay expressions."""
     plain = asdict(recipe)
-    for key in _of_environment({key: str(leaf.value) for key, leaf in found.items() if is_expression(leaf.value)}):
+    for key in of_environment(found):
         _section_of(plain, key)[key[-1]] = _section_of(given, key)[key[-1]]
     return plain
 
