@@ -129,7 +129,7 @@ def hide(value: object, expression: str) -> None:
     """
     if isinstance(value, str | int | float) and not isinstance(value, bool) and re.search(r"\w", str(value)):
         text = str(value)
-        for form in {text, repr(text)[1:-1], ascii(text)[1:-1]}:
+        for form in {text, repr(text)[1:-1], ascii(text)[1:-1], " ".join(text.split())}:
             _hidden[form] = expression
 
 

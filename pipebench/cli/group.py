@@ -111,6 +111,14 @@ tracebacks = click.option(
     help="Show the whole traceback of an error in your own code.",
 )
 
+# Every command that executes what the folder of an earlier run names.
+trust = click.option(
+    "--trust",
+    "trusts",
+    is_flag=True,
+    help="Take a run's folder, and execute the code that it names, though they belong to another user.",
+)
+
 
 def _say(text: str) -> None:
     for line in printable_lines(text):

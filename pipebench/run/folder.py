@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pipebench.errors import UserError, nearest
 from pipebench.files import read_bytes
+from pipebench.run.ownership import require_own, require_own_code
 from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
 from pipebench.train.result import RunResult
 from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
@@ -237,13 +238,38 @@ def find(run: str) -> RunFolder:
     raise UserError(f"run: got {run[:80]!r}, {allowed}{nearest(run[:80], known)}")
 
 
-def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, "LoadedRecipe"]:
-    """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
+def find_trusted(run: str, *, trusts: bool) -> RunFolder:
+    """Return the folder of a run whose code may be executed; see `find`.
+
+    Args:
+        run: see there.
+        trusts: take it whoever's it is.
 
     Raises:
-        UserError: there is no such run, it has no checkpoint, or a key was changed that its weights depend on.
+        UserError: there is none, or it belongs to another user.
     """
     folder = find(run)
+    if not trusts:
+        require_own(folder.path, (_RUN, _RECIPE))
+    return folder
+
+
+def resumed(
+    run: str, overrides: Sequence[str], *, trusts: bool = False, tells: bool = True
+) -> tuple[RunFolder, "LoadedRecipe"]:
+    """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
+
+    Args:
+        run: see `find`.
+        overrides: `key=value` texts.
+        trusts: execute what it names whoever's it is.
+        tells: say what is executed.
+
+    Raises:
+        UserError: there is no such run, it is another user's, it has no checkpoint, or a key was changed that its
+            weights depend on.
+    """
+    folder = find_trusted(run, trusts=trusts)
     if not folder.checkpoints.steps():
         raise UserError(f"--resume: run {folder.run_id} has no checkpoint; run its recipe anew")
     before = folder.recipe()
@@ -254,6 +280,7 @@ def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, "LoadedRecip
             f"command line: {changed[0]}: a run that goes on keeps it, because its weights or its clock depend on it; "
             f"allowed are changes outside {', '.join(_FIXED)}"
         )
+    require_own_code(loaded, trusts=trusts, tells=tells)
     return folder, loaded
 
 
