@@ -1,5 +1,6 @@
 """Export: the weights of a run's checkpoint as a plain `state_dict`, for any program that has the model."""
 
+import os
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -91,11 +92,11 @@ def _filled(model: nn.Module, state: ModelState) -> nn.Module:
 
 def _check_output(path: Path) -> None:
     """Refuse a file that can't be written, or that isn't an exported one, before any work is done."""
-    if not path.parent.is_dir():
-        raise UserError(f"--output: got {path}, but there is no folder {path.parent}")
-    if path.is_dir():
+    if not os.path.isdir(path.parent):
+        raise UserError(f"--output: got {str(path)[:80]}, but there is no folder {str(path.parent)[:80]}")
+    if os.path.isdir(path):
         raise UserError(f"--output: got {path}, which is a folder; a file is needed")
-    if path.exists() and not (path.is_file() and _is_state_dict(path)):
+    if os.path.lexists(path) and not (os.path.isfile(path) and _is_state_dict(path)):
         raise UserError(f"--output: got {path}, which exists and is no state_dict; choose another name or remove it")
 
 

@@ -7,6 +7,7 @@ pipebench-runs/quickstart-1f0c9a7e/
     record/         what it has logged, its result among it
 """
 
+import os
 import re
 import secrets
 import shlex
@@ -217,7 +218,7 @@ def find(run: str) -> RunFolder:
     Raises:
         UserError: there is none, or there are several; names the nearest or all.
     """
-    if "/" in run and (Path(run) / _RUN).is_file():
+    if "/" in run and os.path.isfile(os.path.join(run, _RUN)):
         return RunFolder(Path(run).absolute())
     known = {path.parent.name: RunFolder(path.parent.absolute()) for path in sorted(RUNS.glob(f"*/{_RUN}"))}
     if run in known:

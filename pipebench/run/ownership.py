@@ -53,13 +53,13 @@ def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) 
 
 
 def _files_of(target: str, folders: Sequence[Path]) -> list[Path]:
-    """Return the files that importing a target executes first: its packages' and its module's; none of what has none."""
+    """Return the files that importing a target executes first: its packages' and its module's."""
     parts = target.partition(":")[0].split(".")
     found = []
     for length in range(1, len(parts) + 1):
         module = Path(*parts[:length])
         places = (folder / each for folder in folders for each in (module.with_suffix(".py"), module / "__init__.py"))
-        found.append(next((place for place in places if place.is_file()), None))
+        found.append(next((place for place in places if os.path.isfile(place)), None))
     return [path for path in found if path is not None]
 
 

@@ -20,6 +20,7 @@ from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.run.folder import RunFacts, RunFolder, create, new_run_id
 from pipebench.train.profiled_model import initial_model
 from tests.models import ConvNet, Tied
+from tests.patience import within_patience
 from tests.support import Blobs, make_engine, make_setup
 
 RECIPE = """\
@@ -241,6 +242,21 @@ def test_another_users_code_is_refused_and_executed_if_it_is_trusted(
     assert trusted.exit_code == 0, trusted.output
     assert "executed" in trusted.stdout
     assert f"pipebench: model.target: executes their_code:tied from {code}, of user " in trusted.stderr
+
+
+def test_names_that_no_file_can_have_are_answered_in_a_sentence() -> None:
+    folder, _ = trained()
+    assert refused("x" * 5000 + "/y").startswith("run: got 'xxx")
+    assert "which exists and is no state_dict" in refused(folder.run_id, "--output", circle("circle"))
+    assert "there is no folder xxx" in refused(folder.run_id, "--output", "x" * 300 + "/y.pt")
+    os.mkfifo("pipe")
+    with within_patience():
+        assert "which exists and is no state_dict" in refused(folder.run_id, "--output", "pipe")
+
+
+def circle(name: str) -> str:
+    Path(name).symlink_to(name)
+    return name
 
 
 def test_trust_is_for_runs_that_go_on() -> None:
