@@ -260,7 +260,7 @@ def test_a_model_that_is_too_large_to_be_checked_beforehand_ended_in_torch_s_wor
 
 
 def test_libraries_of_the_python_below_a_virtual_environment_were_taken_for_the_user_s_code() -> None:
-    """0.1.0: only the environment's own folders were known, so that our mistakes in torch's calls were told as theirs."""
+    """0.1.0: only the environment's own folders were known: our mistakes in calls of torch were told as theirs."""
     assert users_code._is_library("/opt/python/lib/python3.11/site-packages/omegaconf/_utils.py")
     assert users_code._is_library("/usr/lib/python3/dist-packages/yaml/__init__.py")
     assert not users_code._is_library("/home/anna/packages/site/model.py")
