@@ -115,7 +115,7 @@ def reports(session: nox.Session) -> None:
     command = [python_with_pipebench(session), "-m", "pipebench", "report"]
 
     def render(name: str) -> None:
-        session.run(*command, name, env=ONE_THREAD, external=True)
+        session.run(*command, name, "--out", f"reports/rendered/{name}", env=ONE_THREAD, external=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(render, names))

@@ -5,8 +5,14 @@ Anything else is ours: exit code 3, with a traceback.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
+
+_SHORTEST_SECRET = 4  # characters; less is no secret, and is in too many words
+_SHORTEST_CUT = 40  # characters that a message leaves of a long value, where it doesn't write ... after them
+_hidden: dict[str, str] = {}  # of a process, as its environment is
 
 
 class PipebenchError(Exception):
@@ -30,6 +36,10 @@ class Fault:
     file: str
     key: str
     problem: str
+
+    def __post_init__(self) -> None:
+        for name in ("file", "problem"):
+            object.__setattr__(self, name, without_hidden(getattr(self, name)))
 
     def __str__(self) -> str:
         where = f"{self.file}: {self.key}" if self.key else self.file
@@ -103,8 +113,54 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """Return the lines of a message, each as `printable` has it; whatever is said is said through one of the two."""
-    return [printable(line) for line in text.rstrip("\n").split("\n")]
+    """Return the lines of a message, each as `printable` has it and without hidden values.
+
+    Whatever is said is said through one of the two.
+    """
+    return [printable(line) for line in without_hidden(text).rstrip("\n").split("\n")]
+
+
+def hide(value: object, expression: str) -> None:
+    """Let all messages of this process show an expression in place of its value: a token of the environment, perhaps.
+
+    Args:
+        value: text or a number; anything else is in no message.
+        expression: as the user wrote it, such as `${oc.env:TOKEN}`.
+    """
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and re.search(r"\w", str(value)):
+        text = str(value)
+        for form in {text, repr(text)[1:-1], ascii(text)[1:-1], " ".join(text.split())}:
+            _hidden[form] = expression
+
+
+def without_hidden(text: str) -> str:
+    """Return a message with expressions in place of their values, of values that were cut short, too.
+
+    >>> hide("hunter2-hunter3", "${oc.env:TOKEN}")
+    >>> without_hidden("got 'hunter2-hunter3', no folder /hunter2-hunter3/data, near hunter2-hu...")
+    "got '${oc.env:TOKEN}', no folder /${oc.env:TOKEN}/data, near ${oc.env:TOKEN}..."
+    """
+    for form in sorted(_hidden, key=len, reverse=True):  # one may begin with another
+        text = _without_cut(re.sub(_pattern(form), lambda match: _hidden[match[0]], text), form)
+    return text
+
+
+def _pattern(form: str) -> str:
+    """Return a pattern of a hidden value as a word of its own; of a short one only where it is quoted or given."""
+    before = r"(?<!\w)" if len(form) >= _SHORTEST_SECRET else r"(?:(?<=')|(?<=got ))"
+    return rf"{before}{re.escape(form)}(?!\w)"
+
+
+def _without_cut(text: str, form: str) -> str:
+    """Replace the beginning of a hidden value, where a message has cut the rest off."""
+    start = 0
+    while len(form) > _SHORTEST_SECRET and (start := text.find(form[:_SHORTEST_SECRET], start)) >= 0:
+        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(form, text[start:], strict=False)))
+        after = text[start + length :]
+        if not after or after.startswith("...") or (length >= _SHORTEST_CUT and not after[:1].isalnum()):
+            text = f"{text[:start]}{_hidden[form]}{after}"
+        start += 1
+    return text
 
 
 def nearest(given: object, allowed: Iterable[str]) -> str:

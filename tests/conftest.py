@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipebench import errors
 from pipebench.tracking import connection
 
 
@@ -14,6 +15,11 @@ def pytest_configure() -> None:
     """Hear Ctrl-C, and let processes that are started hear it: a shell lets what runs in its background ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _messages_hide_nothing_of_other_tests() -> None:
+    errors._hidden.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,6 +23,7 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
+from pipebench.recipe import users_code
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.instructions import Instruction
@@ -246,3 +247,21 @@ def test_copies_that_begin_with_a_move_took_lanes_that_messages_cross_for_free()
         for begin in (0, 20):
             engine.train(begin, 20)
     assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-9)
+
+
+def test_a_model_that_is_too_large_to_be_checked_beforehand_ended_in_torch_s_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0: validation builds small models only, and whoever built the others took torch's refusal for ours."""
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(VALID)
+    answer = CliRunner().invoke(cli, ["draw", "r.yaml", f"model.num_classes={9 * 10**18}"])
+    assert answer.exit_code == 2, answer.output
+    assert "vgg16 can't be built with these options: Storage size calculation overflowed" in answer.stderr
+
+
+def test_libraries_of_the_python_below_a_virtual_environment_were_taken_for_the_user_s_code() -> None:
+    """0.1.0: only the environment's own folders were known: our mistakes in calls of torch were told as theirs."""
+    assert users_code._is_library("/opt/python/lib/python3.11/site-packages/omegaconf/_utils.py")
+    assert users_code._is_library("/usr/lib/python3/dist-packages/yaml/__init__.py")
+    assert not users_code._is_library("/home/anna/packages/site/model.py")

@@ -279,15 +279,13 @@ def _read(folder: Path) -> Checkpoint:
     """Return what a manifest says, its parts unseen."""
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for for ever
-            raise CheckpointError(f"{path}: isn't a file")
-        data = read(dict[str, Any], path.read_bytes())
+        data = read(dict[str, Any], files.read_bytes(path))
         if data.pop("sha256", None) != _hash_of(data):
             raise JsonError
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing, so the checkpoint was never finished") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+    except files.FileError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        problem = "is missing, so the checkpoint was never finished" if missing else error.problem
+        raise CheckpointError(f"{path}: {problem}") from error
     except JsonError:
         raise CheckpointError(f"{path}: isn't what was written") from None
     try:

@@ -2,7 +2,7 @@
 
 import click
 
-from pipebench.cli.group import tracebacks
+from pipebench.cli.group import tracebacks, trust
 from pipebench.errors import printable
 
 
@@ -10,11 +10,13 @@ from pipebench.errors import printable
 @click.argument("run_", metavar="RUN")
 @click.option("--output", metavar="FILE.pt", help="Where to write them.  [default: RUN's id, in the current folder]")
 @click.option("--step", type=click.IntRange(0), help="Which checkpoint, in minibatches.  [default: the newest]")
+@trust
 @tracebacks
-def export(run_: str, output: str | None, step: int | None) -> None:
+def export(run_: str, output: str | None, step: int | None, trusts: bool) -> None:
     """Write the weights of a run's checkpoint as a plain state_dict, whatever plan it was trained under.
 
-    RUN is the run's id (or the start of it), its MLflow run id, or its folder under pipebench-runs/.
+    RUN is the run's id (or the start of it), its MLflow run id, or its folder under pipebench-runs/. The code that its
+    recipe names makes the model: it is told which files that executes, and the run of another user is refused.
 
     \b
     Examples:
@@ -23,7 +25,7 @@ def export(run_: str, output: str | None, step: int | None) -> None:
     """
     from pipebench.run import export as exporting
 
-    written, skipped = exporting.export(run_, output, step)
+    written, skipped = exporting.export(run_, output, step, trusts=trusts)
     for sentence in skipped:
         click.echo(f"pipebench: {printable(sentence)}", err=True)
     click.echo(written)

@@ -23,13 +23,20 @@ class _ReaderGoneError(Exception):
     """Whoever read our output has gone, as in `pipebench ls | head -1`."""
 
 
+class _EndOfFileError(Exception):
+    """A file ended early, of the user's data for one; not the terminal, which no command reads."""
+
+    def __init__(self, ending: EOFError) -> None:
+        self.ending = ending
+
+
 class Commands(click.Group):
     """A group whose commands end with an exit code, and with a sentence, not a traceback, for a mistake of the user."""
 
     _meta: Mapping[str, Any] = MappingProxyType({})
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; tell a reader of its output that has gone from a pipe that broke inside."""
+        """Run a command; keep from click what it would take for the terminal's: broken pipes and ends of files."""
         self._meta = ctx.meta
         try:
             result = super().invoke(ctx)
@@ -38,6 +45,9 @@ class Commands(click.Group):
         except BrokenPipeError as error:
             # click would take any broken pipe for the output's and exit with 1 in silence.
             raise (_ReaderGoneError() if _reader_is_gone() else RuntimeError("a pipe broke inside")) from error
+        except EOFError as error:
+            # click would take the end of any file for Ctrl-D at the terminal and abort in silence.
+            raise _EndOfFileError(error) from error
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command line and exit with its code, or return that where the caller goes on."""
@@ -60,18 +70,25 @@ class Commands(click.Group):
             return self._mistake(error)
         except (click.Abort, KeyboardInterrupt):
             return INTERRUPTED
+        except _EndOfFileError as error:
+            return self._failed(error.ending)
         except _ReaderGoneError:
             # Give the interpreter's last flush somewhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
-        except (Exception, SystemExit) as error:
-            theirs = as_users(error)
-            if theirs is not None:
-                return self._mistake(theirs)
-            if isinstance(error, SystemExit):
-                raise
-            _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-            return INTERNAL_ERROR
+        except BaseException as error:
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> int:
+        """Tell an exception that nobody has caught: as a mistake of the user's code, or as ours, with its traceback."""
+        theirs = as_users(error)
+        if theirs is not None:
+            return self._mistake(theirs)
+        if isinstance(error, SystemExit):
+            raise error
+        trace = "".join(traceback.format_exception(error))
+        _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{trace}")
+        return INTERNAL_ERROR
 
     def _mistake(self, error: UserError) -> int:
         for line in printable_lines(str(error) or type(error).__name__):
@@ -94,6 +111,14 @@ tracebacks = click.option(
     expose_value=False,
     callback=note_verbose,
     help="Show the whole traceback of an error in your own code.",
+)
+
+# Every command that executes what the folder of an earlier run names.
+trust = click.option(
+    "--trust",
+    "trusts",
+    is_flag=True,
+    help="Take a run's folder, and execute the code that it names, though they belong to another user.",
 )
 
 

@@ -47,10 +47,15 @@ def refuse_to_overwrite(outputs: Iterable[Output]) -> None:
     for option, path, what, is_ours in ((each.option, each.path, each.what, each.is_ours) for each in outputs):
         if path is None:
             continue
-        other = taken.setdefault(path.resolve(), option)
+        try:
+            there = path.exists()
+            other = taken.setdefault(path.resolve(), option)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a symbolic link that leads to itself
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"{option}: {str(path)[:80]} can't be written: {reason}") from error
         if other != option:
             raise UserError(f"{option}: got {path}, which {other} writes to as well; give each a file of its own")
         if not path.parent.is_dir():
             raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
-        if path.exists() and not (path.is_file() and is_ours(path)):
+        if there and not (path.is_file() and is_ours(path)):
             raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another file")

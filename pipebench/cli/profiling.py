@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
+from pipebench.files import read_text
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
 from pipebench.profile.load import load_profile
 from pipebench.profile.model import Profile
@@ -77,15 +78,15 @@ def _profiled(loaded: LoadedRecipe) -> Profile:
 
 def _is_our_json(path: Path) -> bool:
     try:
-        return "pipebench_profile" in json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return "pipebench_profile" in json.loads(read_text(path))
+    except (ValueError, TypeError, RecursionError):
         return False
 
 
 def _is_our_graph_txt(path: Path) -> bool:
     """Return whether a file is in exactly the form that is written here, which the artifact's own files aren't."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         return write_graph_txt(read_graph_txt(text, str(path)), 1) == text
-    except (OSError, ValueError):
+    except ValueError:
         return False

@@ -38,7 +38,10 @@ def parse_rows(text: str) -> tuple[str, ...]:
 @click.option("--fresh", is_flag=True, help="Run everything again, whatever is recorded or kept.")
 @click.option("--keep", "keeps", is_flag=True, help="Keep the results of runs that trained in kept/ beside the report.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FOLDER", help="Write here.  [default: rendered/NAME/ beside it]"
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Write here.  [default: rendered/NAME/ in the working directory]",
 )
 @click.option(
     "--list",
@@ -60,7 +63,7 @@ def report(
 
     NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. What MLflow has of a
     recipe, run with this version, isn't run again; an interrupted report goes on. Markdown, a page of HTML and
-    pictures are written to rendered/NAME/ beside the report's file, and recorded in MLflow with all runs.
+    pictures are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs.
 
     \b
     Examples:
@@ -83,7 +86,7 @@ def report(
         return 0
     if name is None:
         raise click.UsageError("name a report, for example: pipebench report table1; --list lists them")
-    from pipebench.report.catalog import find_report
+    from pipebench.report.catalog import find_report, require_keepable
     from pipebench.report.load import load_report
 
     path = find_report(name)
@@ -91,7 +94,9 @@ def report(
     with without_collector():
         from pipebench.report.make import RENDERED, make_report
 
-    folder = out or path.parent / RENDERED / definition.name
+    if keeps:
+        require_keepable(path)
+    folder = out or Path(RENDERED, definition.name)
     options = [f"--only {shlex.quote(','.join(only))}"] if only else []
     options += [f"--engine {engine}"] if engine else []
     command = " ".join(["pipebench report", shlex.quote(name), *options])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipebench.cli.group import note_verbose
+from pipebench.cli.group import note_verbose, trust
 from pipebench.cli.parameters import Parameter, parse_seeds
 from pipebench.cli.references import load_all, split
 from pipebench.errors import UserError, WorkersFailedError
@@ -38,13 +38,16 @@ if TYPE_CHECKING:
     help="Go on with a run from its last checkpoint: its folder in pipebench-runs/, the beginning of its name, or its "
     "MLflow run id. Keys may be changed.",
 )
+@trust
 @click.option(
     "--verbose",
     is_flag=True,
     callback=note_verbose,
     help="Log what every worker does, with its time; show the whole traceback of an error in your own code.",
 )
-def run(words: tuple[str, ...], seeds: tuple[int, ...] | None, zipped: bool, resume: str | None, verbose: bool) -> int:
+def run(
+    words: tuple[str, ...], seeds: tuple[int, ...] | None, zipped: bool, resume: str | None, trusts: bool, verbose: bool
+) -> int:
     """Train recipes to their target and record the answers in MLflow.
 
     RECIPE is a file, a folder of recipes, or a short name from `pipebench ls recipes`. KEY=VALUE overrides a key
@@ -63,14 +66,16 @@ def run(words: tuple[str, ...], seeds: tuple[int, ...] | None, zipped: bool, res
       torchrun --nnodes 2 --nproc-per-node 4 ... -m pipebench run my-recipe.yaml engine.kind=distributed
       pipebench run --resume my-recipe-1f0c9a7e
     """
+    if trusts and not resume:
+        raise click.UsageError("--trust goes with --resume RUN, whose folder may belong to another user")
     if resume and seeds:
         raise click.UsageError("--resume goes on with the run's own seed: leave out --seeds")
     if _started_as_worker():
         from pipebench.distributed.launch_worker import worker_main
 
-        return worker_main(lambda: _work(words, seeds, zipped, resume, verbose), verbose=verbose)
+        return worker_main(lambda: _work(words, seeds, zipped, resume, trusts, verbose), verbose=verbose)
     with without_collector():
-        loaded, suite = _to_run(words, zipped, resume, verbose)
+        loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
     from pipebench.run.lock import locked
 
     with nullcontext() if suite.resumed is None else locked(suite.resumed.path):
@@ -93,7 +98,7 @@ def _run(loaded: Sequence["LoadedRecipe"], suite: "Suite", seeds: Sequence[int] 
 
 
 def _to_run(
-    words: Sequence[str], zipped: bool, resume: str | None, verbose: bool
+    words: Sequence[str], zipped: bool, resume: str | None, trusts: bool, verbose: bool
 ) -> tuple[list["LoadedRecipe"], "Suite"]:
     """Return the recipes to run, or the one to go on with, and how to run them."""
     references, overrides = split(words)
@@ -109,7 +114,9 @@ def _to_run(
     from pipebench.run.folder import resumed
     from pipebench.run.suite import Suite
 
-    folder, recipe = resumed(resume, overrides)
+    checked = "PIPEBENCH_RUN" in os.environ and _started_as_worker()  # by the process that started this one
+    tells = not checked and os.environ.get("RANK", "0") == "0"
+    folder, recipe = resumed(resume, overrides, trusts=trusts or checked, tells=tells)
     return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)
 
 
@@ -118,11 +125,13 @@ def _started_as_worker() -> bool:
     return "RANK" in os.environ and ("PIPEBENCH_RUN" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1)
 
 
-def _work(words: Sequence[str], seeds: Sequence[int] | None, zipped: bool, resume: str | None, verbose: bool) -> None:
+def _work(
+    words: Sequence[str], seeds: Sequence[int] | None, zipped: bool, resume: str | None, trusts: bool, verbose: bool
+) -> None:
     """Do one process's part of a run."""
     if seeds is not None:
         raise UserError("--seeds: processes that are started together run one seed; give train.seed=N")
-    loaded, suite = _to_run(words, zipped, resume, verbose)
+    loaded, suite = _to_run(words, zipped, resume, trusts, verbose)
     from pipebench.distributed.launch_worker import launched_by_us
     from pipebench.run.preflight_all import preflight_all
 

@@ -196,7 +196,7 @@ class _Tasks(data.Dataset[Any]):
         indices, draw = task
         try:
             return self._dataset.fetch(self._split, indices, self._fields, draw)
-        except Exception as error:
+        except BaseException as error:  # one that is no Exception would end the process without a word
             theirs = as_users(error)
             if theirs is None or data.get_worker_info() is None:
                 raise

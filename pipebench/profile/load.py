@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pipebench.errors import ProfileError
+from pipebench.files import FileError, read_text
 from pipebench.profile.graph_txt import read_graph_txt
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile
@@ -19,11 +20,9 @@ def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
         ProfileError: it isn't there, or isn't a whole profile; names the file and where in it.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"profile {path} can't be read: it isn't text (byte {error.start})") from error
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"profile {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+        text = read_text(path)
+    except FileError as error:
+        raise ProfileError(f"profile {path} {error.problem}") from error
     if not text.lstrip().startswith("{"):
         return read_graph_txt(text, str(path), num_samples)
     try:

@@ -82,7 +82,7 @@ def find_cluster(name: str, beside: Path | None = None) -> Path:
         allowed = (
             f"no such cluster, allowed are {', '.join(names)} or the path of a YAML file{nearest(name[:60], names)}"
         )
-        raise RecipeError([Fault(f"cluster {_short(name)!r}", "", allowed)])
+        raise RecipeError([Fault(f"cluster {name[:80]!r}", "", allowed)])
     return recipes_folder() / CLUSTERS / f"{name}.yaml"
 
 

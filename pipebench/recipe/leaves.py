@@ -6,6 +6,7 @@ and everything that is wrong comes out together.
 
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -19,7 +20,7 @@ from pipebench.errors import Fault, nearest
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
 from pipebench.recipe.typecheck import in_words, problem_with, shown
-from pipebench.recipe.yaml_file import parse
+from pipebench.recipe.yaml_file import MAX_DEPTH, parse
 
 COMMAND_LINE = "command line"
 # Keys that only make sense together: a source that gives one of them replaces them all.
@@ -180,6 +181,9 @@ class Leaves:
     def _override(self, text: str) -> dict[str, Any] | None:
         name, _, written = text.partition("=")
         key: Key = tuple(name.strip().split("."))
+        if len(key) > MAX_DEPTH:
+            self.fault(key[:2], f"got {text[:60]!r}, keys are nested at most {MAX_DEPTH} deep", COMMAND_LINE)
+            return None
         listed = elements(written)
         parts = [written] if listed is None else listed
         try:
@@ -228,11 +232,18 @@ def _problem(value: object, expected: Any) -> str | None:
         return problem_with(value, expected)
     if not is_expression(value):
         return None
+    if _nesting(str(value)) > MAX_DEPTH:
+        return f"got {shown(value)}, whose brackets are nested more than {MAX_DEPTH} deep"
     try:
         OmegaConf.create({"value": value})
     except OmegaConfBaseException:
         return f"got {shown(value)}, which is no interpolation: allowed is ${{key}} or ${{oc.env:NAME}}"
     return None
+
+
+def _nesting(text: str) -> int:
+    """Return how deep brackets stand in brackets."""
+    return max(itertools.accumulate((letter in "{[(") - (letter in "}])") for letter in text))
 
 
 def _without_expressions(value: object) -> object:

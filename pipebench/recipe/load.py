@@ -27,6 +27,7 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
 )
 from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
 from pipebench.recipe.draft import UNUSABLE, Draft, check
+from pipebench.recipe.environment import hide_value, hide_variables, of_environment
 from pipebench.recipe.extending import chain
 from pipebench.recipe.leaves import (
     ARGUMENTS,
@@ -338,6 +339,8 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
     resolved, pending = copy.deepcopy(given), list[Fault]()
     expressions = {key: leaf for key, leaf in leaves.found.items() if is_expression(leaf.value)}
     config = OmegaConf.create(given if expressions else {})
+    secret = of_environment(expressions)
+    hide_variables(" ".join(str(expressions[key].value) for key in secret))
     for key, leaf in expressions.items():
         try:
             value = OmegaConf.select(config, ".".join(key))
@@ -349,6 +352,8 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
             else:
                 leaves.fault(key, fault.problem, leaf.file)
             continue
+        if key in secret:
+            hide_value(value, leaf.value)
         problem = problem_with(value, expected_type(key))
         if problem is not None:
             leaves.fault(key, f"{shown(leaf.value)} gives a wrong value: {problem}", leaf.file)
@@ -385,17 +390,9 @@ def _section_of(data: dict[str, Any], key: Key) -> dict[str, Any]:
 
 
 def _kept_expressions(recipe: Recipe, given: dict[str, Any], found: Mapping[Key, Leaf]) -> dict[str, Any]:
-    """Return the resolved recipe as plain data; values that may come from the environment stay expressions.
-
-    An expression that so much as mentions a part of such a key stays one too: better one too many than a secret.
-    """
+    """Return the resolved recipe as plain data; values that may come from the environment stay expressions."""
     plain = asdict(recipe)
-    expressions = {key: str(leaf.value) for key, leaf in found.items() if is_expression(leaf.value)}
-    kept = {key for key, text in expressions.items() if "oc.env" in text}
-    parts: set[str] = set()
-    while parts != (parts := {part for key in kept for part in key}):
-        kept |= {key for key, text in expressions.items() if parts & set(re.findall(r"\w+", text))}
-    for key in kept:
+    for key in of_environment(found):
         _section_of(plain, key)[key[-1]] = _section_of(given, key)[key[-1]]
     return plain
 

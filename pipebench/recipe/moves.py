@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipebench.errors import Fault, RecipeError
-from pipebench.recipe.json_file import json_bytes
+from pipebench.files import read_text
 from pipebench.schedule.repartitions import VERSION, Repartition, RepartitionFile
 from pipebench.typed_json import JsonError, Ordinal, read
 
@@ -66,7 +66,7 @@ def load_moves(path: str) -> list[Repartition]:
     Raises:
         RecipeError: they can't be read, or aren't moves.
     """
-    text = json_bytes(path)
+    text = read_text(path)
     try:
         found = read(RepartitionFile, text)
         if found.pipebench_moves != VERSION:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
+from pipebench.errors import Fault, PlanError, RecipeError, choice
+from pipebench.files import read_text
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.notation import parse_plan
@@ -99,15 +100,7 @@ def load_plan(path: str) -> PlanForm:
     Raises:
         RecipeError: it can't be read, or isn't a plan of this version.
     """
-    try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise RecipeError([Fault(path, "", "isn't a file")])
-        text = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        close = nearest(Path(path).name, (each.name for each in Path(path).parent.glob("*.json")))
-        raise RecipeError([Fault(path, "", f"the plan's file can't be read: {reason}{close}")]) from error
-    return parse_plan_file(text, path)
+    return parse_plan_file(read_text(path), path)
 
 
 def parse_plan_file(text: bytes | str, source: str) -> PlanForm:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from pipebench.errors import Fault, RecipeError, UserCodeError
+from pipebench.files import FileError, read_text
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
@@ -117,8 +117,6 @@ def _timing(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     for key, path in (("engine.timing", None if timing in TIMINGS else timing), ("model.profile", of_file)):
         try:
             if path is not None:
-                with Path(path).open("rb"):
-                    pass
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            yield key, f"the profile file {path!r} can't be read: {reason}"
+                read_text(path)
+        except FileError as error:
+            yield key, f"the profile file {path!r} {error.problem}"

@@ -1,7 +1,7 @@
 """The order of pushes that a run has kept, read to be repeated: `parallelism.push_order`."""
 
 from pipebench.errors import Fault, RecipeError
-from pipebench.recipe.json_file import json_bytes
+from pipebench.files import read_text
 from pipebench.schedule.pushes import VERSION, Pushes, PushOrder
 from pipebench.typed_json import JsonError, read
 
@@ -16,7 +16,7 @@ def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
     Raises:
         RecipeError: it can't be read, isn't an order of pushes, or not one that so many workers can have.
     """
-    text = json_bytes(path)
+    text = read_text(path)
     try:
         found = read(PushOrder, text)
         if found.pipebench_push_order != VERSION:

@@ -17,7 +17,7 @@ from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.skeletons import skeleton
 from pipebench.recipe.targets import ALLOWED, is_target, target_in
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.typecheck import cut, problem_with, shown
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import streams_problem
 
@@ -47,7 +47,7 @@ def _model(draft: Draft) -> Problems:
         if not is_target(target):
             yield "model.target", f"got {shown(target)}, allowed is {ALLOWED}"
     elif not isinstance(name, str) or name not in MODELS:
-        yield "model.name", choice(shown(name).strip("'"), MODELS)
+        yield "model.name", choice(cut(name), MODELS)
     else:
         yield from _options(draft, "model", skeleton(MODELS[name].target), model)
 
@@ -87,7 +87,7 @@ def _dataset(draft: Draft) -> Problems:
         yield "dataset.name", f"is missing, allowed are {', '.join(DATASETS)}; or a target, {ALLOWED}"
         return
     if not isinstance(name, str) or name not in DATASETS:
-        yield "dataset.name", choice(shown(name).strip("'"), DATASETS)
+        yield "dataset.name", choice(cut(name), DATASETS)
         return
     problems = list(_options(draft, "dataset", skeleton(DATASETS[name].target), dataset))
     yield from problems
@@ -113,7 +113,7 @@ def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     elif not is_target(dataset["target"]):
         problems.append(("dataset.target", f"got {shown(dataset['target'])}, allowed is {ALLOWED}"))
     if loss is not None and loss not in [*LOSSES] and target_in(loss) is None:
-        problems.append(("dataset.loss", f"{choice(shown(loss).strip(chr(39)), LOSSES)}, or a target, {ALLOWED}"))
+        problems.append(("dataset.loss", f"{choice(cut(loss), LOSSES)}, or a target, {ALLOWED}"))
     if processes is not None and (problem_with(processes, int) or not 0 <= processes <= _MOST_PROCESSES):
         allowed = f"a whole number from 0 to {_MOST_PROCESSES}"
         problems.append(("dataset.loader_processes", f"got {shown(processes)}, allowed is {allowed}"))
@@ -128,7 +128,7 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
     if isinstance(metrics, list):
         for name in metrics:
             if not isinstance(name, str) or name not in known:
-                yield "dataset.metrics", f"{choice(shown(name).strip(chr(39)), known)}; or {form}"
+                yield "dataset.metrics", f"{choice(cut(name), known)}; or {form}"
     elif metrics is not None and not isinstance(metrics, Mapping):
         yield "dataset.metrics", f"got {shown(metrics)}, allowed is a list of {', '.join(known)}, or {form}"
     for name, given in metrics.items() if isinstance(metrics, Mapping) else ():
@@ -140,7 +140,7 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
                 said = "is missing" if given.get("best") is None else f"got {shown(given['best'])}"
                 yield f"{key}.best", f"{said}, allowed are max (higher is better) and min"
         elif not isinstance(given, str) or given not in known:
-            yield key, f"{choice(shown(given).strip(chr(39)), known)}; or {form}"
+            yield key, f"{choice(cut(given), known)}; or {form}"
 
 
 @rule("@builds", "model")

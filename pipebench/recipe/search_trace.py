@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipebench.errors import Fault, RecipeError
-from pipebench.recipe.json_file import json_bytes
+from pipebench.files import read_text
 from pipebench.typed_json import Count, JsonError, Seconds, read
 
 VERSION = 1
@@ -92,7 +92,7 @@ def load_trace(path: str) -> Trace:
     Raises:
         RecipeError: it can't be read, or isn't one; says what is wrong with it.
     """
-    text = json_bytes(path)
+    text = read_text(path)
     try:
         found = read(SearchFile, text)
         if found.pipebench_search != VERSION:

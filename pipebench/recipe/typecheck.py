@@ -25,6 +25,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def cut(value: object) -> str:
+    """Return what a message says of a value where a name is needed; unlike `shown`, without quotes."""
+    return value[:60] if isinstance(value, str) else shown(value)
+
+
 def in_words(expected: Any) -> str:
     """Return what a type allows, for people."""
     if is_dataclass(expected):
@@ -42,7 +47,7 @@ def problem_with(value: object, expected: Any) -> str | None:
     """Return what is wrong with a value, as the end of a sentence, or None if it has the expected type."""
     if get_origin(expected) is Literal:
         allowed = [str(name) for name in get_args(expected)]
-        return None if value in get_args(expected) and isinstance(value, str) else choice(_cut(value), allowed)
+        return None if value in get_args(expected) and isinstance(value, str) else choice(cut(value), allowed)
     if isinstance(value, int) and abs(value) > _LARGEST:
         return "got a whole number beyond 2^63, which no setting needs"
     if _fits(value, expected):
@@ -70,10 +75,6 @@ def _is_checkable(expected: Any) -> bool:
         inside = [part for part in get_args(expected) if part is not Ellipsis]
         return bool(inside) and len(set(inside)) == 1 and _is_checkable(inside[0])
     return any(expected is each for each in _WORDS)
-
-
-def _cut(value: object) -> object:
-    return value if isinstance(value, str) and len(value) <= 60 else shown(value)
 
 
 def _fits(value: object, expected: Any) -> bool:

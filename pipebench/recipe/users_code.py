@@ -39,9 +39,9 @@ def users_code(what: str, key: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except PipebenchError:
+    except (PipebenchError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # of a class of the user's own, for one
         raise UserCodeError(f"{what}: {told(error)}", key) from error
 
 
@@ -118,9 +118,11 @@ def _place(error: BaseException) -> str | None:
 
 def _is_library(file: str) -> bool:
     """Return whether a file is the zoo's, the standard library's, installed, or no file at all."""
-    path = Path(file)
-    installed = not _INSTALLED.isdisjoint(path.parts)  # in an environment beside the one that runs, too
-    return file.startswith("<") or installed or any(path.is_relative_to(folder) for folder in _libraries())
+    return (
+        file.startswith("<")
+        or not _INSTALLED.isdisjoint(Path(file).parts)  # of another Python too, whose packages this one may share
+        or any(Path(file).is_relative_to(folder) for folder in _libraries())
+    )
 
 
 @cache

@@ -13,20 +13,29 @@ from typing import Any
 import yaml
 
 from pipebench.errors import Fault, RecipeError
+from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
 
 MAX_BYTES = 1_000_000  # a recipe is a page of text; whatever is larger is something else
+MAX_DEPTH = 32  # values inside values, or brackets inside brackets; what walks through them calls itself for each
 _DROPPED = ("timestamp", "merge", "value", "int", "float")
 
 
 class _Loader(yaml.SafeLoader):
+    _depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise yaml.composer.ComposerError(
                 None, None, "anchors (& and *) are not taken, use ${...} instead", event.start_mark
             )
-        return super().compose_node(parent, index)
+        if self._depth == MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -73,8 +82,6 @@ def _parsed(text: str) -> Any:
         raise ValueError(f"{line}is not YAML we take: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML: {getattr(error, 'reason', 'it cannot be read')}") from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply for a recipe") from error
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
         # What PyYAML raises when a value doesn't suit its explicit tag (`!!int x`), or is a number without end.
         raise ValueError("is not YAML we take: a value can't be read as what it is declared to be") from error
@@ -88,24 +95,10 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     """
     name = display(path)
     try:
-        data = parse(_text(path))
+        data = parse(read_text(path, MAX_BYTES))
     except ValueError as error:
-        raise RecipeError([Fault(name, "", str(error))]) from error
+        raise RecipeError([Fault(name, "", error.problem if isinstance(error, FileError) else str(error))]) from error
     if not isinstance(data, dict):
         problem = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise RecipeError([Fault(name, "", f"{problem}; a mapping of keys to values is needed")])
     return data
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"can't be read: {error.strerror}") from error
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"is larger than {MAX_BYTES} bytes, so it is no recipe")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not text in UTF-8 (byte {error.start})") from error

@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from pipebench.errors import Fault, RecipeError, nearest
+import pipebench
+from pipebench.errors import Fault, RecipeError, UserError, nearest
 from pipebench.recipe.catalog import shipped_folder
 
 
@@ -33,3 +34,17 @@ def find_report(reference: str) -> Path:
         return Path(reference)
     problem = f"no such report, allowed are {', '.join(names)} or the path of a YAML file{nearest(reference, names)}"
     raise RecipeError([Fault(f"report {reference[:60]!r}", "", problem)])
+
+
+def require_keepable(path: Path) -> None:
+    """Refuse to keep results beside a report that is a part of the installed package.
+
+    Raises:
+        UserError: it is one.
+    """
+    package = Path(pipebench.__file__).resolve().parent
+    if path.resolve().is_relative_to(package):
+        raise UserError(
+            f"--keep: {path} is a part of the installed package, where nothing is written; copy it, with the recipes "
+            "that it names by path, and name the copy"
+        )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipebench.errors import UserError, WorkersFailedError
+from pipebench.errors import UserError, WorkersFailedError, printable_lines
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.report.evaluate import Outcome
@@ -179,7 +179,7 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> Answer:
 
 def _without_file(error: UserError, loaded: LoadedRecipe) -> str:
     """Return what is wrong with a recipe; the table says which one it is."""
-    return "; ".join(line.removeprefix(f"{loaded.source}: ") for line in str(error).splitlines())
+    return "; ".join(line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error)))
 
 
 def _origin(asked: Asked, answer: Answer) -> Origin:

@@ -69,7 +69,7 @@ def kept_results(folder: Path) -> list[KeptResult]:
     found = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
-            found.append(read(KeptResult, path.read_bytes()))
+            found.append(read(KeptResult, files.read_bytes(path)))
         except JsonError as error:
             raise UserError(f"{display(path)}: {error}; remove it, and it is run again") from None
     return found

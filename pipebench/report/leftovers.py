@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from pipebench.files import FileError, read_text
 from pipebench.report import contents
 from pipebench.report.definition import PICTURES
 
@@ -24,7 +25,10 @@ def leftovers(name: str, page: Path, shown: Collection[str]) -> Iterator[Path]:
         page: the page before it is written again, as Markdown; need not exist.
         shown: names of pictures, without their suffix, that it will show.
     """
-    text = page.read_text(errors="replace") if page.is_file() else ""
+    try:
+        text = read_text(page)
+    except FileError:
+        return
     command = _COMMAND.match(text)
     if command is None or Path(command[1]).stem != name:
         return

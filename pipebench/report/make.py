@@ -6,7 +6,6 @@ from pathlib import Path
 from rich.text import Text
 
 from pipebench.errors import UserError, printable
-from pipebench.recipe.catalog import display
 from pipebench.report.collect import Collection
 from pipebench.report.definition import Report
 from pipebench.report.evaluate import evaluate_report
@@ -22,7 +21,7 @@ from pipebench.tracking.connection import default_uri, shown_uri
 from pipebench.tracking.ui import DEFAULT_PORT, HOST
 
 INTERRUPTED = 130
-RENDERED = "rendered"  # the folder beside a report's file that holds what becomes of it
+RENDERED = "rendered"  # the folder in the working directory that holds what becomes of reports
 
 
 def make_report(report: Report, asked: Sequence[Asked], *, command: str, fresh: bool, keeps: bool, folder: Path) -> int:
@@ -124,12 +123,12 @@ def _tell(evaluated: Evaluated, rendered: Rendered, kept: Sequence[Path], parent
     ):
         _say(f"no value: {problem}")
     if kept:
-        _say(f"kept: {len(kept)} results of runs that trained, in {display(kept[0].parent)}/")
+        _say(f"kept: {len(kept)} results of runs that trained, in {kept[0].parent}/")
     if rendered.removed:
         _say(f"removed: {', '.join(path.name for path in rendered.removed)}, which the page shows no longer")
     for path in rendered.files:
         if path.suffix in (".md", ".html"):
-            _say(f"written: {display(path)}")
+            _say(f"written: {path}")
     _say(f"MLflow: {parent.where()}")
 
 

@@ -128,7 +128,7 @@ class _Loader:
     def _anchored(self, cluster: str) -> str:
         """Return a cluster's name, or the path of its file where that lies beside the report."""
         beside = self._folder / cluster
-        return display(beside) if beside.is_file() else cluster
+        return display(beside) if os.path.isfile(beside) else cluster
 
     def column_faults(self) -> Iterator[Fault]:
         """Yield what is wrong with columns: clusters that aren't there or no run is on, words that no recipe takes."""

@@ -1,5 +1,6 @@
 """Export: the weights of a run's checkpoint as a plain `state_dict`, for any program that has the model."""
 
+import os
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,20 +16,22 @@ from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.optimizer import average_in
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import import_target
-from pipebench.run.folder import RunFolder, find
+from pipebench.run.folder import RunFolder, find_trusted
+from pipebench.run.ownership import require_own_code
 from pipebench.train.fit import check_weights
 from pipebench.train.profiled_model import initial_model
 
 _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
 
 
-def export(run: str, output: str | None, step: int | None) -> tuple[str, list[str]]:
+def export(run: str, output: str | None, step: int | None, *, trusts: bool = False) -> tuple[str, list[str]]:
     """Write the weights of a run's newest whole checkpoint as a `state_dict`.
 
     Args:
         run: see `run_folder.find`.
         output: the file; None for `<run id>.pt` in the working directory. Replaced if it is a `state_dict`.
         step: which checkpoint; None for the newest.
+        trusts: execute the code that the run names whoever's it is.
 
     Returns:
         A sentence on what was written, and one for each newer checkpoint that isn't whole.
@@ -36,10 +39,10 @@ def export(run: str, output: str | None, step: int | None) -> tuple[str, list[st
     Raises:
         UserError: there is no such run, no whole checkpoint of it, or the file is something else.
     """
-    folder = find(run)
+    folder = find_trusted(run, trusts=trusts)
     path = Path(output or f"{folder.run_id}.pt")
     _check_output(path)
-    graph = _Graph(_recipe(folder), folder.run_id)
+    graph = _Graph(_recipe(folder, trusts), folder.run_id)
     checkpoint, skipped = _checkpoint(folder, step, graph)
     model = _filled(graph.traced.model, graph.fitting)
     try:
@@ -99,11 +102,11 @@ def _filled(model: nn.Module, state: ModelState) -> nn.Module:
 
 def _check_output(path: Path) -> None:
     """Refuse a file that can't be written, or that isn't an exported one, before any work is done."""
-    if not path.parent.is_dir():
-        raise UserError(f"--output: got {path}, but there is no folder {path.parent}")
-    if path.is_dir():
+    if not os.path.isdir(path.parent):
+        raise UserError(f"--output: got {str(path)[:80]}, but there is no folder {str(path.parent)[:80]}")
+    if os.path.isdir(path):
         raise UserError(f"--output: got {path}, which is a folder; a file is needed")
-    if path.exists() and not _is_state_dict(path):
+    if os.path.lexists(path) and not (os.path.isfile(path) and _is_state_dict(path)):
         raise UserError(f"--output: got {path}, which exists and is no state_dict; choose another name or remove it")
 
 
@@ -134,8 +137,9 @@ def _checkpoint(folder: RunFolder, step: int | None, graph: _Graph) -> tuple[Che
     return found, skipped
 
 
-def _recipe(folder: RunFolder) -> Recipe:
+def _recipe(folder: RunFolder, trusts: bool) -> Recipe:
     loaded = folder.recipe()
+    require_own_code(loaded, trusts=trusts)
     if loaded.recipe.model.get("target") is not None:
         import_target(loaded.recipe.model["target"], loaded.folders)
     needed = [fault for fault in loaded.pending if fault.key.partition(".")[0] == "model"]

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pipebench.errors import UserError, nearest
-from pipebench.tracking.record import ENTRIES, RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
+from pipebench.files import read_bytes
+from pipebench.run.ownership import require_own, require_own_code
+from pipebench.tracking.record import RECORD, RESULTS_FOLDER, mlflow_run_id, read_record
 from pipebench.train.result import RunResult
 from pipebench.typed_json import Finite, JsonError, Within, read, shown, write
 
@@ -100,10 +102,7 @@ class RunFolder:
         Raises:
             UserError: the record can't be read.
         """
-        try:
-            record = read_record(self.record_path)
-        except OSError as error:
-            raise UserError(f"{self.record_path / ENTRIES}: {error.strerror}") from error
+        record = read_record(self.record_path)
         return None if record is None else record.result
 
     def recipe(self, overrides: Sequence[str] = ()) -> "LoadedRecipe":
@@ -146,15 +145,9 @@ class RunFolder:
         """Return what is in one of the run's files.
 
         Raises:
-            UserError: it can't be read, or isn't a file: a pipe would be waited for for ever.
+            UserError: it can't be read.
         """
-        path = self.path / name
-        try:
-            if path.exists() and not path.is_file():
-                raise UserError(f"{path}: isn't a file")
-            return path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: can't be read: {error.strerror}") from error
+        return read_bytes(self.path / name)
 
     def update(self, **changes: Any) -> RunFacts:
         """Change some facts and return all; readers find the old or the new ones, never half of them.
@@ -236,7 +229,7 @@ def find(run: str) -> RunFolder:
     Raises:
         UserError: there is none, or there are several; names the nearest or all.
     """
-    if "/" in run and (Path(run) / _RUN).is_file():
+    if "/" in run and os.path.isfile(os.path.join(run, _RUN)):
         return RunFolder(Path(run).absolute())
     known = {path.parent.name: RunFolder(path.parent.absolute()) for path in sorted(RUNS.glob(f"*/{_RUN}"))}
     if run in known:
@@ -257,13 +250,38 @@ def find(run: str) -> RunFolder:
     raise UserError(f"run: got {run[:80]!r}, {allowed}{nearest(run[:80], known)}")
 
 
-def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, "LoadedRecipe"]:
-    """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
+def find_trusted(run: str, *, trusts: bool) -> RunFolder:
+    """Return the folder of a run whose code may be executed; see `find`.
+
+    Args:
+        run: see there.
+        trusts: take it whoever's it is.
 
     Raises:
-        UserError: there is no such run, it has no checkpoint, or a key was changed that its weights depend on.
+        UserError: there is none, or it belongs to another user.
     """
     folder = find(run)
+    if not trusts:
+        require_own(folder.path, (_RUN, _RECIPE))
+    return folder
+
+
+def resumed(
+    run: str, overrides: Sequence[str], *, trusts: bool = False, tells: bool = True
+) -> tuple[RunFolder, "LoadedRecipe"]:
+    """Return a run's folder and its recipe with some keys changed, to go on from its last checkpoint.
+
+    Args:
+        run: see `find`.
+        overrides: `key=value` texts.
+        trusts: execute what it names whoever's it is.
+        tells: say what is executed.
+
+    Raises:
+        UserError: there is no such run, it is another user's, it has no checkpoint, or a key was changed that its
+            weights depend on.
+    """
+    folder = find_trusted(run, trusts=trusts)
     if not folder.checkpoints.steps():
         raise UserError(f"--resume: run {folder.run_id} has no checkpoint; run its recipe anew")
     before = folder.recipe()
@@ -274,6 +292,7 @@ def resumed(run: str, overrides: Sequence[str]) -> tuple[RunFolder, "LoadedRecip
             f"command line: {changed[0]}: a run that goes on keeps it, because its weights or its clock depend on it; "
             f"allowed are changes outside {', '.join(_FIXED)}"
         )
+    require_own_code(loaded, trusts=trusts, tells=tells)
     return folder, loaded
 
 

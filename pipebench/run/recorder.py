@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from pipebench.files import read_text
 from pipebench.metrics import warn_of_unlisted
 from pipebench.model.device import commit_diff, environment
 from pipebench.model.plan_layers import form_of
@@ -94,7 +95,7 @@ def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[st
     log.text("plan.json", plan_form(job).text())
     order = job.setup.pipeline.order
     if is_csv(order):
-        log.text("order.csv", Path(order).read_text(encoding="utf-8"))
+        log.text("order.csv", read_text(order))
     if job.comparison is not None:
         log.text("modes.json", _modes_json(job.comparison))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipebench.errors import UserError
+from pipebench.files import FileError, read_text
 from pipebench.schedule.instructions import BACKWARDS
 from pipebench.schedule.operations import OPERATIONS, Op
 
@@ -86,10 +87,9 @@ def read_csv(path: str) -> CsvSchedule:
         CsvError: it can't be read, or isn't a schedule.
     """
     try:
-        found = Path(path).stat()
-        return _read(path, found.st_mtime_ns, found.st_size)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CsvError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
+        return _read(path, read_text(path))
+    except FileError as error:
+        raise CsvError(str(error)) from error
 
 
 def is_schedule(path: Path) -> bool:
@@ -109,9 +109,11 @@ def write_csv(rows: Iterable[Iterable[tuple[int, Op, int]]]) -> str:
 
 
 @cache
-def _read(path: str, _: int, __: int) -> CsvSchedule:
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+def _read(path: str, text: str) -> CsvSchedule:
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise CsvError(f"{path}: isn't a table of cells: {error}") from error
     if not rows:
         raise CsvError(f"{path}: has no passes, allowed is a row per worker with cells such as 0F0, 0B0, 0I0, 0W0")
     schedule = CsvSchedule(tuple(tuple(_cells(path, number, row)) for number, row in enumerate(rows, 1)))

@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from pipebench import files
+from pipebench.errors import UserError
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _SQLITE = "sqlite:///"
+# In the URI of a file, what follows ? are options of the connection, and %20 is a space.
+_MISREAD = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 # A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
 _TURN_LIMIT_S = 60.0
 _ENVIRONMENT = {
@@ -36,9 +39,20 @@ _ENVIRONMENT = {
 
 
 def default_uri() -> str:
-    """Return where runs are recorded: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory."""
+    """Return where runs are recorded: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
+
+    Raises:
+        UserError: that is a file whose name no URI of MLflow can hold, and which would be another file.
+    """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
     path = sqlite_path(uri)
+    here = Path.cwd()
+    misread = _MISREAD.search(str(here))
+    if path is not None and path.is_relative_to(here) and misread:
+        raise UserError(
+            f"runs can't be recorded in {path}: MLflow takes {misread[0]!r} in a path for something else; run in "
+            "another folder, or set MLFLOW_TRACKING_URI"
+        )
     return uri if path is None else f"{_SQLITE}{path}"
 
 

@@ -7,7 +7,6 @@
 Whoever wants to know what a run logged reads it back from here, whether MLflow has it or not.
 """
 
-import errno
 import json
 import logging
 import re
@@ -20,15 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from pipebench.files import FileError, read_bytes, read_text
 from pipebench.tracking.inputs import Inputs
 from pipebench.train.result import Point, RunResult
-from pipebench.typed_json import JsonError, Number, read
+from pipebench.typed_json import Count, JsonError, Number, read
 
 RECORD = "record"  # the record, in the folder of a run that has one
 RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
 ENTRIES, _SENT = "record.jsonl", "mlflow.json"
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
 
+_MAX_BYTES = 1 << 40  # a long run's entries, or its trace, are as large as they are
 _log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -87,6 +88,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class _Sent:
+    """What MLflow has: the run's id there, and how many entries."""
+
+    run_id: str
+    num_sent: Count
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What a run has logged, put together: later values stand for earlier ones, a point is there once.
 
@@ -140,7 +149,7 @@ def read_record(folder: Path) -> RunRecord | None:
     """Return what is recorded in a folder; None if nothing is.
 
     Raises:
-        OSError: it can't be read.
+        FileError: it can't be read.
     """
     return RunRecord.of(_entries_in(_read(folder / ENTRIES)))
 
@@ -211,9 +220,9 @@ class RecordFolder:
 
     def content(self, artifact: str) -> bytes | None:
         """Return an artifact's content; None if it is gone."""
-        with suppress(OSError):
+        with suppress(FileError):
             if self.path is not None:
-                return self._inside(artifact).read_bytes()
+                return read_bytes(self._inside(artifact), _MAX_BYTES)
         return None
 
     def note_sent(self, run_id: str, num_sent: int) -> None:
@@ -222,7 +231,7 @@ class RecordFolder:
         with self._writing():
             if self.path is not None:
                 beside = self.path / f".{_SENT}"
-                beside.write_text(json.dumps({"run_id": run_id, "num_sent": num_sent}), encoding="utf-8")
+                beside.write_text(json.dumps(asdict(_Sent(run_id, num_sent))), encoding="utf-8")
                 beside.replace(self.path / _SENT)
 
     def move(self, path: Path) -> None:
@@ -259,16 +268,14 @@ class RecordFolder:
         with self._lock:
             try:
                 yield
-            except OSError as error:
+            except (OSError, FileError) as error:
                 _log.debug("the run can't be kept on disk: %s", error)
                 self.path = None
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content, nothing if it isn't there; a pipe would be waited for for ever."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "isn't a file", str(path))
-    return path.read_bytes() if path.exists() else b""
+    """Return a file's content, nothing if it isn't there."""
+    return read_bytes(path, _MAX_BYTES) if path.exists() else b""
 
 
 def _entries_in(content: bytes) -> list[Entry]:
@@ -283,9 +290,9 @@ def _entries_in(content: bytes) -> list[Entry]:
 def _read_sent(folder: Path) -> tuple[str | None, int]:
     """Return MLflow's id of the run and how many entries it has."""
     try:
-        data = json.loads((folder / _SENT).read_text(encoding="utf-8"))
-        return str(data["run_id"]), int(data["num_sent"])
-    except (OSError, ValueError, LookupError, TypeError):  # not there, or spoilt: what is sent twice is logged once
+        sent = read(_Sent, read_text(folder / _SENT))
+        return sent.run_id, sent.num_sent
+    except (FileError, JsonError):  # not there, or spoilt: what is sent twice is logged once
         return None, 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipebench.errors import UserError, nearest
+from pipebench.files import FileError
 from pipebench.tracking.connection import Connection, default_uri, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
@@ -207,7 +208,7 @@ def _known_of(folder: Path) -> Known | None:
     try:
         record = read_record(folder)
         ended_ms = round((folder / ENTRIES).stat().st_mtime * 1000)
-    except OSError:
+    except (OSError, FileError):
         return None
     if record is None:
         return None

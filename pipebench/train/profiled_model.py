@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipebench.cluster import Cluster
-from pipebench.errors import PlanError, TracingError
+from pipebench.errors import GraphError, PlanError, TracingError
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
@@ -24,6 +24,7 @@ from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_meas
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
+from pipebench.recipe.rules_zoo import one_line
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO
@@ -147,13 +148,23 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
     Args:
         recipe: a validated recipe.
         device: `cpu`, or `meta` for shapes without weights: no memory, no time.
+
+    Raises:
+        GraphError: a model of the zoo can't have these options.
     """
     seed = mix(recipe.train.seed, name_hash("initial weights"))
     # Whatever a model's author draws from: every process makes the model itself, and all have to make the same.
     with seeded(seed) if recipe.model.get("target") is not None else nullcontext():
         seed_default_generator(torch.device("cpu"), seed)
         with weightless() if device == "meta" else torch.device(device):
-            made: nn.Module = make_model(recipe.model)
+            try:
+                made: nn.Module = make_model(recipe.model)
+            except (RuntimeError, ArithmeticError) as error:
+                # Torch's words on a layer of the zoo's that can't be; what a target raises is told already.
+                if recipe.model.get("name") is None:
+                    raise
+                name = recipe.model["name"]
+                raise GraphError(f"{name} can't be built with these options: {one_line(error)}") from error
     return made
 
 

@@ -1,5 +1,8 @@
 """`pipebench export` writes what the model's own `load_state_dict` takes, strictly."""
 
+import os
+import pwd
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.run.folder import RunFacts, RunFolder, create, new_run_id
 from pipebench.train.profiled_model import initial_model
 from tests.models import ConvNet, Tied
+from tests.patience import within_patience
 from tests.support import Blobs, make_engine, make_setup
 
 RECIPE = """\
@@ -105,7 +109,8 @@ def export(*arguments: str) -> Result:
 def refused(*arguments: str) -> str:
     result = export(*arguments)
     assert result.exit_code == 2, result.output
-    [line] = result.stderr.splitlines()
+    *told, line = result.stderr.splitlines()
+    assert all(each.startswith("pipebench: model.target: executes tests.checkpoint.test_export:") for each in told)
     return line.removeprefix("pipebench: error: ")
 
 
@@ -114,7 +119,7 @@ def test_the_model_takes_what_is_exported(model: str, make: Any) -> None:
     folder, expected = trained(model)
     result = export(folder.run_id)
     assert result.exit_code == 0, result.output
-    assert result.output == (
+    assert result.stdout == (
         f"wrote {folder.run_id}.pt: the weights of {folder.run_id} at step 8, epoch 0.5, for "
         f"model.load_state_dict(torch.load(FILE, weights_only=True))\n"
     )
@@ -156,7 +161,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_exported() -> None:
     result = export(folder.run_id)
     assert result.exit_code == 0
     assert "at step 4, epoch 0.25, for" in result.stdout
-    assert result.stderr.startswith(f"pipebench: skipped the checkpoint of step 8: {part}: has ")
+    assert f"\npipebench: skipped the checkpoint of step 8: {part}: has " in result.stderr
     assert f"{part}: has " in refused(folder.run_id, "--step", "8")
 
 
@@ -194,3 +199,77 @@ def test_only_damaged_checkpoints_is_no_checkpoint() -> None:
     manifest = folder.path / "checkpoints/step-00000004/manifest.json"
     manifest.unlink()
     assert "has no whole checkpoint to export: skipped the checkpoint of step 4" in refused(folder.run_id)
+
+
+def test_whose_code_is_executed_is_told() -> None:
+    folder, _ = trained()
+    result = export(folder.run_id)
+    owner = pwd.getpwuid(Path(__file__).stat().st_uid).pw_name
+    told = f"tests.checkpoint.test_export:tied from {Path(__file__)}, of user {owner}"
+    assert result.stderr == f"pipebench: model.target: executes {told}\n"
+
+
+@pytest.mark.parametrize("name", ["", "recipe.yaml", "run.json"])
+def test_another_users_run_is_refused_before_anything_of_it_is_executed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recipe names code by target, and where to look for it: both are that user's."""
+    folder, _ = trained()
+    give_away(folder.path / name, monkeypatch)
+    monkeypatch.setattr("pipebench.run.folder.RunFolder.recipe", lambda *_: pytest.fail("it was read"))
+    said = "belongs to user .*, and would execute code of that user's choice as you: look at recipe.yaml and run.json"
+    assert re.search(f"{re.escape(str(folder.path / name))}: the run {said}", refused(folder.run_id))
+    resumed = CliRunner().invoke(cli, ["run", "--resume", folder.run_id])
+    assert resumed.exit_code == 2
+    assert re.search(said, resumed.stderr)
+
+
+def test_another_users_code_is_refused_and_executed_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = trained()
+    (tmp_path / "theirs").mkdir()
+    code = tmp_path / "theirs" / "their_code.py"
+    code.write_text("from tests.checkpoint.test_export import tied\nprint('executed')\n")
+    folder.recipe_path.write_text(RECIPE.replace("tests.checkpoint.test_export:MAKE", "their_code:tied"))
+    folder.update(code_folders=(str(code.parent),))
+    give_away(code, monkeypatch)
+    result = export(folder.run_id)
+    assert result.exit_code == 2
+    assert f"{code}: the code of model.target, their_code:tied belongs to user " in result.stderr
+    assert "executed" not in result.stdout
+    trusted = export(folder.run_id, "--trust")
+    assert trusted.exit_code == 0, trusted.output
+    assert "executed" in trusted.stdout
+    assert f"pipebench: model.target: executes their_code:tied from {code}, of user " in trusted.stderr
+
+
+def test_names_that_no_file_can_have_are_answered_in_a_sentence() -> None:
+    folder, _ = trained()
+    assert refused("x" * 5000 + "/y").startswith("run: got 'xxx")
+    assert "which exists and is no state_dict" in refused(folder.run_id, "--output", circle("circle"))
+    assert "there is no folder xxx" in refused(folder.run_id, "--output", "x" * 300 + "/y.pt")
+    os.mkfifo("pipe")
+    with within_patience():
+        assert "which exists and is no state_dict" in refused(folder.run_id, "--output", "pipe")
+
+
+def circle(name: str) -> str:
+    Path(name).symlink_to(name)
+    return name
+
+
+def test_trust_is_for_runs_that_go_on() -> None:
+    result = CliRunner().invoke(cli, ["run", "quickstart", "--trust"])
+    assert result.exit_code == 2
+    assert "--trust goes with --resume RUN" in result.stderr
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file be another user's: only the superuser can give one away, for others everything else is."""
+    if os.geteuid() == 0:
+        os.chown(path, 54321, -1)
+        return
+    stat = Path.stat
+    theirs = os.stat_result((*path.stat()[:4], 54321, *path.stat()[5:]))
+    monkeypatch.setattr(Path, "stat", lambda self, **how: theirs if self == path else stat(self, **how))

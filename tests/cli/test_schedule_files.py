@@ -1,5 +1,6 @@
 """`order: schedule.csv` in recipes, and `pipebench draw --csv`."""
 
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from pipebench.cli.main import cli
 from pipebench.errors import RecipeError
 from pipebench.recipe.load import load
 from pipebench.schedule.csv_form import read_csv
+from tests.patience import within_patience
 from tests.recipe.conftest import VALID
 
 TWO = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
@@ -109,6 +111,32 @@ def test_what_can_t_be_written_is_said(folder: Path, words: tuple[str, ...], sai
     assert result.exit_code == 2
     assert said in result.stderr
     assert not Path("out.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("circle", "--csv: circle can't be written: "),
+        ("circle/x.csv", "--csv: circle/x.csv can't be written: "),
+        ("x" * 300, "can't be written: File name too long"),
+        ("pipe", "--csv: pipe is there and isn't a schedule"),
+    ],
+)
+def test_what_can_t_be_a_file_is_said_before_any_work(folder: Path, path: str, said: str) -> None:
+    (folder / "circle").symlink_to("circle")
+    os.mkfifo(folder / "pipe")
+    with within_patience():
+        result = invoke("draw", "quickstart/gpipe", "--csv", path)
+    assert result.exit_code == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert said in line
+    assert len(line) < 200
+
+
+def test_a_cell_without_end_is_no_schedule(folder: Path) -> None:
+    (folder / "long.csv").write_text("0" * 200_000)
+    with pytest.raises(RecipeError, match=r"long.csv: isn't a table of cells: field larger than field limit"):
+        load("recipe.yaml", ["parallelism={mode: gpipe, plan: straight, order: long.csv}"])
 
 
 def test_no_other_file_is_overwritten(folder: Path) -> None:

@@ -115,6 +115,43 @@ def falling(fraction, power: float = 1.0):
 
 def negative(fraction):
     return 0.5 - fraction
+
+
+class Beyond(BaseException):
+    pass
+
+
+def beyond():
+    raise Beyond("over")
+
+
+class Torn(Points):
+    def __getitem__(self, i):
+        if i == 57:
+            raise Beyond("over") if self.fails == "beyond" else EOFError("cut short")
+        return self.x[i], self.y[i]
+
+
+def torn(length: int = 100, fails: str = ""):
+    return Torn(length, fails), Points(20, "")
+
+
+class Tiring(nn.Module):
+    one_layer = True
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.calls = nn.Linear(2, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 9 and torch.is_grad_enabled():
+            raise Beyond("over")
+        return self.a(x)
+
+
+def tiring():
+    return nn.Sequential(Tiring())
 """
 RECIPE = """\
 name: stranger
@@ -151,6 +188,15 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (["model.target=sys:exit"], "model.target: sys:exit can't make the model: it ends the program (SystemExit)"),
     (["model.target=OWN:leaves"], "can't make the model: it ends the program (SystemExit) (OWN.py:67, in leaves)"),
+    (["model.target=OWN:beyond"], "OWN:beyond can't make the model: Beyond: over (OWN.py:103, in beyond)"),
+    (["dataset.target=OWN:beyond"], "dataset.target: OWN:beyond can't make the data set: Beyond: over (OWN.py:103, in"),
+    (["model.target=OWN:tiring"], "error: OWN.py:127, in forward: Beyond: over"),
+    (["dataset.target=OWN:torn", "dataset.fails=beyond"], "error: OWN.py:109, in __getitem__: Beyond: over"),
+    (
+        ["dataset.target=OWN:torn", "dataset.fails=beyond", "dataset.loader_processes=1"],
+        "in a process that fetches ahead, OWN.py:109, in __getitem__: Beyond",
+    ),
+    (["dataset.target=OWN:torn"], "error: OWN.py:109, in __getitem__: EOFError: cut short"),
     (["model.target=torch:Tensor"], "model.target: torch:Tensor returned Tensor, needed is a torch.nn.Module"),
     (["model.target=torch:pi"], "model.target: torch:pi is a float, needed is a function or a class that makes one"),
     (

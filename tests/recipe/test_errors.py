@@ -25,6 +25,10 @@ OVERRIDES = [
     ("=3", "got '=3', allowed is key=value"),
     ("train..seed=3", "got 'train..seed=3', allowed is key=value"),
     ("extends=quickstart", "extends: is for files"),
+    ("model.width=" + "${" * 400 + "name" + "}" * 400, "width: got '.*, whose brackets are nested more than 32 deep"),
+    ("model.width=${oc.create:" + "[" * 99 + "]" * 99 + "}", "got '.*, whose brackets are nested more than 32 deep"),
+    ("model.width=" + "[" * 400 + "]" * 400, "model.width: line 1: is not YAML we take: nested more than 32 deep"),
+    ("model" + ".a" * 400 + "=1", "model.a: got 'model.a.a.a.*, keys are nested at most 32 deep"),
     ("train.seed=[1", "train.seed: line 1: is not YAML we take"),
     # types
     ("train.seed='3'", "train.seed: got '3', allowed is a whole number; remove the quotes"),

@@ -1,10 +1,16 @@
 """Files that hold no recipe, or a wrong one, and references to none: what is refused, and the sentence that says so."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 
 from pipebench.errors import RecipeError
 from pipebench.recipe.catalog import find_recipes
 from pipebench.recipe.load import load
+from pipebench.recipe.preflight import preflight
+from tests.patience import within_patience
 from tests.recipe.conftest import VALID, Write
 
 FILES: list[tuple[str | bytes, str]] = [
@@ -22,7 +28,13 @@ FILES: list[tuple[str | bytes, str]] = [
     (b"\x00\x01\x02", "r.yaml: is not YAML"),
     (b"\xff\xfe\x00n", "r.yaml: is not text in UTF-8"),
     (b"a: 1\n" * 300_000, "r.yaml: is larger than 1000000 bytes"),
-    ("[" * 5000, "r.yaml: (is nested too deeply|line 1: )"),
+    ("[" * 5000, "r.yaml: line 1: is not YAML we take: nested more than 32 deep"),
+    (VALID + "x: " + "{a: " * 40 + "1" + "}" * 40, "r.yaml: line 11: is not YAML we take: nested more than 32 deep"),
+    (VALID.replace("small", '"a\\0b"'), r"r.yaml: name: got 'a\\x00b', allowed are letters, digits"),
+    (b"\xef\xbb\xbf" + VALID.replace("small", "''").encode(), "r.yaml: name: got '', allowed are letters, digits"),
+    (VALID.replace("10\n", "9" * 5000 + "\n"), "r.yaml: is not YAML we take: a value can't be read"),
+    (VALID + "a: &a [x]\nb: [*a, *a]\n", "r.yaml: line 11: .*anchors"),
+    (VALID.replace("{name: mnist5k}", "{name: mnist5k, name: x}"), "line 3: .*the key 'name' is there twice"),
     (VALID + "1: 2\n", "r.yaml: 1: unknown key"),
     (VALID + "null: 2\n", "r.yaml: None: unknown key"),
     (VALID.replace("small", "2019"), "r.yaml: name: got 2019, allowed is text; put it in quotes"),
@@ -87,3 +99,44 @@ def test_nothing_there(write: Write, reference: str) -> None:
 def test_a_device_file_is_not_read() -> None:
     with pytest.raises(RecipeError, match="/dev/zero: is not a file"):
         load("/dev/zero")
+
+
+MODEL = VALID.split("\n")[1]
+NAMED = {
+    "engine.timing": VALID + "engine: {timing: x.json}",
+    "model.profile": VALID.replace(MODEL, "model: {profile: x.json}") + "engine: {kind: simulated}",
+    "parallelism.plan": VALID.replace("2-1-1", "x.json"),
+    "parallelism.order": VALID.replace("mode: pipedream, plan: 2-1-1", "mode: gpipe, plan: straight, order: x.csv"),
+    "parallelism.push_order": VALID.replace("mode: pipedream, plan: 2-1-1", "mode: dp-asp, push_order: x.json"),
+    "parallelism.vpipe.moves": VALID.replace("2-1-1", "straight, vpipe: {live: false, moves: x.json}"),
+    "search.trace": VALID + "search: {cells: [a], trace: x.json}",
+    "cluster.name": VALID.replace("cluster-a", "x.yaml"),
+    "extends": VALID + "extends: x.yaml",
+}
+
+
+@pytest.mark.parametrize("key", NAMED)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge", "bytes", "circle"])
+def test_what_is_no_file_of_text_is_refused_wherever_a_recipe_names_a_file(write: Write, key: str, kind: str) -> None:
+    """A pipe was waited for, whatever the key; a file without end was read until memory ran out."""
+    path = next(Path(name) for name in ("x.json", "x.csv", "x.yaml") if name in NAMED[key])
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/null")
+        case "folder":
+            path.mkdir()
+        case "huge":
+            path.touch()
+            os.truncate(path, 1 << 42)
+        case "bytes":
+            path.write_bytes(b"\xff\xfe{}")
+        case "circle":
+            path.symlink_to(path)
+    with within_patience(), pytest.raises(RecipeError) as refused:
+        preflight(load(str(write(NAMED[key]))), trains=False)
+    told = [str(fault) for fault in refused.value.faults if fault.key == key or kind in ("huge", "bytes")]
+    said = "isn't a file|is not a file|which is a folder|can't be read|is larger than|is not text|no such file"
+    assert told, str(refused.value)
+    assert all(re.search(said, sentence) and "\n" not in sentence for sentence in told), told

@@ -223,7 +223,7 @@ class TestEnvironment:
 
     def test_a_quoted_number_is_still_no_number(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PB_SERVERS", "'2'")
-        with pytest.raises(RecipeError, match=r"gives a wrong value: got '2', allowed is a whole number"):
+        with pytest.raises(RecipeError, match=r"wrong value: got \${oc.env:PB_SERVERS}, allowed is a whole number"):
             load(str(write(self.TEXT)))
 
 

@@ -108,6 +108,29 @@ def test_an_interrupted_report_goes_on(make: Make, ran: list[str], monkeypatch: 
     assert ran == ["first dp ideal", "first dp slow", "first straight ideal", "first straight slow"]
 
 
+def test_pages_are_written_below_the_working_directory_wherever_the_report_is(make: Make) -> None:
+    """They were beside the report's file: in an installed package, or over a checkout's own pages."""
+    files = [path for path in Path().iterdir() if path.is_file()]
+    Path("mine").mkdir()
+    for path in files:
+        path.rename(Path("mine", path.name))
+    code, said = make("mine/small.yaml", "--only", "first")
+    assert code == 0, said
+    assert "written: rendered/small/report.md\n" in said
+    assert Path("rendered/small/report.md").is_file()
+    assert not Path("mine/rendered").exists()
+
+
+def test_nothing_is_kept_inside_the_installed_package(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = Path("site-packages/pipebench")
+    installed.mkdir(parents=True)
+    Path("small.yaml").rename(installed / "small.yaml")
+    monkeypatch.setattr("pipebench.__file__", str(installed / "__init__.py"))
+    code, said = make(str(installed / "small.yaml"), "--keep")
+    assert code == 2
+    assert "--keep: site-packages/pipebench/small.yaml is a part of the installed package" in said
+
+
 def test_a_killed_report_goes_on(make: Make, ran: list[str]) -> None:
     killed = """\
 import os, signal

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import socket
 import sqlite3
 import time
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 from pipebench.errors import UserError
-from pipebench.tracking import Tracking, read_record, require_writable
+from pipebench.tracking import Tracking, default_uri, read_record, require_writable
 from pipebench.tracking.store import Row, Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
@@ -131,6 +133,32 @@ def test_a_folder_that_cant_be_written_does_not_stop_the_run(
     run.finish(RESULT)
     assert "The run goes on" in capsys.readouterr().err
     assert run.where() == "not recorded: MLflow and the disk failed"
+
+
+@pytest.mark.parametrize(("name", "misread"), [("a?b", "?"), ("a%20b", "%20")])
+def test_a_folder_whose_name_would_be_read_as_another_is_refused(
+    name: str, misread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database of a folder `a?b` was the file `a` beside it: MLflow's URI of a SQLite file knows no escapes."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(UserError, match=f"MLflow takes '{re.escape(misread)}' in a path for something else"):
+        require_writable()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/elsewhere.db")
+    require_writable()
+
+
+@pytest.mark.parametrize("name", ["a#b", "a%b", "a b", "a;b", "a'b&=ä"])
+def test_other_odd_names_of_folders_are_read_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    require_writable()
+    engine = sqlalchemy.create_engine(default_uri())
+    assert engine.dialect.create_connect_args(engine.url)[0] == [str(tmp_path / name / "mlflow.db")]
 
 
 def test_a_disk_that_fails_in_mid_run_costs_mlflow_nothing(

@@ -1,0 +1,46 @@
+"""What of a recipe comes out of the environment: recorded and told as the expression, since it may be a token."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipebench.errors import hide
+from pipebench.recipe.leaves import Key, Leaf, is_expression
+
+_VARIABLE = re.compile(r"oc\.env:\s*([^\s,}]+)")
+
+
+def of_environment(found: Mapping[Key, Leaf]) -> set[Key]:
+    """Return the keys whose values may come from the environment.
+
+    An expression that so much as mentions a part of such a key counts: better one too many than a secret.
+    """
+    expressions = {key: str(leaf.value) for key, leaf in found.items() if is_expression(leaf.value)}
+    keys = {key for key, text in expressions.items() if "oc.env" in text}
+    parts: set[str] = set()
+    while parts != (parts := {part for key in keys for part in key}):
+        keys |= {key for key, text in expressions.items() if parts & set(re.findall(r"\w+", text))}
+    return keys
+
+
+def hide_variables(text: str) -> None:
+    """Hide the values of the environment's variables that an expression names from messages."""
+    for name in _VARIABLE.findall(text):
+        hide(os.environ.get(name), f"${{oc.env:{name}}}")
+
+
+def hide_value(value: Any, expression: Any) -> None:
+    """Hide what an expression has given from messages: the whole, and every part of a list or mapping."""
+    for each, written in _parts(value, expression):
+        hide(each, written)
+
+
+def _parts(value: Any, expression: Any) -> Iterator[tuple[object, str]]:
+    """Yield every plain value, with the expression that it comes from."""
+    if isinstance(value, list | dict):
+        alike = type(value) is type(expression) and len(value) == len(expression)
+        for place in range(len(value)) if isinstance(value, list) else value:
+            yield from _parts(value[place], expression[place] if alike else expression)
+    elif is_expression(expression):
+        yield value, str(expression)
