@@ -49,6 +49,7 @@ _MOST_UNITS = 2_500  # of a plan that may win, minibatches times stages: what si
 _BEAM = 1.05  # times the best: the search goes on around plans up to there
 _PLACED = 1.5  # times the best: plans up to there are tried on other devices once nothing else is left to try
 _CLEARLY_FASTER = 0.98  # what one more in flight, or a placement, has to win: staler gradients, prediction error
+_PRECISION = 1e-3  # relative, of floors and of what is simulated until it repeats itself
 _WORTH_A_CHANGE = 1e-3  # relative: below, the plan that was searched for stays
 _ALL_SHAPES_UP_TO = 8  # workers; beyond, only shapes of a known form are begun with
 _SHAPES_COST = 5_000_000  # of cutting them, stages times the square of the places to cut: an eighth of a second
@@ -129,7 +130,7 @@ class _Climb:
     def at_least_s(self) -> float:
         """Seconds per minibatch that no plan takes less than: of those tried where all were, else of any."""
         if self.tried_all:
-            return min(self._unseen_s, *(each.minibatch_s for each in self._found.values()))
+            return (1 - _PRECISION) * min(self._unseen_s, *(each.minibatch_s for each in self._found.values()))
         fastest = max(self._cluster.levels, key=lambda level: level.sum_bytes_per_s)
         return flat_bound_s(FlatProblem(self._of.work, ALONE, fastest, self._cluster.num_workers))
 

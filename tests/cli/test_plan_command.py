@@ -340,9 +340,9 @@ def test_a_plan_says_how_much_faster_another_can_be(graph: str) -> None:
     asked = ("--profile", graph, "--levels", "4@1e9")
     found = answer(*asked)
     assert found["tried_all"]
-    assert 0.98 * found["minibatch_s"] <= found["minibatch_at_least_s"] <= found["minibatch_s"]
+    assert 0.978 * found["minibatch_s"] <= found["minibatch_at_least_s"] <= found["minibatch_s"]
     said = " ".join(invoke(*asked).output.split())
-    assert "at best no plan with NOAM or 1 more in flight is faster: all that fit were simulated or ruled out" in said
+    assert "at best no plan with NOAM or 1 more in flight is more than 0.1% faster: all that fit were" in said
     published = answer(*asked, "--cost-model", "sosp19")
     assert (published["minibatch_at_least_s"], published["tried_all"]) == (None, False)
     many = "".join(_NODE.format(f"node{i}", "Linear", 1.0 + i % 7, 2.0, 1e6, 1e8) for i in range(150))
