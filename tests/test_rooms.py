@@ -11,7 +11,7 @@ import pipebench
 ROOT = Path(pipebench.__file__).parent
 # From top to bottom; a room imports those below it, and the root, which imports nothing of the package.
 ROOMS = (
-    "cli", "lab", "report", "run", "show", "tracking", "train", "search", "distributed", "engine", "planner",
+    "cli", "report", "run", "show", "tracking", "train", "search", "distributed", "engine", "planner",
     "simulate", "checkpoint", "profile", "model", "recipe", "schedule", "root",
 )  # fmt: skip
 MODULES = {

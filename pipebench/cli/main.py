@@ -11,7 +11,6 @@ from pipebench.cli.compare import compare
 from pipebench.cli.draw import draw
 from pipebench.cli.export import export
 from pipebench.cli.group import Commands
-from pipebench.cli.lab import lab
 from pipebench.cli.largest import largest
 from pipebench.cli.ls import list_
 from pipebench.cli.plan import plan
@@ -45,7 +44,6 @@ def cli() -> None:
       pipebench compare RUN RUN            recorded runs side by side
       pipebench run --resume RUN           go on from a checkpoint, under another plan too
       pipebench export RUN                 a run's weights as a plain state_dict
-      pipebench lab lab --ladder           across wires of limited bandwidth; Linux, root
 
     \b
     Exit codes: 0 target reached or none set, 1 missed or diverged, 2 a mistake in what
@@ -53,7 +51,7 @@ def cli() -> None:
     """
 
 
-for command in (run, report, calibrate, show, draw, profile_, plan, largest, compare, export, lab, list_, ui):
+for command in (run, report, calibrate, show, draw, profile_, plan, largest, compare, export, list_, ui):
     cli.add_command(command)
 
 

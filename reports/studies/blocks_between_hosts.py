@@ -22,8 +22,8 @@ from pipebench.distributed.launch_join import Place
 from pipebench.distributed.sockets import open_sockets, opened_since
 from pipebench.distributed.world import join
 from pipebench.distributed.yielding import FOR_EVER_S, YieldingReceiver, YieldingSender, until_gone
-from pipebench.lab import wires
-from pipebench.lab.hosts import Lab, environment
+from tests.lab import wires
+from tests.lab.hosts import Lab, environment
 
 WAYS = ("shares", "gives way", "no block")
 MBITS_PER_S = (400, 1000)

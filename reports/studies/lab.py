@@ -1,4 +1,4 @@
-"""Makes `reports/lab.md` and its picture: `pipebench lab` on the shipped recipes, then on a replicated stage.
+"""Makes `reports/lab.md` and its picture: `python -m tests.lab` on the shipped recipes, then on a replicated stage.
 
     python -m reports.studies.lab
 
@@ -8,13 +8,14 @@ Linux, root, twelve minutes of a machine that does nothing else.
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from pipebench.distributed.launch_command import python_module
+
 REPORTS = Path(__file__).parents[1]
-COMMAND = "pipebench lab lab --ladder"
-REPLICATED = "pipebench lab lab/pipedream --hosts 3 --bandwidth 300Mbit parallelism.plan=2-1"
+COMMAND = "python -m tests.lab lab --ladder"
+REPLICATED = "python -m tests.lab lab/pipedream --hosts 3 --bandwidth 300Mbit parallelism.plan=2-1"
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def page(whole: str, replicated: str | None = None) -> str:
 
 def run(command: str, out: Path) -> str:
     """Run a lab; its runs, and their record, are in the folder above `out`. Returns the page that it writes."""
-    words = [sys.executable, "-m", *command.split(), "--out", str(out)]
+    words = [*python_module("tests.lab"), *command.split()[3:], "--out", str(out)]
     subprocess.run(words, cwd=out.parent, check=True)
     return (out / "lab.md").read_text(encoding="utf-8")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipebench.lab.hosts import why_not
+from tests.lab.hosts import why_not
 from tests.patience import PATIENCE_S
 
 needs_a_lab = pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.lab.cluster_file import cluster_text
 from pipebench.recipe.clusters import load_cluster
+from tests.lab.cluster_file import cluster_text
 
 
 @pytest.mark.parametrize("workers_per_host", [1, 4])

@@ -1,4 +1,4 @@
-"""`pipebench lab` without a lab: what is refused, in which words, and what help says."""
+"""`python -m tests.lab` without a lab: what is refused, in which words, and what help says."""
 
 import shutil
 import sys
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import tests.lab.__main__  # noqa: F401 # adds the command
 from pipebench.cli.main import cli
 from pipebench.errors import WorkersFailedError
-from pipebench.lab import command, hosts
+from tests.lab import command, hosts
 
 
 def refused(*words: str) -> str:
@@ -48,7 +49,7 @@ def test_a_wrong_option_is_refused_in_one_sentence(option: str, sentence: str) -
 
 @pytest.mark.usefixtures("a_lab_is_possible")
 def test_a_lab_needs_a_recipe() -> None:
-    assert refused() == "name at least one recipe, for example: pipebench lab lab --ladder"
+    assert refused() == "name at least one recipe, for example: python -m tests.lab lab --ladder"
 
 
 def test_other_systems_are_told_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,12 @@ import torch
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.lab import crew
-from pipebench.lab.findings import Options
-from pipebench.lab.hosts import Lab
-from pipebench.lab.trials import cluster_words
 from pipebench.run.export import export
+from tests.lab import crew
+from tests.lab.findings import Options
+from tests.lab.hosts import Lab
 from tests.lab.machine import needs_a_lab, wait_for
+from tests.lab.trials import cluster_words
 from tests.patience import PATIENCE_S
 
 pytestmark = [needs_a_lab, pytest.mark.lab]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.lab import measuring, study
-from pipebench.lab.findings import Case, Options, Passed, Wire, label
-from pipebench.lab.report import leads, markdown
-from pipebench.lab.trials import cluster_words
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import load
 from pipebench.run.deciding import prepare_job
 from pipebench.simulate.costs import NO_HOST_COSTS
 from pipebench.train.result import COMPLETED, RunResult
+from tests.lab import measuring, study
+from tests.lab.findings import Case, Options, Passed, Wire, label
+from tests.lab.report import leads, markdown
+from tests.lab.trials import cluster_words
 
 RECIPES = ("lab/dp", "lab/pipedream")
 WORDS = ("train.target=null",)
@@ -37,7 +37,7 @@ class MadeUpTrials:
         return Wire(bandwidth_bytes_per_s, 0.95 * bandwidth_bytes_per_s, 5e-6)
 
     def measure(self, module: str, folder: Path) -> None:
-        assert module == "pipebench.lab.measuring"
+        assert module == "tests.lab.measuring"
         listed = json.loads((folder / measuring.RECIPES).read_text())
         found = {}
         for name, (path, _) in listed.items():

@@ -10,18 +10,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from pipebench.lab import watcher
-from pipebench.lab.hosts import Lab, LabError, clean
-from pipebench.lab.names import begun_ticks, namespaces
+from tests.lab import watcher
+from tests.lab.hosts import Lab, LabError, clean
 from tests.lab.machine import needs_a_lab, wait_for
+from tests.lab.names import begun_ticks, namespaces
 
 pytestmark = needs_a_lab
 
 # A process that makes a lab with something running in it, says so, and waits.
 _OWNER = """
 import sys
-from pipebench.lab.hosts import Lab, ended_by_signals
-from pipebench.lab.watcher import processes_in
+from tests.lab.hosts import Lab, ended_by_signals
+from tests.lab.watcher import processes_in
 with ended_by_signals(), Lab(3) as lab:
     busy = lab.start(1, [sys.executable, "-I", "-S", "-c", "input()"], stdin=-1)
     while busy.pid not in processes_in(f"{lab.name}-host1"):

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from pipebench.lab.ladder import crossing, rungs, step_of
+from tests.lab.ladder import crossing, rungs, step_of
 
 
 @pytest.mark.parametrize("where", [2e5, 3.7e7, 1e9])

@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 
-from pipebench.lab.names import Owner, begun_ticks, lab_name, left_behind, namespaces, this_process
+from tests.lab.names import Owner, begun_ticks, lab_name, left_behind, namespaces, this_process
 
 
 def test_two_hosts_share_a_wire_and_more_hang_on_a_switch() -> None:

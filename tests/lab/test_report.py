@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from pipebench.lab.findings import Case, Crossing, Findings, Options, Passed, Run, Wire, label
-from pipebench.lab.ladder import rungs
-from pipebench.lab.picture import figure
-from pipebench.lab.predicting import Course, Predicted
-from pipebench.lab.report import markdown
 from pipebench.train.result import COMPLETED, RunResult
+from tests.lab.findings import Case, Crossing, Findings, Options, Passed, Run, Wire, label
+from tests.lab.ladder import rungs
+from tests.lab.picture import figure
+from tests.lab.predicting import Course, Predicted
+from tests.lab.report import markdown
 
 PIPELINE = Case("pipe", Path("pipe.yaml"), (), "pipedream")
 WHOLE = Case("whole", Path("whole.yaml"), (), "dp")

@@ -1,23 +1,23 @@
-"""`pipebench lab` as a whole: real processes across real sockets; it needs root, and minutes. `nox -s lab` runs it."""
+"""Labs as a whole: what trains, what is written, and that a lab ends tidily whatever ends it."""
 
 import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipebench.lab import watcher
+from pipebench.distributed.launch_command import python_module
+from tests.lab import watcher
 from tests.lab.machine import needs_a_lab, wait_for
 from tests.patience import PATIENCE_S
 
 pytestmark = [needs_a_lab, pytest.mark.lab]
 
 SMALL = ("model.width=0.0625", "train.target=null", "train.max_epochs=1", "train.minibatch_size=32")
-COMMAND = [sys.executable, "-m", "pipebench", "lab"]
+COMMAND = python_module("tests.lab")
 
 
 def start(folder: Path, *words: str) -> "subprocess.Popen[str]":

@@ -1,6 +1,6 @@
 """The commands as data: nothing is run."""
 
-from pipebench.lab.wires import EFFICIENCY, address, building, ends, limiting, unlimiting
+from tests.lab.wires import EFFICIENCY, address, building, ends, limiting, unlimiting
 
 
 def test_two_hosts_are_one_cable() -> None:

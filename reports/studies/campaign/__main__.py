@@ -23,7 +23,6 @@ from typing import Any
 import psutil  # type: ignore[import-untyped] # it has no types of its own
 
 import pipebench
-from pipebench.lab.hosts import why_not as why_no_hosts
 from reports.studies.campaign import disks
 from reports.studies.campaign.cases import write_recipe
 from reports.studies.campaign.drawing import Trial, draw
@@ -32,6 +31,7 @@ from reports.studies.campaign.page import Findings, draw_picture, page
 from reports.studies.campaign.reference import References
 from reports.studies.campaign.spoilt import Spoilt, spoil_drawn, table_of_tests
 from reports.studies.campaign.trial import DisturbedRun, Outcome, Place
+from tests.lab.hosts import why_not as why_no_hosts
 
 ROOT = Path(pipebench.__file__).parents[1]
 KEPT, PAGE = ROOT / ".nox" / "campaign", ROOT / "reports" / "campaign.md"

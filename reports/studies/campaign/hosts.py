@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipebench.distributed.launch import worker_settings
-from pipebench.lab.crew import torchrun
-from pipebench.lab.hosts import Lab, environment
 from reports.studies.campaign.drawing import HOSTS, Fault
 from reports.studies.campaign.points import asked
 from reports.studies.campaign.trial import DisturbedRun, last_line
+from tests.lab.crew import torchrun
+from tests.lab.hosts import Lab, environment
 
 _NUM_HOSTS = 2
 _SILENCE_S, _UNPLUGGED_S = 10, 3.0

@@ -13,10 +13,10 @@ import pipebench
 from pipebench.distributed.cores import usable_cores
 from pipebench.files import replace as replace_file
 from pipebench.formats import num_bytes, number, percent, seconds
-from pipebench.lab.findings import Findings, Run, Wire, label
-from pipebench.lab.ladder import step_of
-from pipebench.lab.picture import draw
-from pipebench.lab.wires import EFFICIENCY, FRAME_BYTES, PAYLOAD_BYTES
+from tests.lab.findings import Findings, Run, Wire, label
+from tests.lab.ladder import step_of
+from tests.lab.picture import draw
+from tests.lab.wires import EFFICIENCY, FRAME_BYTES, PAYLOAD_BYTES
 
 _PAYLOAD = f"{percent(EFFICIENCY)} of it ({PAYLOAD_BYTES} bytes in a frame of {FRAME_BYTES})"
 

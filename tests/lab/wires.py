@@ -9,7 +9,7 @@ payload where packets are full (40 bytes of IP and TCP, 12 of TCP's timestamps, 
 
 from collections.abc import Sequence
 
-from pipebench.lab.names import SWITCH, host_name
+from tests.lab.names import SWITCH, host_name
 
 INTERFACE = "eth0"
 NETWORK = "10.77.0"

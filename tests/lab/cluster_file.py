@@ -1,8 +1,8 @@
 """A lab as a cluster's file: hosts of this machine's cores, joined by wires of a stated bandwidth."""
 
 from pipebench.cluster import Level
-from pipebench.lab.wires import EFFICIENCY, FRAME_BYTES, PAYLOAD_BYTES
 from pipebench.recipe.clusters import load_cluster
+from tests.lab.wires import EFFICIENCY, FRAME_BYTES, PAYLOAD_BYTES
 
 LEVEL = "wire"
 

@@ -1,18 +1,18 @@
-"""What `pipebench lab` does, from loaded recipes to the report; it ends tidily whatever signal asks it to."""
+"""What `python -m tests.lab` does, from loaded recipes to the report; it ends tidily whatever signal asks it to."""
 
 import sys
 from collections.abc import Callable, Sequence
 
 from pipebench.errors import UserError, printable
-from pipebench.lab.findings import Case, Options
-from pipebench.lab.hosts import Lab, ended_by_signals
-from pipebench.lab.report import write_report
-from pipebench.lab.study import Study
-from pipebench.lab.trials import cluster_words
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.preflight_all import preflight_all
 from pipebench.run.suite import suite_name
 from pipebench.tracking import require_writable
+from tests.lab.findings import Case, Options
+from tests.lab.hosts import Lab, ended_by_signals
+from tests.lab.report import write_report
+from tests.lab.study import Study
+from tests.lab.trials import cluster_words
 
 _USUAL_LATENCY_S = 3e-5  # until it is measured: recipes are checked before there is a lab
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn, Self
 
 from pipebench.distributed import launch_child
 from pipebench.errors import UserError
-from pipebench.lab import inside, watcher, wires
-from pipebench.lab.names import host_name, lab_name, left_behind, namespaces, this_process
+from tests.lab import inside, watcher, wires
+from tests.lab.names import host_name, lab_name, left_behind, namespaces, this_process
 
 _NUMBERS = itertools.count()
 _TOOLS = ("ip", "tc")

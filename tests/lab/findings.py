@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipebench.lab.predicting import Predicted
 from pipebench.train.result import RunResult
+from tests.lab.predicting import Predicted
 
 _UNITS = (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0))
 
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """What `pipebench lab` is asked for.
+    """What `python -m tests.lab` is asked for.
 
     Attributes:
         num_hosts: hosts of the lab.

@@ -1,6 +1,6 @@
 """Measures what a lab's predictions are made of, in as many processes at once as the runs have: layers, host costs.
 
-A process of torchrun's: `python -m pipebench.lab.measuring FOLDER`. The wires are unlimited then, so what messages take
+A process of torchrun's: `python -m tests.lab.measuring FOLDER`. The wires are unlimited then, so what messages take
 of the processors is measured, not what they wait for the wire. FOLDER/recipes.json lists the recipes; a profile of each
 is written there, and `measured.json`, which says whose is which.
 """

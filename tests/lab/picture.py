@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pipebench.lab.findings import Findings, Run, label
+from tests.lab.findings import Findings, Run, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

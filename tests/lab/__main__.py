@@ -1,10 +1,12 @@
-"""`pipebench lab`: hosts and wires made on this machine, recipes trained across them, predicted beside measured."""
+"""`python -m tests.lab`: hosts and wires made on this machine, recipes trained across them, beside the prediction."""
 
+import sys
 from pathlib import Path
 
 import click
 
 from pipebench.cli.group import tracebacks
+from pipebench.cli.main import cli
 from pipebench.cli.parameters import Parameter, count
 from pipebench.cli.references import load_all, split
 from pipebench.errors import UserError, WorkersFailedError
@@ -86,12 +88,12 @@ def lab(
 
     \b
     Examples:
-      pipebench lab lab --ladder                            the shipped recipes: four modes, one worker per host
-      pipebench lab lab/dp lab/pipedream --bandwidth 200Mbit,2Gbit
-      pipebench lab my-recipe.yaml --hosts 3 parallelism.plan=2-1
-      pipebench lab --clean
+      python -m tests.lab lab --ladder                            the shipped recipes: four modes, one worker per host
+      python -m tests.lab lab/dp lab/pipedream --bandwidth 200Mbit,2Gbit
+      python -m tests.lab my-recipe.yaml --hosts 3 parallelism.plan=2-1
+      python -m tests.lab --clean
     """
-    from pipebench.lab import hosts as machine
+    from tests.lab import hosts as machine
 
     refused = machine.why_not()
     if refused:
@@ -102,9 +104,9 @@ def lab(
         return 0
     references, overrides = split(words)
     if not references:
-        raise click.UsageError("name at least one recipe, for example: pipebench lab lab --ladder")
-    from pipebench.lab.command import run_lab
-    from pipebench.lab.findings import Options
+        raise click.UsageError("name at least one recipe, for example: python -m tests.lab lab --ladder")
+    from tests.lab.command import run_lab
+    from tests.lab.findings import Options
 
     options = Options(hosts, workers_per_host, bandwidths, climbs, out.absolute())
     try:
@@ -112,3 +114,9 @@ def lab(
     except WorkersFailedError as error:  # why has been said
         return error.exit_code
     return code
+
+
+cli.add_command(lab)  # so that mistakes end as in any of pipebench's commands
+
+if __name__ == "__main__":
+    cli(["lab", *sys.argv[1:]])

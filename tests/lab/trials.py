@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipebench.errors import PipebenchError, WorkersFailedError, printable_lines
-from pipebench.lab import crew, probe, wires
-from pipebench.lab.cluster_file import LEVEL, cluster_text
-from pipebench.lab.findings import Case, Options, Passed, Wire, label
-from pipebench.lab.hosts import Lab
 from pipebench.run.folder import RUNS, RunFolder
 from pipebench.train.result import RunResult
+from tests.lab import crew, probe, wires
+from tests.lab.cluster_file import LEVEL, cluster_text
+from tests.lab.findings import Case, Options, Passed, Wire, label
+from tests.lab.hosts import Lab
 
 _PROBED_S = 0.5  # how long a wire is tried
 _FASTEST_BYTES_PER_S = 1.25e9  # a share of what kernels copy from process to process

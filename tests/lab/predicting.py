@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pipebench.cluster import Cluster
 from pipebench.errors import UserError
-from pipebench.lab.measuring import MEASURED
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.deciding import decision_of, prepare_job
 from pipebench.schedule.modes import AUTO
 from pipebench.simulate.costs import HostCosts
 from pipebench.train.job import Job
 from pipebench.train.simulated import predicted_metrics
+from tests.lab.measuring import MEASURED
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from pipebench.errors import WorkersFailedError
-from pipebench.lab import measuring
-from pipebench.lab.findings import Case, Crossing, Findings, Options, Run, Wire, label
-from pipebench.lab.hosts import Lab
-from pipebench.lab.ladder import STEP, crossing, rungs
-from pipebench.lab.predicting import Course, Predicted, Predictor, at_bandwidth, read_measured
-from pipebench.lab.trials import Trials
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.request import RunRequest
 from pipebench.run.runner import RUNS
 from pipebench.run.suite import Suite
 from pipebench.tracking import Tracking
 from pipebench.train.result import INTERRUPTED
+from tests.lab import measuring
+from tests.lab.findings import Case, Crossing, Findings, Options, Run, Wire, label
+from tests.lab.hosts import Lab
+from tests.lab.ladder import STEP, crossing, rungs
+from tests.lab.predicting import Course, Predicted, Predictor, at_bandwidth, read_measured
+from tests.lab.trials import Trials
 
 _FOR_THROUGHPUT = ("train.target=null", "train.max_epochs=2")
 _PREDICTIONS = "predictions.json"

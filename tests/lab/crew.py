@@ -9,8 +9,8 @@ from typing import IO
 
 from pipebench.distributed.launch import worker_settings
 from pipebench.distributed.launch_command import python_module
-from pipebench.lab import wires
-from pipebench.lab.hosts import Lab, environment
+from tests.lab import wires
+from tests.lab.hosts import Lab, environment
 
 _PORT = 29500  # every host has ports of its own
 # Once one host's processes have failed the others end by themselves, or are ended.
