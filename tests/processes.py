@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import multiprocessing
 
-from pipebench.distributed.launch_join import Place
+from pipebench.distributed.launch_join import HostSlot
 from tests.patience import PATIENCE_S
 
 _STACKS_AFTER_S = 60.0
@@ -107,7 +107,7 @@ def _serve(rank: int, size: int, port: int, device: str, environment: dict[str, 
     torch.set_num_threads(1)
     from pipebench.distributed.world import join
 
-    place = Place(rank, size, rank, size, "127.0.0.1", port, agent_store=False, attempt=None)
+    place = HostSlot(rank, size, rank, size, "127.0.0.1", port, agent_store=False, attempt=None)
     world = join(device, limit_s=PATIENCE_S, place=place)
     while True:
         try:

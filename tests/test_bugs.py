@@ -28,16 +28,16 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.drawing import draw_cells
 from pipebench.tracking.run_log import _one_line
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
-from pipebench.train.watch import Watch
-from tests.engine.test_phase_memory import setup_of as moving_setup
+from tests.engine.test_migration_memory import setup_of as moving_setup
 from tests.models import SkipNet
 from tests.recipe.conftest import VALID
 from tests.support import Blobs, make_engine, make_setup, unit_profile
@@ -232,7 +232,7 @@ def test_memory_of_a_worker_all_of_whose_layers_are_idle_could_not_be_told(tmp_p
     given = searching_job(tmp_path, [{"minibatch": 0, "cells": ["groups.1.*"]}])
     empty = given.setup.plan.stages[1]
     assert all(layer.idle for layer in given.setup.graph.layers[empty.start : empty.stop])
-    memory = Watch.over(given).memory
+    memory = MemoryForecast.over(given).memory
     assert [peak.worker for peak in memory.peaks] == [0, 1, 2, 3]
     assert memory.peaks[1].num_bytes == 0
 
@@ -243,7 +243,7 @@ def test_copies_that_begin_with_a_move_took_lanes_that_messages_cross_for_free()
     setup = moving_setup([1, 3, 4], first, rate=30.0)
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     for engine in (trained, simulated):
-        engine.announce(Move(12, (2, 3, 6), after))
+        engine.announce(Repartition(12, (2, 3, 6), after))
         for begin in (0, 20):
             engine.train(begin, 20)
     assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-9)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from pipebench.cli.main import cli
 from pipebench.schedule.instructions import render
 from pipebench.schedule.modes import KEEP, MODES
-from pipebench.schedule.moves import Layout, Move
+from pipebench.schedule.moves import CutLayout, Repartition
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
@@ -70,8 +70,8 @@ def test_pictures_of_what_passes_read(mode: str, count: int, microbatches: int, 
 @pytest.mark.parametrize("after", [(4, 6), (2, 6)])
 def test_pictures_of_layers_that_move(after: tuple[int, int]) -> None:
     text, pipeline = (ROOT / "docs/vpipe.md").read_text(), Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
-    routes = Routes(pipeline, Layout((3, 6), (KEEP,) * 9), lambda layout: pipeline)
-    routes.announce(Move(6, after))
+    routes = Routes(pipeline, CutLayout((3, 6), (KEEP,) * 9), lambda layout: pipeline)
+    routes.announce(Repartition(6, after))
     drawn = draw(pipeline, 10, [1] * 3, [2] * 3, routes=routes, since=12, width=126)
     assert f"```\n{drawn}\n```" in text
     lists = [[*program] for program in programs(pipeline, 10, routes)][:2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipebench.distributed import channel
-from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.nccl import shares
 from pipebench.distributed.transport import _pair
 from pipebench.distributed.world import World
@@ -56,11 +56,11 @@ def received_beside_work(world: World) -> bool:
     """Send a tensor to a GPU that is busy for seconds; return whether it was there before the GPU was done."""
     lanes = [world.new_group("gloo") for _ in range(LANES)]
     idle = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
-    link = Link(1 - world.rank, lanes, 2, _pair(world, (0, 1), 1), world.device, lambda: 0.0, idle)
+    link = ChannelLink(1 - world.rank, lanes, 2, _pair(world, (0, 1), 1), world.device, lambda: 0.0, idle)
     torch.cuda.synchronize()
     world.barrier()
     if world.rank == 0:
-        sender = Sender(link, 0)
+        sender = ChannelSender(link, 0)
         sender.send(0, {4: torch.arange(1 << 20, device=world.device)}, 0.0)
         sender.flush()
         torch.cuda.synchronize()

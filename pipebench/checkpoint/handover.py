@@ -17,7 +17,7 @@ Key = tuple[str, str]  # a section of `ModelState`, and the key in it
 
 
 @dataclass(frozen=True)
-class Claim:
+class StateClaim:
     """What a worker needs of a model's state.
 
     Attributes:
@@ -60,12 +60,12 @@ def pieces(state: ModelState, keys: Iterable[Key]) -> ModelState:
     return found
 
 
-def kept(held: ModelState, claim: Claim) -> ModelState:
+def kept(held: ModelState, claim: StateClaim) -> ModelState:
     """Return what a worker has already of what it needs."""
     return pieces(held, [key for key in keys_of(held) if claim.wants(key)])
 
 
-def asked(offers: Sequence[Iterable[Key]], taker: int, has: Collection[Key], claim: Claim) -> dict[int, list[Key]]:
+def asked(offers: Sequence[Iterable[Key]], taker: int, has: Collection[Key], claim: StateClaim) -> dict[int, list[Key]]:
     """Return what a worker asks the others for, by worker; of several who answer for a piece, the first.
 
     Args:

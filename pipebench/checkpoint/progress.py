@@ -8,7 +8,7 @@ from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no o
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pushes import Pushes
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Amount, Count, Finite, JsonError, Number, read
 
 SentBytes = tuple[str, str, Count]  # of a kind, on a level
@@ -93,7 +93,7 @@ class Facts(TypedDict):
 
 
 @dataclass(frozen=True)
-class Progress:
+class SavedProgress:
     """How far a run is, at a drain.
 
     Attributes:
@@ -135,7 +135,7 @@ class Progress:
     saved_at_s: Amount
     lost_s: Amount = 0.0
     bytes_before: tuple[SentBytes, ...] = ()
-    moves: tuple[Repartition, ...] = ()
+    moves: tuple[RepartitionRecord, ...] = ()
     last_samples: tuple[Count, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Progress":
+    def from_json(cls, data: dict[str, Any]) -> "SavedProgress":
         """Return what `to_json` returned; checkpoints of 0.1.0 may lack what has a default.
 
         Raises:

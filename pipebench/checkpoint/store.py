@@ -37,7 +37,7 @@ _PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointFile:
     """A part of a checkpoint, as its manifest names it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Manifest:
     """
 
     step: Count
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointFile, ...]
     progress: dict[str, Any]
     format: str = _FORMAT
     run: RunIdentity | None = None
@@ -125,7 +125,7 @@ class Checkpoints:
         self.keep = keep
         self.run = run
 
-    def write_part(self, step: int, part: str, state: ModelState) -> Part:
+    def write_part(self, step: int, part: str, state: ModelState) -> CheckpointFile:
         """Write one worker's part, onto the disk.
 
         Args:
@@ -147,9 +147,9 @@ class Checkpoints:
         written = files.write_aside(target, lambda writer: torch.save(plain, writer))  # type: ignore[arg-type] # it only writes
         named = target.with_name(f"{part}.{written.sha256[:12]}.pt")
         files.rename(written.path, named)
-        return Part(named.name, written.num_bytes, written.sha256, updates_of(plain["optimizer"]))
+        return CheckpointFile(named.name, written.num_bytes, written.sha256, updates_of(plain["optimizer"]))
 
-    def commit(self, step: int, parts: Sequence[Part], progress: Mapping[str, Any]) -> None:
+    def commit(self, step: int, parts: Sequence[CheckpointFile], progress: Mapping[str, Any]) -> None:
         """Make a checkpoint of parts that are on the disk; then remove all but the newest `keep`, and leftovers.
 
         Args:

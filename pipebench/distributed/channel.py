@@ -24,8 +24,8 @@ from pipebench.distributed.launch_join import peers
 from pipebench.distributed.message import (
     HEADER_BYTES,
     Header,
-    Layout,
     Layouts,
+    MessageLayout,
     aligned,
     form_of,
     layout_in,
@@ -41,7 +41,7 @@ _ROOM_FOR_TEXT = 2048  # in the first buffers, for layouts in words
 
 
 @dataclass(frozen=True)
-class Link:
+class ChannelLink:
     """How two workers reach each other.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Buffer:
     data: torch.Tensor
     views: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def places(self, layout: Layout, number: int, start: int) -> list[torch.Tensor]:
+    def places(self, layout: MessageLayout, number: int, start: int) -> list[torch.Tensor]:
         """Return where the tensors of layout `number` are in a message whose tensors begin at `start`."""
         found = self.views.get((number, start))
         if found is None:
@@ -106,7 +106,7 @@ class _Buffer:
         return found
 
 
-class Sender(SendingEnd):
+class ChannelSender(SendingEnd):
     """The sending end.
 
     Args:
@@ -114,7 +114,7 @@ class Sender(SendingEnd):
         first_bytes: size of the values that are expected.
     """
 
-    def __init__(self, link: Link, first_bytes: int) -> None:
+    def __init__(self, link: ChannelLink, first_bytes: int) -> None:
         self._link = link
         self._capacity = _Capacity(first_bytes, AHEAD - 1)
         self._layouts = Layouts()
@@ -190,12 +190,12 @@ class Sender(SendingEnd):
 
 
 class Receiver(ReceivingEnd):
-    """The receiving end; arguments as for `Sender`."""
+    """The receiving end; arguments as for `ChannelSender`."""
 
-    def __init__(self, link: Link, first_bytes: int) -> None:
+    def __init__(self, link: ChannelLink, first_bytes: int) -> None:
         self._link = link
         self._capacity = _Capacity(first_bytes, 0)
-        self._layouts: list[Layout] = []
+        self._layouts: list[MessageLayout] = []
         self._posted: deque[tuple[Any, torch.Tensor, Any]] = deque()
         self._num_posted = 0
         self.num_taken = 0
@@ -248,7 +248,7 @@ class Receiver(ReceivingEnd):
             dist.recv(rest, self._link.peer, group=lane, tag=self._link.spill_tag)
         return buffer
 
-    def _directly(self, layout: Layout) -> list[torch.Tensor]:
+    def _directly(self, layout: MessageLayout) -> list[torch.Tensor]:
         """Receive the tensors by NCCL; the wait is the device's, not the host's.
 
         NCCL begins to receive when the stream that is current has done what it was given before. Here that is one which

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.reducer import Reducer, shared_bytes
-from pipebench.distributed.serving import Line, Serving
+from pipebench.distributed.serving import ServerLink, Serving
 from pipebench.distributed.shared_sum import Sharing, share
 from pipebench.distributed.world import World
 from pipebench.engine.accumulation import OnGradient
@@ -63,7 +63,7 @@ class ProcessCollectives:
         self._sharing: list[Sharing] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self._groups: list[Any] = [] if self._norm_group is None else [self._norm_group]
-        self._lines: dict[int, Line] = {}  # to the server, by stage; the servers here likewise
+        self._lines: dict[int, ServerLink] = {}  # to the server, by stage; the servers here likewise
         self.serving: dict[int, Serving] = {}
         for stage, replicas in enumerate(setup.pipeline.replicas):
             if replicas > 1:
@@ -262,7 +262,7 @@ class ProcessCollectives:
             if own in ends:
                 peer = ends[host if own == worker else worker]
                 like = self._worker.replicas[stage].weights.newest.parameters
-                lines[worker] = Line(group, peer, like)
+                lines[worker] = ServerLink(group, peer, like)
         if own == host:
             server = ParameterServer(self._setup, stage, self._worker.replicas[stage])
             self.serving[stage] = Serving(server, list(lines.values()))

@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # torch lists 
 
 from pipebench.distributed.launch_worker import fail_stalled
 from pipebench.distributed.stall import ADMIT, BARRIER, EXCHANGE, Activity, describe, stall_report
-from pipebench.engine.gate import Gate, Position
+from pipebench.engine.admission import AdmissionControl, Position
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 
@@ -78,7 +78,7 @@ class Control:
         self._worker, self._pipeline = worker, pipeline
         self._stall_limit_s, self._heartbeat_s = stall_limit_s, heartbeat_s
         self._on_stall, self._on_orphan = on_stall, on_orphan
-        self._gate = Gate(math.lcm(pipeline.period, multiple_of))
+        self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
         self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # a worker's last heartbeat, and when it was new here
         self._started_s = self._listened_s = time.monotonic()
@@ -211,7 +211,7 @@ class Control:
             answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
             # The launcher's `set` may replace a worker's reason after some have read it: all take worker 0's word.
             self._stop_reason = answers[0][2]
-            self._gate.settle(max(Position(segment, bound) for segment, bound, _ in answers))
+            self._gate.sync_clock(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watch(self) -> None:
         """Add up how long the training thread is at one place; time in which this process slept doesn't count."""

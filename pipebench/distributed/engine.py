@@ -19,20 +19,20 @@ from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.control import Control
 from pipebench.distributed.cores import core_share, crowding
+from pipebench.distributed.instruction_times import DeviceWatch, HostWatch
 from pipebench.distributed.meter import MeasuredMeter, merge
-from pipebench.distributed.rehearsal import gains_by_rehearsal, rehearse
 from pipebench.distributed.transport import ChannelTransport
-from pipebench.distributed.watch import DeviceWatch, HostWatch
+from pipebench.distributed.warm_up import gains_by_rehearsal, warm_up
 from pipebench.distributed.world import World
+from pipebench.engine.admission import admitted_program
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.gate import admitted_program
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.monitor import AllocatorPeak, monitors
 from pipebench.engine.movable import Movable
 from pipebench.engine.pace import Pace
-from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.protocols import UnitLoss
 from pipebench.engine.scores import Scores
+from pipebench.engine.segment_cuts import SegmentCuts, phases_of
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.engine.whole import WholeModel
@@ -43,8 +43,8 @@ from pipebench.schedule.instructions import BACKWARDS, ENDS, Instruction
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.schedule.programs import forward_programs, programs
 from pipebench.schedule.routes import Routes
-from pipebench.simulate.meter import PREDICTION, Measured
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.meter import PREDICTION, RunMeasurements
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 _CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
@@ -102,7 +102,7 @@ class DistributedEngine(Movable):
         self._collectives = self._connected()
         self._pace = Pace(setup.device)
         if gains_by_rehearsal(setup.device):
-            rehearse(setup, world, self.worker.index)
+            warm_up(setup, world, self.worker.index)
         if not setup.repartitions and (world.rank > 0 or setup.dataset.generates_with is None):
             # The stage holds copies of what it needs: the rest of the model would only take memory.
             for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
@@ -119,7 +119,7 @@ class DistributedEngine(Movable):
         self.clock_s = clock_s
         self._not_training_s = max(0.0, clock_s - self.meter.busy_s)
         self.meter.begin(clock_s)
-        self._watch.settle()
+        self._watch.sync_clock()
 
     def clock(self) -> float:
         """Return the run's clock, seconds."""
@@ -157,9 +157,9 @@ class DistributedEngine(Movable):
         Raises:
             PeerLostError: a worker is gone.
         """
-        self.turn_to("exchange")
+        self.set_activity("exchange")
         values = self.world.exchange(value)
-        self.turn_to("")
+        self.set_activity("")
         return [values[rank] for rank in self._ranks]
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
@@ -180,14 +180,14 @@ class DistributedEngine(Movable):
             self._transport.flush()
         finally:
             feed.close()
-        self._watch.settle()
+        self._watch.sync_clock()
         self.worker.end_training()
         if phases is not None:
             self.setup = phases.last
             self._transport.go_under(self.setup)
         self._phases = None
         self._collectives.average_buffers()
-        self.settle()
+        self.sync_clock()
         return done
 
     def _end_at(self, minibatch: int) -> None:
@@ -195,7 +195,7 @@ class DistributedEngine(Movable):
         if self._control is not None:
             self._control.end_at(minibatch)
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: TimelineEvent) -> None:
         """Take note of one instruction of this worker."""
         self.meter.event(event)
         if self.worker.monitor is not None and not self.meter.evaluating:
@@ -227,10 +227,10 @@ class DistributedEngine(Movable):
             metrics |= scale_metrics(each for own in self.exchange(self.worker.loss_scales) for each in own)
         if dataset.generates_with is not None:
             metrics |= self._whole_model_metrics()
-        self._watch.settle()
+        self._watch.sync_clock()
         self.meter.evaluating = False
         before_s = self.clock_s
-        self.settle()
+        self.sync_clock()
         self._not_training_s += self.clock_s - before_s
         return metrics
 
@@ -245,9 +245,9 @@ class DistributedEngine(Movable):
             PlanError: stages, replicas, devices or depth are others.
             PeerLostError: a worker is gone.
         """
-        self.take_up(self.setup.under(plan))
+        self.switch_setup(self.setup.under(plan))
 
-    def take_up(self, setup: Setup) -> None:
+    def switch_setup(self, setup: Setup) -> None:
         """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
         assert self.setup.repartitions, "the model that stages are cut from is gone"
         old = self.worker
@@ -264,7 +264,7 @@ class DistributedEngine(Movable):
             if giver == self.worker.index
         }
         start_s = self.clock()
-        self.turn_to("migration")
+        self.set_activity("migration")
         arrived = self.world.hand_over({self._ranks[taker]: to_bytes(moved) for taker, moved in parcels.items()})
         for taker, moved in parcels.items():
             self.num_bytes[MIGRATION, self.setup.level_between(old.index, taker).name] += state_bytes(moved)
@@ -275,8 +275,8 @@ class DistributedEngine(Movable):
         self.worker.restore(state)
         self.worker.recall(old.peak_bytes, old.versions_max, old.host_peak_bytes)
         self._collectives = self._connected()
-        self.turn_to("")
-        self.settle()
+        self.set_activity("")
+        self.sync_clock()
 
     def _note_migration(self, sender: int, num_bytes: int, start_s: float) -> None:
         """Tell the meter of layers that have come from another worker."""
@@ -343,18 +343,18 @@ class DistributedEngine(Movable):
             ],
         }
 
-    def turn_to(self, work: str) -> None:
+    def set_activity(self, work: str) -> None:
         """Name what this process does now, for the others' watchdogs."""
         if self._control is not None:
             self._control.at(None, work)
 
-    def settle(self) -> None:
+    def sync_clock(self) -> None:
         """All workers agree on the time: the last one's."""
         if self.setup.device.type == "cuda":
             torch.cuda.synchronize(self.setup.device)
         self.clock_s = max(self.exchange(self.clock()))
 
-    def measured(self, training_s: float) -> Measured:
+    def measured(self, training_s: float) -> RunMeasurements:
         """Return what all workers measured; all call it."""
         shares = self.exchange([self.meter.share(), core_share(self.setup.device)])
         found = merge([share for share, _ in shares], self.setup.pipeline, training_s)
@@ -388,7 +388,7 @@ class DistributedEngine(Movable):
 
     def _foreseen(self, routes: Routes) -> Routes:
         """Return routes of the moves that are known now, to read a list from that nobody executes."""
-        phases = Phases(self.setup)
+        phases = SegmentCuts(self.setup)
         for move in routes.moves.announced:
             phases.announce(move)
         return phases.routes
@@ -432,7 +432,7 @@ class DistributedEngine(Movable):
 
     def _whole_model_metrics(self) -> dict[str, float]:
         """Gather the newest weights on rank 0, which computes what only the whole model can give; the others wait."""
-        self.turn_to("whole-model metrics")
+        self.set_activity("whole-model metrics")
         stages = self.world.gather(self.worker.tensors())
         found: dict[str, float] = {}
         if self.world.rank == 0:

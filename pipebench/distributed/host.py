@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.cores import core_share, shared_cores, turn_of
 from pipebench.distributed.ends import ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import leave, peers
@@ -142,8 +142,8 @@ def _ends(world: World, lanes: Sequence[Any], num_bytes: int) -> tuple[SendingEn
     to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     shared = connect(world, [(rank, (rank + 1) % world.size) for rank in range(world.size)], time.perf_counter)
     if shared is None:
-        links = [Link(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in (to, back)]
-        return Sender(links[0], num_bytes), Receiver(links[1], num_bytes)
+        links = [ChannelLink(rank, lanes, _TAG, None, world.device, time.perf_counter) for rank in (to, back)]
+        return ChannelSender(links[0], num_bytes), Receiver(links[1], num_bytes)
     sender, receiver = shared[world.rank][0], shared[back][1]
     assert sender is not None
     assert receiver is not None

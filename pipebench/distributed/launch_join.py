@@ -88,7 +88,7 @@ def leave(groups: Iterable[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostSlot:
     """A worker's place in the job, as its launcher put it into the environment.
 
     Attributes:
@@ -124,7 +124,7 @@ class Place:
         return self.local_size == self.size
 
 
-def read_place(environ: Mapping[str, str]) -> Place:
+def read_place(environ: Mapping[str, str]) -> HostSlot:
     """Read a worker's place from its environment.
 
     Raises:
@@ -147,7 +147,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
     address = environ.get("MASTER_ADDR", "") if connection is None else ""
     if connection is None and not address:
         raise UserError("environment: MASTER_ADDR: it isn't set; torchrun sets it for every worker")
-    return Place(
+    return HostSlot(
         rank=rank,
         size=size,
         # Without them every worker has a host of its own, as `srun python` starts one per node.
@@ -196,7 +196,7 @@ def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool 
     )
 
 
-def connect(place: Place, limit_s: float) -> Store:
+def connect(place: HostSlot, limit_s: float) -> Store:
     """Return a connection to the job's store, serving it where no launcher does and this is rank 0.
 
     The launcher's own has no address, torch's has; see `private_store.py`.
@@ -229,7 +229,7 @@ def connect(place: Place, limit_s: float) -> Store:
     )
 
 
-def meet(store: Store, place: Place, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+def meet(store: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
     """Wait until all workers of this attempt are there, and tell everyone everyone's facts.
 
     Args:
@@ -255,7 +255,7 @@ def prefix(attempt: int) -> str:
     return f"attempt-{attempt}"
 
 
-def _gather(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+def _gather(room: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
     token = uuid.uuid4().hex if place.attempt is None else prefix(place.attempt)
     missing, answered = set(range(1, place.size)), dict[int, bytes]()
     until = time.monotonic() + limit_s
@@ -276,7 +276,7 @@ def _gather(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str,
     return token, everyone
 
 
-def _incomplete(place: Place, missing: set[int], limit_s: float) -> str:
+def _incomplete(place: HostSlot, missing: set[int], limit_s: float) -> str:
     ranks = ", ".join(str(rank) for rank in sorted(missing)[:8]) + (", ..." if len(missing) > 8 else "")
     return (
         f"{place.size - len(missing)} of {place.size} workers joined at {place.store_text} within "
@@ -284,7 +284,7 @@ def _incomplete(place: Place, missing: set[int], limit_s: float) -> str:
     )
 
 
-def _attend(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+def _attend(room: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
     word = uuid.uuid4().hex
     room.set(f"hello/{place.rank}", word)
     until = time.monotonic() + limit_s + _SLACK_S
@@ -296,7 +296,7 @@ def _attend(room: Store, place: Place, facts: Any, limit_s: float) -> tuple[str,
     return token, json.loads(everyone)
 
 
-def _wait(room: Store, keys: list[str], until: float, place: Place) -> bytes:
+def _wait(room: Store, keys: list[str], until: float, place: HostSlot) -> bytes:
     """Return the value of the first key to appear; `Store.wait` would print pages when it doesn't."""
     while time.monotonic() < until:
         for key in keys:

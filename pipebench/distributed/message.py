@@ -72,11 +72,11 @@ def pack(
         place.copy_(tensor.detach())
 
 
-def layout_in(data: torch.Tensor, header: Header, known: list["Layout"]) -> tuple["Layout", int]:
+def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) -> tuple["MessageLayout", int]:
     """Return the layout of a message and where its tensors begin; `known` are its channel's so far, and learns it."""
     start = HEADER_BYTES + header.text_bytes
     if header.text_bytes:
-        known.append(Layout.from_text(data[HEADER_BYTES:start].numpy().tobytes()))
+        known.append(MessageLayout.from_text(data[HEADER_BYTES:start].numpy().tobytes()))
     return known[header.layout], start
 
 
@@ -92,7 +92,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """The structure of a message's values.
 
     Attributes:
@@ -122,7 +122,7 @@ class Layout:
         return text.ljust(aligned(len(text)))
 
     @staticmethod
-    def from_text(text: bytes) -> "Layout":
+    def from_text(text: bytes) -> "MessageLayout":
         """Read what `to_text` wrote.
 
         Raises:
@@ -176,7 +176,7 @@ class Form(NamedTuple):
     structure: Structure
     leaves: tuple[tuple[Any, ...], ...]
 
-    def layout(self) -> Layout:
+    def layout(self) -> MessageLayout:
         """Return where everything is."""
         return _laid_out(self.structure, [leaf if len(leaf) == _OF_TENSOR else leaf[1] for leaf in self.leaves])
 
@@ -185,9 +185,9 @@ class Layouts:
     """The layouts that a channel's sender has sent."""
 
     def __init__(self) -> None:
-        self._known: dict[Form, tuple[int, Layout]] = {}
+        self._known: dict[Form, tuple[int, MessageLayout]] = {}
 
-    def of(self, form: Form) -> tuple[int, Layout, bytes]:
+    def of(self, form: Form) -> tuple[int, MessageLayout, bytes]:
         """Return a form's number and layout, and the layout in words if the receiver doesn't know it."""
         known = self._known.get(form)
         if known is not None:
@@ -232,7 +232,7 @@ def _from_words(value: Any = None, dtype: str = "", device: str = "") -> Any:
     return value
 
 
-def _laid_out(structure: Structure, shaped: Sequence[Any]) -> Layout:
+def _laid_out(structure: Structure, shaped: Sequence[Any]) -> MessageLayout:
     leaves: list[Any] = []
     end, payload = 0, 0
     for leaf in shaped:
@@ -243,4 +243,4 @@ def _laid_out(structure: Structure, shaped: Sequence[Any]) -> Layout:
             end, payload = end + aligned(num_bytes), payload + num_bytes
         else:
             leaves.append(leaf)
-    return Layout(structure, tuple(leaves), end, payload)
+    return MessageLayout(structure, tuple(leaves), end, payload)

@@ -13,8 +13,8 @@ from pipebench.checkpoint.progress import MeterState, MeterTotals
 from pipebench.schedule.instructions import COPIES
 from pipebench.schedule.operations import OPERATIONS, SEND, with_role
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.meter import COMPUTED, RECORDED_SPANS, WORKERS_IDLE, Measured, fractions, span_of
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.meter import COMPUTED, RECORDED_SPANS, WORKERS_IDLE, RunMeasurements, fractions, span_of
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import SYNC_KINDS, Timeline, Transfer
 from pipebench.typed_json import read
 
@@ -60,7 +60,7 @@ class MeasuredMeter:
         self._worker = worker
         self._rank = rank
         self._state = MeterState(MeterTotals.none(), MeterTotals.none(), times_transfers)
-        self._recorded: list[tuple[Event, bool]] = []
+        self._recorded: list[tuple[TimelineEvent, bool]] = []
         self._transfers: list[Transfer] = []
         self._room = max(1, RECORDED_SPANS // pipeline.num_workers)
         self._truncated = False
@@ -77,7 +77,7 @@ class MeasuredMeter:
         """Seconds that this worker waited in training for bytes that were on their way."""
         return self._state.training.stall_s
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TimelineEvent) -> None:
         """Take note of one instruction of this worker."""
         start_s, end_s, _, instruction, stall_s = event
         totals = self._totals
@@ -136,7 +136,7 @@ class MeasuredMeter:
         return self._state.evaluation if self.evaluating else self._state.training
 
 
-def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float) -> Measured:
+def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float) -> RunMeasurements:
     """Put the workers' shares together.
 
     Args:
@@ -163,7 +163,7 @@ def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float
     for row in (row for each in totals for row in each.transfers):
         num_bytes[row.kind, row.level] += row.bytes
     notes = {} if timed else {WORKERS_IDLE: _UNTIMED}
-    return Measured(metrics, rows, _timeline(shares, pipeline), busy_s, stall_s, num_bytes, notes)
+    return RunMeasurements(metrics, rows, _timeline(shares, pipeline), busy_s, stall_s, num_bytes, notes)
 
 
 def _busy_s(totals: MeterTotals) -> float:

@@ -19,7 +19,7 @@ _PIPE_BYTES = 1 << 20  # the most that anybody may ask for
 _GONE = "lost a peer: the process at the other end of a pipe is gone"
 
 
-class Line:
+class PipePair:
     """One end of a line.
 
     Args:
@@ -86,7 +86,7 @@ class Line:
         os.close(self._writes)
 
 
-def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Line] | None:
+def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, PipePair] | None:
     """Join pairs of workers by lines; all workers call it with the same pairs.
 
     Args:
@@ -123,7 +123,7 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Line
             os.close(file)
         return None
     return {
-        index: Line(others[index][0], reads, theirs[index], world.operation_limit_s)
+        index: PipePair(others[index][0], reads, theirs[index], world.operation_limit_s)
         for index, (reads, _) in own.items()
     }
 

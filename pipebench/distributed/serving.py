@@ -26,7 +26,7 @@ _PUSH, _PULL, _ANSWER, _DONE = range(4)
 _LOOK_AGAIN_S = 0.5  # whether the segment has become shorter meanwhile
 
 
-class Line:
+class ServerLink:
     """What goes to and fro between the server and one replica: words, and a tensor for every parameter or None.
 
     Args:
@@ -99,7 +99,7 @@ class Serving:
         lines: to every replica but the first.
     """
 
-    def __init__(self, server: ParameterServer, lines: Sequence[Line]) -> None:
+    def __init__(self, server: ParameterServer, lines: Sequence[ServerLink]) -> None:
         self.server = server
         self._changed = threading.Condition()
         self._turns = Turns()
@@ -147,7 +147,7 @@ class Serving:
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, replica: int, line: Line) -> None:
+    def _serve(self, replica: int, line: ServerLink) -> None:
         """Serve a replica until it is done."""
         try:
             pulled: Pulled | None = None

@@ -22,8 +22,8 @@ import torch
 
 from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import PeerLostError
-from pipebench.distributed.message import Layout, Layouts, form_of
-from pipebench.distributed.pipes import Line, join_pairs
+from pipebench.distributed.message import Layouts, MessageLayout, form_of
+from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.world import World
 
 # Slot, the sender's file descriptor, where in the file the slot begins, its size, unit, number of the layout, bytes of
@@ -80,7 +80,7 @@ class SharedSender(SendingEnd):
         clock: the run's clock, seconds.
     """
 
-    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+    def __init__(self, line: PipePair, clock: Callable[[], float]) -> None:
         self._line = line
         self._clock = clock
         self._layouts = Layouts()
@@ -140,11 +140,11 @@ class SharedReceiver(ReceivingEnd):
         clock: the run's clock, seconds.
     """
 
-    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+    def __init__(self, line: PipePair, clock: Callable[[], float]) -> None:
         self.num_taken = 0
         self._line = line
         self._clock = clock
-        self._layouts: list[Layout] = []
+        self._layouts: list[MessageLayout] = []
         self._slots: dict[int, torch.Tensor] = {}
         self._process = os.getpid()
 
@@ -157,7 +157,7 @@ class SharedReceiver(ReceivingEnd):
         record = self._line.exactly(_RECORD.size)
         index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
         if text_bytes:
-            self._layouts.append(Layout.from_text(self._line.exactly(text_bytes)))
+            self._layouts.append(MessageLayout.from_text(self._line.exactly(text_bytes)))
         if unit is not None and about != unit:
             raise AssertionError(f"process {self._line.peer} sent unit {about} where unit {unit} was awaited")
         slot = self._slots.get(index)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipebench.distributed.pipes import Line, join_pairs
+from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
 
@@ -36,7 +36,7 @@ class Sharing:
         files: the others' files, by position; filled once all have theirs.
     """
 
-    def __init__(self, own: int, lines: dict[int, Line], num_bytes: int) -> None:
+    def __init__(self, own: int, lines: dict[int, PipePair], num_bytes: int) -> None:
         self.own, self.lines = own, lines
         self.file, size = new_file(num_bytes)
         self.files: dict[int, int] = {}

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.ends import ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
@@ -172,14 +172,14 @@ class ChannelTransport:
                 continue
             is_sender = self._worker == channel.sender
             tag = _TAGS[channel.kind] + _TAGS_OF_EDGE * edges.index(channel.edge)
-            link = Link(ranks[is_sender], lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
+            link = ChannelLink(ranks[is_sender], lanes[channel.kind], tag, direct, setup.device, self._clock, idle)
             # Beside tensors that travel by themselves there is a header, and nothing else.
             first_bytes = 0 if world.direct else _expected_bytes(setup, channel)
             if is_sender:
                 self._senders[channel] = (
                     YieldingSender(link, partial(until_gone, pipeline_sockets.queued_bytes))
                     if yields[channel.kind]
-                    else Sender(link, first_bytes)
+                    else ChannelSender(link, first_bytes)
                 )
             else:
                 self._receivers[channel] = (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed import nccl
-from pipebench.distributed.launch_join import Place, connect, meet, peers, read_place
+from pipebench.distributed.launch_join import HostSlot, connect, meet, peers, read_place
 from pipebench.distributed.members import check_members, shared_secret
 from pipebench.errors import UserError
 
@@ -46,7 +46,7 @@ class World:
         secret: known to all workers and nobody else, where the store is private; None: nobody can be told from others.
     """
 
-    place: Place
+    place: HostSlot
     device: torch.device
     direct: bool
     store: Store
@@ -204,7 +204,7 @@ def join(
     *,
     limit_s: float,
     operation_limit_s: float = 1800.0,
-    place: Place | None = None,
+    place: HostSlot | None = None,
     shares_memory: bool = True,
 ) -> World:
     """Join the other workers of this job.
@@ -315,7 +315,7 @@ def shared_folder_check(world: World, folder: Path) -> None:
         )
 
 
-def _device(device: str, place: Place) -> tuple[torch.device, dict[str, Any]]:
+def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]:
     """Return the device for this worker, and what the others should know about it."""
     facts = {"host": socket.gethostname(), "gpu": None, "shares": False}
     if device == "cpu" or not torch.cuda.is_available():

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed.channel import Link
+from pipebench.distributed.channel import ChannelLink
 from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import PeerLostError, peers
 from pipebench.distributed.message import (
     HEADER_BYTES,
     Header,
-    Layout,
     Layouts,
+    MessageLayout,
     form_of,
     layout_in,
     pack,
@@ -57,7 +57,7 @@ class YieldingSender(SendingEnd):
         give_way: called before every piece; returns when it may set out.
     """
 
-    def __init__(self, link: Link, give_way: Callable[[], None]) -> None:
+    def __init__(self, link: ChannelLink, give_way: Callable[[], None]) -> None:
         self._link = link
         self._give_way = give_way
         self._layouts = Layouts()
@@ -138,11 +138,11 @@ class YieldingReceiver(ReceivingEnd):
         limit_s: how long a wait may take before the sender counts as lost.
     """
 
-    def __init__(self, link: Link, limit_s: float) -> None:
+    def __init__(self, link: ChannelLink, limit_s: float) -> None:
         self.num_taken = 0
         self._link = link
         self._limit_s = limit_s
-        self._layouts: list[Layout] = []
+        self._layouts: list[MessageLayout] = []
         self._inbox: queue.SimpleQueue[tuple[torch.Tensor, float] | Exception] = queue.SimpleQueue()
         self._thread = _started(self._run, f"pipebench-moves-from-{link.peer}")
 

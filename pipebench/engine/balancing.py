@@ -1,7 +1,7 @@
 """The last stage's part of Algorithm 1 (vPipe, TPDS'21, section 4.2): from all stages' reports to a decision.
 
 What it decides fits in the devices' memory: by the closed form of equation 1 first, then in the simulator, which sees
-what messages keep while they wait, too, and what stages hold while layers move (`foresight`). A stage that has more
+what messages keep while they wait, too, and what stages hold while layers move (`feasibility`). A stage that has more
 there is planned again with so much less memory, as plans are before a run (`planner/virtualised.py`).
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pipebench.engine.foresight import Foresight, halfway
+from pipebench.engine.feasibility import FeasibilityCheck, halfway
 from pipebench.engine.setup import Setup
 from pipebench.formats import num_bytes, seconds
-from pipebench.planner.rebalancing import WORTHWHILE, Measured, Rebalancing, problems_of
+from pipebench.planner.rebalancing import WORTHWHILE, RepartitionSearch, StageTimes, problems_of
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.states import prefixes
-from pipebench.schedule.moves import Layout, Move, Starts
+from pipebench.schedule.moves import CutLayout, Repartition, Starts
 
 _LOG = logging.getLogger("pipebench.engine.balancing")
 
@@ -25,7 +25,7 @@ ENOUGH = 4  # backwards of a stage that its mean is of, at least
 _MOST_TRIALS = 8  # of what doesn't fit in the simulator; two or three are enough where any are
 
 
-class Report(NamedTuple):
+class StageReport(NamedTuple):
     """What a stage takes.
 
     Attributes:
@@ -45,15 +45,17 @@ class Report(NamedTuple):
     peak_bytes: float = 0.0
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> StageTimes:
         """What the planner makes of it."""
-        return Measured(self.forward_s + self.backward_s, self.peak_bytes)
+        return StageTimes(self.forward_s + self.backward_s, self.peak_bytes)
 
 
-Known = dict[Hashable, tuple[Layout | None, Layout | None]]  # what was decided, by what was measured under which cuts
+Known = dict[
+    Hashable, tuple[CutLayout | None, CutLayout | None]
+]  # what was decided, by what was measured under which cuts
 
 
-class Balancing:
+class RepartitionController:
     """Decides what to go to next.
 
     Args:
@@ -66,16 +68,16 @@ class Balancing:
         self._rows = setup.profile.by_size[size]
         self._may_start = {members.bit_count() for members in prefixes(self._rows).members[1:-1]}
         self._num_stages = pipeline.num_stages
-        self._foresight = Foresight(setup)
-        self._layout = self._foresight.layout
+        self._check = FeasibilityCheck(setup)
+        self._layout = self._check.layout
         self._known: Known = {} if known is None else known
-        self._next: Layout | None = None  # where there is to be room first
-        self._before: Sequence[Measured] | None = None  # what was measured when nothing better was found
+        self._next: CutLayout | None = None  # where there is to be room first
+        self._before: Sequence[StageTimes] | None = None  # what was measured when nothing better was found
         self._problem_of = problems_of(
-            setup.profile, pipeline, size, self._foresight.limit_bytes, setup.cluster.pcie_bytes_per_s, setup.chooses
+            setup.profile, pipeline, size, self._check.limit_bytes, setup.cluster.pcie_bytes_per_s, setup.chooses
         )
 
-    def decide(self, minibatch: int, reports: Sequence[Report]) -> Move | None:
+    def decide(self, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:
         """Return what to go to next, and from which minibatch on; None: all is well, or not known yet."""
         if len(reports) < self._num_stages or min(report.units for report in reports) < ENOUGH:
             return None
@@ -84,7 +86,7 @@ class Balancing:
         measured = [report.measured for report in sorted(reports)]
         if self._next is None and self._is_as_before(measured):
             return None
-        if self._foresight.after(self._layout) is None:  # last: cutting a large model takes a while
+        if self._check.after(self._layout) is None:  # last: cutting a large model takes a while
             return None
         layout, self._next = self._next, None
         if layout is None:
@@ -97,31 +99,31 @@ class Balancing:
             return None
         self._tell(minibatch, measured)
         self._layout = layout
-        return Move(self._foresight.earliest(minibatch), *layout)
+        return Repartition(self._check.earliest(minibatch), *layout)
 
-    def _tell(self, minibatch: int, measured: Sequence[Measured]) -> None:
-        predicted = Rebalancing(self._rows, self._layout, measured, self._problem_of).predicted_bytes
+    def _tell(self, minibatch: int, measured: Sequence[StageTimes]) -> None:
+        predicted = RepartitionSearch(self._rows, self._layout, measured, self._problem_of).predicted_bytes
         for stage, (own, predicted_bytes) in enumerate(zip(measured, predicted, strict=True)):
             _LOG.info(
                 "minibatch %d: stage %d takes %s and holds %s, predicted were %s",
                 minibatch, stage, seconds(own.seconds), num_bytes(own.num_bytes), num_bytes(predicted_bytes),
             )  # fmt: skip
 
-    def _is_as_before(self, measured: Sequence[Measured]) -> bool:
+    def _is_as_before(self, measured: Sequence[StageTimes]) -> bool:
         """Return whether stages take and hold what they did when nothing better was found: to look again takes long."""
         return self._before is not None and all(
             abs(now.seconds - before.seconds) <= WORTHWHILE * before.seconds and now.num_bytes <= before.num_bytes
             for now, before in zip(measured, self._before, strict=True)
         )
 
-    def _next_layouts(self, measured: Sequence[Measured]) -> tuple[Layout | None, Layout | None]:
+    def _next_layouts(self, measured: Sequence[StageTimes]) -> tuple[CutLayout | None, CutLayout | None]:
         """Return what to go to next, and right after it; None: nothing, or nothing that fits as well as what there is.
 
         Where what is wanted doesn't fit while layers move, stages choose other policies for then or before; those that
         can't, or for which that isn't enough, take fewer layers.
         """
         layout = self._layout
-        stages = Rebalancing(self._rows, layout, measured, self._problem_of, self._may_start)
+        stages = RepartitionSearch(self._rows, layout, measured, self._problem_of, self._may_start)
         tight = _Tight(stages)
         wanted = self._fitting(tight)
         if wanted is None or self._num_unfit(layout):  # what doesn't fit now can't wait
@@ -134,7 +136,7 @@ class Balancing:
             wanted = None if starts in {layout.starts, wanted.starts} else self._fitting(tight, starts)
         return None, None
 
-    def _fitting(self, tight: "_Tight", starts: Starts | None = None) -> Layout | None:
+    def _fitting(self, tight: "_Tight", starts: Starts | None = None) -> CutLayout | None:
         """Return what to go to that fits in the simulator; None: nothing that does, or that does as well as what is.
 
         A stage that has more there than fits chooses again with so much less memory, under the same cuts: under others
@@ -149,7 +151,7 @@ class Balancing:
             layout = None if starts is None else tight.stages.chosen_again(starts)
             if layout is None and seeks:
                 layout = tight.stages.next_step()
-            excess = None if layout is None else self._foresight.excess(layout)
+            excess = None if layout is None else self._check.excess(layout)
             if layout is None or excess is None:
                 return None
             unfit = sum(more > 0 for more in excess)
@@ -159,11 +161,13 @@ class Balancing:
             starts = layout.starts
         return layout if unfit <= self._num_unfit(self._layout) else None
 
-    def _num_unfit(self, layout: Layout) -> int:
+    def _num_unfit(self, layout: CutLayout) -> int:
         """Return how many stages have more than fits."""
-        return sum(more > 0 for more in self._foresight.excess(layout) or ())
+        return sum(more > 0 for more in self._check.excess(layout) or ())
 
-    def _on_the_way(self, stages: Rebalancing, tight: "_Tight", wanted: Layout) -> tuple[Layout, Layout | None] | None:
+    def _on_the_way(
+        self, stages: RepartitionSearch, tight: "_Tight", wanted: CutLayout
+    ) -> tuple[CutLayout, CutLayout | None] | None:
         """Return what to go to next, and right after it, so that all fits while layers move; None: no way was found.
 
         A stage may have too much under what there is, with what comes and goes, or already under what is wanted. So in
@@ -176,10 +180,10 @@ class Balancing:
         """
         now = self._layout
         room, first, roomy = _Tight(stages), now, set[int]()
-        unused = [max(0.0, self._foresight.limit_bytes - held) for held in stages.predicted_bytes]
+        unused = [max(0.0, self._check.limit_bytes - held) for held in stages.predicted_bytes]
         for trial in range(_MOST_TRIALS):
             way = [wanted] if first == now else [first, wanted]
-            excess = self._foresight.excess_on_the_way([now, *way])
+            excess = self._check.excess_on_the_way([now, *way])
             if not any(excess):
                 return way[0], None if first == now else wanted
             if trial % 2:
@@ -204,7 +208,7 @@ class _Tight:
         stages: the same, with less memory.
     """
 
-    def __init__(self, stages: Rebalancing) -> None:
+    def __init__(self, stages: RepartitionSearch) -> None:
         self.stages, self._all = stages, stages.problem_of
         self._less_bytes, self._late = [0.0] * len(stages.measured), Counter[int]()
 

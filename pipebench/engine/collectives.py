@@ -17,7 +17,7 @@ from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
 from pipebench.simulate.timeline import CONTROL
 
 
-class Rings:
+class InProcessCollectives:
     """What the replicas of a stage, or all stages, do together.
 
     Args:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipebench.engine.loss_scale import LossScale
-from pipebench.engine.phases import Phases
 from pipebench.engine.replica import Values
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.structure import CrossingError, flatten
 from pipebench.model.graph import LayerGraph
 from pipebench.model.stage import Stage
@@ -20,7 +20,7 @@ _SCALE = -1  # in the place of a layer: the one number that these gradients are 
 _Key = tuple[int, int]  # stage, unit
 
 
-class Crossing:
+class BoundaryValues:
     """What is on its way in one segment of training, or in one evaluation.
 
     Args:
@@ -37,7 +37,7 @@ class Crossing:
         pipeline: Pipeline,
         stages: Mapping[int, Stage],
         scales: Mapping[int, LossScale],
-        phases: Phases | None = None,
+        phases: SegmentCuts | None = None,
     ) -> None:
         self._graph = graph
         self._pipeline = pipeline

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
 from pipebench.checkpoint.state import ModelState
-from pipebench.engine.collectives import Rings
+from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.schedule.operations import MIGRATION
@@ -15,7 +15,7 @@ from pipebench.simulate.timeline import BUFFERS
 
 
 @dataclass(frozen=True)
-class Drain:
+class DrainExchange:
     """A drain: what is exchanged starts when the pipeline is empty, and the run goes on when all of it has arrived.
 
     Attributes:
@@ -28,7 +28,7 @@ class Drain:
 
     setup: Setup
     workers: Sequence[Worker]
-    rings: Rings
+    rings: InProcessCollectives
     network: Network
     clock_s: float
 

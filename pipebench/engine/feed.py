@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import data
 
-from pipebench.engine.replica import Place
+from pipebench.engine.replica import StreamSlot
 from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.errors import UserCodeError
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
@@ -66,11 +66,11 @@ class Feed:
         """Return a unit's weight in the mean loss."""
         return self._setup.dataset.weight(self.split, self.indices(unit))
 
-    def place(self, unit: int) -> Place:
+    def place(self, unit: int) -> StreamSlot:
         """Return whose state stateful modules carry in a unit."""
         minibatch, microbatch = self.minibatch(unit)
         stream = self._sampler.stream(minibatch)
-        return Place(self.split, stream.number, microbatch, stream.starts)
+        return StreamSlot(self.split, stream.number, microbatch, stream.starts)
 
     def inputs(self, stage: int, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the model inputs of those names; a stage asks for its units in ascending order, and misses none."""

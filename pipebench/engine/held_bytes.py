@@ -1,4 +1,4 @@
-"""What a worker holds within an instruction, foretold: what engines count in live tensors, and Algorithm 1 is told.
+"""What a worker holds within an instruction, predicted: what engines count in live tensors, and Algorithm 1 is told.
 
 Live tensors can be counted between two instructions. Within one, what it makes is there from its start on and what it
 is done with until its end, so that every kind counts at its most (docs/memory.md); messages aren't counted.
@@ -11,7 +11,6 @@ from pipebench.engine.setup import Setup
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, COPIES
 from pipebench.schedule.operations import Op
-from pipebench.simulate.holding import Change, Holding
 from pipebench.simulate.memory import (
     ACTIVATIONS,
     AGAIN,
@@ -24,7 +23,8 @@ from pipebench.simulate.memory import (
     WEIGHTS,
     stage_memories,
 )
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.replica_memory import Change, ReplicaMemory
+from pipebench.simulate.simulation import TimelineEvent
 
 Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
 
@@ -71,14 +71,14 @@ class SegmentBytes:
     """
 
     def __init__(self, setup: Setup, size_of: Callable[[int], Size], inputs: Inputs, start_s: float) -> None:
-        made = (Holding(each) for each in stage_memories(setup.profile, setup.plan, setup.pipeline, inputs))
+        made = (ReplicaMemory(each) for each in stage_memories(setup.profile, setup.plan, setup.pipeline, inputs))
         self._holdings = [each.trained() if start_s > 0 else each for each in made]
         self._held = [HeldBytes() for _ in self._holdings]
         self._size_of = size_of
         for held, holding in zip(self._held, self._holdings, strict=True):
             _all(held.noted([*holding.before(), *(change for change in holding.come() if change.kind == STATE)]))
 
-    def event(self, event: Event) -> int:
+    def event(self, event: TimelineEvent) -> int:
         """Take note of one event; return the most bytes that its worker held within it."""
         it, held = event.instruction, self._held[event.worker]
         if it.op is not Op.WAIT_NORM:

@@ -10,7 +10,7 @@ from pipebench.engine.setup import Setup
 from pipebench.simulate.timeline import PCIE
 
 
-class Mailbox:
+class InProcessTransport:
     """Hands values from stage to stage, and counts their bytes.
 
     Args:

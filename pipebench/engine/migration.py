@@ -21,16 +21,16 @@ from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState, same_type_map
 from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
-from pipebench.engine.phases import Phases
-from pipebench.engine.prediction import AS_IT_IS, Move
-from pipebench.engine.replica import LiveBytes, Place, Replica, Values
+from pipebench.engine.prediction import AS_IT_IS, Displacement
+from pipebench.engine.replica import LiveBytes, Replica, StreamSlot, Values
 from pipebench.engine.replica_state import restore, state_of
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.model.stage import LossFunction, Stage
-from pipebench.schedule.moves import HandOver
+from pipebench.schedule.moves import BlockTransfer
 
 
 @dataclass(frozen=True)
-class GivenUnit:
+class TransferredUnit:
     """A unit that ran forward through a block at its old owner and runs backward at its new one.
 
     Attributes:
@@ -50,13 +50,13 @@ class GivenUnit:
         return {**vars(self), "state": vars(self.state)}
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> "GivenUnit":
+    def from_plain(cls, data: Mapping[str, Any]) -> "TransferredUnit":
         """Return what `to_plain` was called on."""
         return cls(**{**data, "state": ModelState(**data["state"])})
 
 
 @dataclass
-class Part:
+class StagePart:
     """Layers of the stage that run as one.
 
     Attributes:
@@ -77,7 +77,7 @@ class Part:
         return self.start, self.stop
 
 
-class Migrating:
+class MigratingReplica:
     """A stage some of whose layers move.
 
     Args:
@@ -100,7 +100,7 @@ class Migrating:
         replica: Replica,
         bounds: tuple[int, int],
         share: Share,
-        phases: Phases,
+        phases: SegmentCuts,
         make_replica: Callable[[Stage], Replica],
         note_memory: Callable[[], None],
     ) -> None:
@@ -109,10 +109,10 @@ class Migrating:
         self._retiring: Replica | None = None
         self._phases = phases
         self._make_replica = make_replica
-        self._parts = [Part(replica, *bounds)]
+        self._parts = [StagePart(replica, *bounds)]
         self._units = {unit: [replica] for unit in replica.in_flight}  # who runs them backward, in forward order
         self._guests: dict[int, Replica] = {}  # by the stage that they come from
-        self._set_aside: dict[tuple[int, int], GivenUnit] = {}  # by unit and the stage that takes it
+        self._pending_transfers: dict[tuple[int, int], TransferredUnit] = {}  # by unit and the stage that takes it
         self._gradients: dict[str, torch.Tensor] = {}  # by the model's own name, until they are applied
         self._collect_gradients(replica)
         self._most_alive = 0
@@ -136,10 +136,10 @@ class Migrating:
         draw: tuple[int, ...],
         inputs: Sequence[torch.Tensor],
         received: Values,
-        place: Place,
+        place: StreamSlot,
         *,
         version: int,
-        move: Move = AS_IT_IS,
+        move: Displacement = AS_IT_IS,
         loss: LossFunction | None = None,
     ) -> tuple[Values, torch.Tensor | None]:
         """Run a unit forward; see `Replica.forward`. Returned are all values that are known by then, of others, too."""
@@ -152,7 +152,7 @@ class Migrating:
                 self._units[unit].append(replica)
             else:
                 before = self._state_before(replica, place)
-                self._set_aside[unit, part.leaves_to] = GivenUnit(version, before, own, reads)
+                self._pending_transfers[unit, part.leaves_to] = TransferredUnit(version, before, own, reads)
             head = loss if stage.is_last else None
             found, result = replica.forward(unit, draw, own, reads, place, version=version, loss=head)
             values |= found
@@ -212,14 +212,16 @@ class Migrating:
 
     def live_by_kind(self) -> LiveBytes:
         """Return the bytes that all that run here hold, and what waits to be handed over."""
-        waiting = sum(num_bytes([vars(each.state), each.inputs, each.received]) for each in self._set_aside.values())
+        waiting = sum(
+            num_bytes([vars(each.state), each.inputs, each.received]) for each in self._pending_transfers.values()
+        )
         own = (0, 0, 0, num_bytes(self._gradients), waiting)
         rows = zip(own, *(each.live_by_kind() for each in self._everybody()), strict=True)
         return LiveBytes(*map(sum, rows))
 
     # Handing over.
 
-    def part(self, block: HandOver) -> None:
+    def part(self, block: BlockTransfer) -> None:
         """Cut a block apart that is about to leave: its next forwards run backward elsewhere."""
         (index,) = (i for i, p in enumerate(self._parts) if p.start <= block.start and block.stop <= p.stop)
         old = self._parts[index]
@@ -236,9 +238,9 @@ class Migrating:
         self._parts = [self._anew(old, *old.bounds, at)]
         self._retire(old.replica)
 
-    def give_unit(self, unit: int, target: int) -> GivenUnit:
+    def give_unit(self, unit: int, target: int) -> TransferredUnit:
         """Return what another stage needs to run a unit backward through a block that it takes."""
-        return self._set_aside.pop((unit, target))
+        return self._pending_transfers.pop((unit, target))
 
     def give(self, target: int) -> ModelState:
         """Return a block's state; it is not here any more."""
@@ -246,7 +248,9 @@ class Migrating:
         self._parts.remove(part)
         return state_of(part.replica, self._share)
 
-    def forward_again(self, block: HandOver, unit: int, given: GivenUnit, draw: tuple[int, ...], place: Place) -> None:
+    def forward_again(
+        self, block: BlockTransfer, unit: int, given: TransferredUnit, draw: tuple[int, ...], place: StreamSlot
+    ) -> None:
         """Run a unit forward through a block that ran it at its old owner, so that it can run backward here."""
         if block.source not in self._guests:
             stage = self._phases.cut(block.start, block.stop, self._phases.policies(block.at - 1))
@@ -258,18 +262,18 @@ class Migrating:
         ran = self._units[unit]
         ran.insert(len(ran) if block.goes_left else 0, guest)
 
-    def take(self, block: HandOver, state: ModelState) -> None:
+    def take(self, block: BlockTransfer, state: ModelState) -> None:
         """Take a block over: from the next forward on it runs with the layers beside it as one."""
         beside = [part for part in self._parts if part.leaves_to is None]
         (old,) = (part for part in beside if block.start == part.stop or block.stop == part.start)
         start, stop = min(block.start, old.start), max(block.stop, old.stop)
         whole = ModelState.merge([state_of(old.replica, self._share), state])
         joint = self._made(start, stop, block.at, whole, old.replica.weights.newest.number)
-        self._parts[self._parts.index(old)] = Part(joint, start, stop)
+        self._parts[self._parts.index(old)] = StagePart(joint, start, stop)
         self._retire(old.replica)
 
     @property
-    def whole(self) -> "Part | None":
+    def whole(self) -> "StagePart | None":
         """The one replica that runs all of the stage again, when everything is handed over and nobody is retired."""
         (*others, last) = self._parts
         weights = last.replica.weights
@@ -295,10 +299,10 @@ class Migrating:
         self._gradients |= {self._share.names[n]: g for n, g in zip(names, computed, strict=True) if g is not None}
         replica.gradients = [None] * len(names)
 
-    def _anew(self, old: Part, start: int, stop: int, minibatch: int) -> Part:
+    def _anew(self, old: StagePart, start: int, stop: int, minibatch: int) -> StagePart:
         """Return layers of a part as one of their own, which go on from what they have; see `_made`."""
         state, number = state_of(old.replica, self._share), old.replica.weights.newest.number
-        return Part(self._made(start, stop, minibatch, state, number), start, stop)
+        return StagePart(self._made(start, stop, minibatch, state, number), start, stop)
 
     def _made(self, start: int, stop: int, minibatch: int, state: ModelState, number: int) -> Replica:
         """Return a replica of layers that goes on from a state, with the policies of a minibatch."""
@@ -307,7 +311,7 @@ class Migrating:
         made.weights.newest.number = number
         return made
 
-    def _state_before(self, replica: Replica, place: Place) -> ModelState:
+    def _state_before(self, replica: Replica, place: StreamSlot) -> ModelState:
         """Return what a forward of a unit reads besides values, in copies: others write there before they are read."""
         state, at = state_of(replica, self._share), f"{place.stream}/{place.microbatch}/"
         carried = {key: value for key, value in state.carried.items() if key.startswith(at)}

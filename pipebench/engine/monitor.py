@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pipebench.engine.balancing import Balancing, Known, Report
+from pipebench.engine.balancing import Known, RepartitionController, StageReport
 from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import MEMORY_POLICIES
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.simulate.timeline import CONTROL
 
 EVERY = 4  # units
 _UNITS_KEPT = 64  # with which decisions may travel at once; a pipeline has fewer in flight
 
-Decide = Callable[[int, Sequence[Report]], Move | None]
+Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
 
 
 class AllocatorPeak:
@@ -45,7 +45,7 @@ class AllocatorPeak:
         return torch.cuda.max_memory_allocated(self._device)
 
 
-class Monitor:
+class StageMonitor:
     """One stage's part.
 
     Args:
@@ -61,7 +61,7 @@ class Monitor:
         setup: Setup,
         stage: int,
         decide: Decide | None,
-        on_move: Callable[[Move], None],
+        on_move: Callable[[Repartition], None],
         allocator: AllocatorPeak | None = None,
     ) -> None:
         self.stage = stage
@@ -72,8 +72,8 @@ class Monitor:
         self._since = 0  # the first minibatch that counts
         self._seconds = {Op.FORWARD: 0.0, Op.BACKWARD: 0.0}
         self._units = dict.fromkeys(self._seconds, 0)
-        self._reports: dict[int, Report] = {}
-        self._heard: dict[int, Move | None] = {}  # with a unit's gradients, until they are sent on
+        self._reports: dict[int, StageReport] = {}
+        self._heard: dict[int, Repartition | None] = {}  # with a unit's gradients, until they are sent on
 
     def begin(self) -> None:
         """Start a segment of training: minibatches are numbered anew."""
@@ -116,28 +116,28 @@ class Monitor:
             self.hear(it.number, _move_of(words, self._num_stages))
 
     @property
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[StageReport]:
         """What is known here of this stage and of those before it."""
         units = self._units
         forward_s, backward_s = (self._seconds[op] / max(1, units[op]) for op in (Op.FORWARD, Op.BACKWARD))
         held_bytes = self._peak_bytes if self._allocator is None else self._allocator.num_bytes
         peak_bytes = held_bytes if units[Op.BACKWARD] else 0
-        own = Report(self.stage, self._moves, units[Op.BACKWARD], forward_s, backward_s, peak_bytes)
+        own = StageReport(self.stage, self._moves, units[Op.BACKWARD], forward_s, backward_s, peak_bytes)
         return [*self._reports.values(), own]
 
     def take(self, reports: Sequence[Sequence[float]]) -> None:
         """Take what a stage before knows."""
         for stage, moves, units, *measured in reports:
-            self._reports[int(stage)] = Report(int(stage), int(moves), int(units), *measured)
+            self._reports[int(stage)] = StageReport(int(stage), int(moves), int(units), *measured)
 
-    def decision(self, unit: int) -> Move | None:
+    def decision(self, unit: int) -> Repartition | None:
         """Return what travels back with a unit's gradients: what this stage decides, or has heard with that unit."""
         if self._decide is not None and unit not in self._heard:
             minibatch = self._minibatch(unit)[0]
             self.hear(unit, self._decide(minibatch, self.reports) if minibatch >= self._since else None)
         return self._heard.get(unit)
 
-    def hear(self, unit: int, move: Move | None) -> None:
+    def hear(self, unit: int, move: Repartition | None) -> None:
         """Take a decision that has come with a unit's gradients, from one stage or several."""
         if move is not None and self._heard.get(unit) is None:
             self._moves += 1
@@ -150,20 +150,20 @@ class Monitor:
             del self._heard[next(iter(self._heard))]
 
 
-def _words_of(move: Move | None) -> list[int]:
+def _words_of(move: Repartition | None) -> list[int]:
     """Return a decision as numbers, which travel."""
     if move is None:
         return [0]
     return [move.at, *move.starts, *(MEMORY_POLICIES.index(policy) for policy in move.memory or ())]
 
 
-def _move_of(words: Sequence[int], num_stages: int) -> Move | None:
+def _move_of(words: Sequence[int], num_stages: int) -> Repartition | None:
     """Return what `_words_of` was called on."""
     at, *rest = words
     if at == 0:
         return None
     starts, policies = tuple(rest[: num_stages - 1]), rest[num_stages - 1 :]
-    return Move(at, starts, tuple(MEMORY_POLICIES[policy] for policy in policies) or None)
+    return Repartition(at, starts, tuple(MEMORY_POLICIES[policy] for policy in policies) or None)
 
 
 def _is_reported(unit: int) -> bool:
@@ -173,18 +173,18 @@ def _is_reported(unit: int) -> bool:
 
 def monitors(
     setup: Setup,
-    on_move: Callable[[Move], None],
+    on_move: Callable[[Repartition], None],
     allocator: AllocatorPeak | None = None,
     known: Known | None = None,
-) -> list[Monitor]:
+) -> list[StageMonitor]:
     """Return a monitor for every stage of a straight pipeline.
 
     Args:
         setup: what runs.
-        on_move: see `Monitor`.
+        on_move: see `StageMonitor`.
         allocator: likewise, where stages don't share a device.
-        known: see `Balancing`.
+        known: see `RepartitionController`.
     """
     last = setup.pipeline.num_stages - 1
-    deciding = {last: Balancing(setup, known).decide}
-    return [Monitor(setup, stage, deciding.get(stage), on_move, allocator) for stage in range(last + 1)]
+    deciding = {last: RepartitionController(setup, known).decide}
+    return [StageMonitor(setup, stage, deciding.get(stage), on_move, allocator) for stage in range(last + 1)]

@@ -21,7 +21,7 @@ from pipebench.engine.weights import Version, Weights
 Group = Mapping[str, Any]  # of an optimizer's parameters: its settings
 
 
-class Move(NamedTuple):
+class Displacement(NamedTuple):
     """How far from a version the weights of a pass are.
 
     Attributes:
@@ -33,7 +33,7 @@ class Move(NamedTuple):
     lr: float
 
 
-AS_IT_IS = Move(0, 0.0)
+AS_IT_IS = Displacement(0, 0.0)
 
 
 def _momentum(state: Mapping[str, Any], group: Group) -> torch.Tensor | None:
@@ -71,8 +71,8 @@ class MovedWeights:
         self._working = weights.new_version()
         self._gamma = gamma
         self._mean_change = None if gamma is None else weights.new_version()
-        self._content: tuple[int, Move] | None = None  # the version in `_working`, moved how
-        self._forward: tuple[int, Move] | None = None  # likewise, of the last forward
+        self._content: tuple[int, Displacement] | None = None  # the version in `_working`, moved how
+        self._forward: tuple[int, Displacement] | None = None  # likewise, of the last forward
         self._held: list[torch.Tensor] | None = None  # what that forward had, once an update has been made
 
     @property
@@ -95,7 +95,7 @@ class MovedWeights:
             for name, mine in self.mean_change.items():
                 mine.copy_(mean_change[name]) if name in mean_change else mine.zero_()
 
-    def for_forward(self, number: int, move: Move) -> Version:
+    def for_forward(self, number: int, move: Displacement) -> Version:
         """Return the weights of a forward: of the newest version moved, or the same as the last forward's."""
         asked = number, move
         if asked != self._forward:
@@ -108,7 +108,7 @@ class MovedWeights:
             self._content = asked
         return self._working
 
-    def for_backward(self, move: Move) -> None:
+    def for_backward(self, move: Displacement) -> None:
         """Let graphs in flight refer to the newest version, moved."""
         self._fill(self._weights.newest.number, move)
 
@@ -134,7 +134,7 @@ class MovedWeights:
                 for mean, old, new in zip(self._mean_change.flats, self._working.flats, newest.flats, strict=True):
                     mean.lerp_(old.neg_().add_(new), 1 - self._gamma)
 
-    def _fill(self, number: int, move: Move) -> None:
+    def _fill(self, number: int, move: Displacement) -> None:
         """Compute weights from the newest version, unless they are there already."""
         if self._content == (number, move):
             return
@@ -148,7 +148,7 @@ class MovedWeights:
                     mine.add_(change, alpha=move.ahead)
         self._content = number, move
 
-    def _predict(self, move: Move) -> None:
+    def _predict(self, move: Displacement) -> None:
         optimizer = self._weights.optimizer
         assert optimizer is not None
         direction = DIRECTIONS[type(optimizer)]

@@ -25,7 +25,7 @@ from pipebench.engine.in_flight import (
     tensors_in,
 )
 from pipebench.engine.loss_scale import LossScale
-from pipebench.engine.prediction import AS_IT_IS, Move, MovedWeights
+from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
 from pipebench.engine.split import SplitBackward, backward_weight, kept_bytes
 from pipebench.engine.swap import Swap
 from pipebench.engine.weights import Weights
@@ -38,7 +38,7 @@ from pipebench.recipe.schema import LossScaleRecipe
 Values = dict[int, Any]  # layer index to the value (a pytree of tensors) it put out
 
 
-class Place(NamedTuple):
+class StreamSlot(NamedTuple):
     """Whose state stateful modules carry: of one stream, in one microbatch of it, in training or in evaluation."""
 
     split: str
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 TRAIN = "train"
 _EVALUATION = name_hash("evaluation")  # what an evaluation draws is nothing that training draws
-_ALONE = Place(TRAIN, 0, 0, starts=True)
+_ALONE = StreamSlot(TRAIN, 0, 0, starts=True)
 
 
 class LiveBytes(NamedTuple):
@@ -150,10 +150,10 @@ class Replica:
         draw: tuple[int, ...],
         inputs: Sequence[torch.Tensor],
         received: Values,
-        place: Place = _ALONE,
+        place: StreamSlot = _ALONE,
         *,
         version: int,
-        move: Move = AS_IT_IS,
+        move: Displacement = AS_IT_IS,
         loss: LossFunction | None = None,
     ) -> tuple[Values, torch.Tensor | None]:
         """Run a unit forward and keep what its backward needs.
@@ -193,7 +193,7 @@ class Replica:
         unit: int,
         gradients: Sequence[torch.Tensor],
         on_gradient: OnGradient | None = None,
-        move: Move = AS_IT_IS,
+        move: Displacement = AS_IT_IS,
     ) -> dict[int, list[torch.Tensor]]:
         """Run a unit backward, all of it, and add to `gradients` of the parameters.
 
@@ -213,7 +213,7 @@ class Replica:
         return returning
 
     def backward_input(
-        self, unit: int, gradients: Sequence[torch.Tensor], move: Move = AS_IT_IS
+        self, unit: int, gradients: Sequence[torch.Tensor], move: Displacement = AS_IT_IS
     ) -> dict[int, list[torch.Tensor]]:
         """Run the input part of a unit's backward; see `backward`. Layers that can't be split run whole in it."""
         item = self._in_flight[unit]
@@ -259,7 +259,7 @@ class Replica:
         self._accumulation.clear()
 
     def evaluate(
-        self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: Place
+        self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: StreamSlot
     ) -> tuple[Values, Any]:
         """Run forward only, as the model evaluates, with the newest weights or their averages.
 
@@ -347,7 +347,7 @@ class Replica:
         assert swap is not None, "no layer of the stage is swapped"
         return swap
 
-    def _take_up(self, place: Place) -> list[Any]:
+    def _take_up(self, place: StreamSlot) -> list[Any]:
         """Let stateful modules carry on where the stream's minibatch before left off; return what they carry."""
         goes_on = self._stateful and not place.starts
         carried = self.states[place[:3]] if goes_on else [None] * len(self._stateful)
@@ -358,7 +358,7 @@ class Replica:
         for module, state in zip(self._stateful, carried, strict=True):
             module.carried_state = state
 
-    def _lay_down(self, place: Place) -> None:
+    def _lay_down(self, place: StreamSlot) -> None:
         """Keep what stateful modules carry for the stream's next minibatch."""
         if self._stateful:
             self.states[place[:3]] = [module.carried_state for module in self._stateful]
@@ -381,7 +381,7 @@ class Replica:
             self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
         item.kept_bytes = self._saves[shapes].kept_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
-            item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
+            item.swap.sync_clock(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
         return outputs
 
     def _own_storages(self, item: InFlight) -> set[int]:
@@ -389,7 +389,7 @@ class Replica:
         return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
-        self, item: InFlight, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None, move: Move
+        self, item: InFlight, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None, move: Displacement
     ) -> dict[int, list[torch.Tensor]]:
         """Run a backward, or the input part of one, and let go of the stage's graph; see `backward`."""
         if self.moved is not None:

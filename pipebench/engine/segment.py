@@ -4,19 +4,19 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
-from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.admission import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.held_bytes import Inputs, SegmentBytes
-from pipebench.engine.phase_costs import PhaseCosts
-from pipebench.engine.phase_memory import PhaseMemory
-from pipebench.engine.phases import Phases
+from pipebench.engine.migration_costs import PhaseCosts
+from pipebench.engine.migration_memory import MigrationMemory
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
 from pipebench.model.sampling import Size
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
-from pipebench.simulate.steady import Totals
+from pipebench.simulate.simulation import Simulation, TimelineEvent
+from pipebench.simulate.steady import SegmentTotals
 from pipebench.simulate.timeline import Transfer
 
 _SIZES_KEPT = 1024  # more than there are units in flight
@@ -48,13 +48,13 @@ class Segment:
     def __init__(
         self,
         setup: Setup,
-        phases: Phases | None,
+        phases: SegmentCuts | None,
         first: int,
         num_minibatches: int,
         start_s: float,
         meter: Meter | None = None,
-        told: Callable[[Event, SizeOf], None] | None = None,
-        held: Callable[[Event, int], None] | None = None,
+        told: Callable[[TimelineEvent, SizeOf], None] | None = None,
+        held: Callable[[TimelineEvent, int], None] | None = None,
         enough: int = 0,
         inputs: Inputs | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Segment:
         self._drains_at = 0
         self.is_quiet = False
         self.began_s: dict[int, float] = {}
-        self.memory: PhaseMemory | None = None
+        self.memory: MigrationMemory | None = None
         self._inputs = inputs or {}
         self._admission = StoppableAdmission(
             StopRequest(), setup.pipeline, num_minibatches, self._grain, lambda cut: None
@@ -83,7 +83,7 @@ class Segment:
         return self._announced[-1].at if self._announced else self._drains_at
 
     @property
-    def _announced(self) -> tuple[Move, ...]:
+    def _announced(self) -> tuple[Repartition, ...]:
         return () if self._phases is None else self._phases.routes.moves.announced
 
     def end_at(self, minibatch: int) -> None:
@@ -91,7 +91,7 @@ class Segment:
         self._drains_at = minibatch
         self._admission.end_at(minibatch)
 
-    def played(self) -> Totals:
+    def played(self) -> SegmentTotals:
         """Play it, and return what that comes to."""
         setup, phases, pipeline, meter = self._setup, self._phases, self._setup.pipeline, self._meter
         size_of = lru_cache(maxsize=_SIZES_KEPT)(self._size_of)
@@ -99,7 +99,7 @@ class Segment:
         if phases is not None:
             moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
             costs, sizes = moving.costs, moving.size_of
-            self.memory = PhaseMemory(phases, moving, size_of, self._inputs, self._start_s)
+            self.memory = MigrationMemory(phases, moving, size_of, self._inputs, self._start_s)
         plain = SegmentBytes(setup, size_of, self._inputs, self._start_s) if self._held and not self.memory else None
         holds = self.memory or plain
         routes, count = None if phases is None else phases.routes, self._num_minibatches
@@ -120,7 +120,7 @@ class Segment:
                 self._begun(pipeline.minibatch(event.instruction.number)[0], event.start_s)
         after = meter.busy_s, meter.stall_s, meter.again_s, meter.swap_stall_s
         busy_s, stall_s, again_s, swap_stall_s = (b - a for a, b in zip(before, after, strict=True))
-        return Totals(
+        return SegmentTotals(
             simulation.end_s - self._start_s, busy_s, stall_s, network.num_bytes,
             again_s=again_s, swap_stall_s=swap_stall_s,
         )  # fmt: skip

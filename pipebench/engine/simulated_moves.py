@@ -10,35 +10,35 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipebench.checkpoint.handover import Claim, Key, asked
+from pipebench.checkpoint.handover import Key, StateClaim, asked
 from pipebench.engine.balancing import ENOUGH, Known
 from pipebench.engine.held_bytes import Inputs
-from pipebench.engine.mailbox import Mailbox
+from pipebench.engine.mailbox import InProcessTransport
 from pipebench.engine.monitor import EVERY, monitors
 from pipebench.engine.movable import Movable
-from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.segment import Segment, SizeOf
+from pipebench.engine.segment_cuts import SegmentCuts, phases_of
 from pipebench.engine.setup import Setup, share_of
 from pipebench.model.graph import attribute
 from pipebench.model.plan import Plan
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
-from pipebench.simulate.memory_meter import Moment, highest
+from pipebench.simulate.memory_meter import MemoryPeak, highest
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event
-from pipebench.simulate.steady import Totals, simulate_all, simulate_segment
+from pipebench.simulate.simulation import TimelineEvent
+from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segment
 from pipebench.simulate.throughput import Mark, Marks
 from pipebench.simulate.timeline import Timeline
 
 _SENDS = with_kind(SEND, ACTIVATION, GRADIENT)
 _RECEIVES = with_kind(RECEIVE, ACTIVATION, GRADIENT)
-NOTHING = Totals(0.0, 0.0, 0.0, Counter())
+NOTHING = SegmentTotals(0.0, 0.0, 0.0, Counter())
 
 
 def simulate_moves(
-    setup: Setup, moves: Sequence[Move], first: int, num_minibatches: int, meter: Meter | None = None
-) -> Totals:
+    setup: Setup, moves: Sequence[Repartition], first: int, num_minibatches: int, meter: Meter | None = None
+) -> SegmentTotals:
     """Return the totals of a segment in which layers move. All of it is simulated.
 
     Args:
@@ -51,7 +51,7 @@ def simulate_moves(
     Raises:
         PlanError: a move can't be made.
     """
-    phases = Phases(setup)
+    phases = SegmentCuts(setup)
     for move in moves:
         phases.announce(move)
     return Segment(setup, phases, first, num_minibatches, 0.0, meter).played()
@@ -87,7 +87,7 @@ class SimulatedEngine(Movable):
         self.marks: list[Mark] = []
         self.began_s: dict[int, float] = {}
         self._inputs = inputs or {}
-        self.peaks: list[Moment] = []
+        self.peaks: list[MemoryPeak] = []
         self.held = [0] * pipeline.num_stages
         self.clock_s = 0.0
         self.totals = NOTHING
@@ -100,7 +100,7 @@ class SimulatedEngine(Movable):
         self._phases = None
         self._monitors = monitors(setup, self._decided, known=known) if setup.balances else []
         self._quiet = 0  # minibatches since which nothing has been decided
-        self._totals_of: dict[tuple[int, int], Totals] = {}
+        self._totals_of: dict[tuple[int, int], SegmentTotals] = {}
 
     def train(self, first: int, num_minibatches: int) -> int:
         """Play a segment; return how many minibatches it had: fewer than asked for where it was drained to move."""
@@ -108,7 +108,7 @@ class SimulatedEngine(Movable):
         if self._phases is None and not self._monitors:
             return self._took(self._steady(first, num_minibatches), num_minibatches, first)
         phases = self._phases = self._phases or phases_of(self.setup)
-        self._mailbox = Mailbox(self.setup, Counter())
+        self._mailbox = InProcessTransport(self.setup, Counter())
         for monitor in self._monitors:
             monitor.begin()
         segment = self._segment = Segment(
@@ -142,9 +142,9 @@ class SimulatedEngine(Movable):
 
     def replan(self, plan: Plan) -> None:
         """Go on under a plan with other cuts or memory policies, at a drain; what moves takes the links' time."""
-        self.take_up(self.setup.under(plan), self.known)
+        self.switch_setup(self.setup.under(plan), self.known)
 
-    def take_up(self, setup: Setup, known: Known | None = None) -> None:
+    def switch_setup(self, setup: Setup, known: Known | None = None) -> None:
         """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`.
 
         Args:
@@ -168,7 +168,7 @@ class SimulatedEngine(Movable):
         """Return the first part of what was played."""
         return self._meter.timeline()
 
-    def _took(self, totals: Totals, num_minibatches: int, first: int) -> int:
+    def _took(self, totals: SegmentTotals, num_minibatches: int, first: int) -> int:
         """Let a segment have taken what it has; return its length."""
         self.totals = self.totals.extended(totals, 1)
         self.clock_s += totals.end_s
@@ -178,7 +178,7 @@ class SimulatedEngine(Movable):
             self.marks.append(Mark(self.clock_s, samples, totals.num_bytes))
         return num_minibatches
 
-    def _measure(self, event: Event, size_of: SizeOf) -> None:
+    def _measure(self, event: TimelineEvent, size_of: SizeOf) -> None:
         """Let a stage take note of what it did, and of what others say: as a worker does that trains."""
         it, monitor = event.instruction, self._monitors[event.worker]
         monitor.note(it, event.end_s - event.start_s)
@@ -187,7 +187,7 @@ class SimulatedEngine(Movable):
         elif it.op in _RECEIVES and size_of(it.number):
             monitor.received(it, self._mailbox)
 
-    def _hold(self, event: Event, num_bytes: int) -> None:
+    def _hold(self, event: TimelineEvent, num_bytes: int) -> None:
         """Let a stage take note of what it holds, likewise."""
         self._monitors[event.worker].hold(num_bytes)
 
@@ -204,7 +204,7 @@ class SimulatedEngine(Movable):
             enough *= 8  # then they do, if little
         return max(1, enough - self._quiet) if self._monitors else 8 * pipeline.depth
 
-    def _decided(self, move: Move) -> None:
+    def _decided(self, move: Repartition) -> None:
         """A stage hears of a decision: after it the next one takes a while."""
         super()._decided(move)
         self._quiet = 0
@@ -213,7 +213,7 @@ class SimulatedEngine(Movable):
         """Let the segment end before a minibatch that nobody has begun."""
         self._segment.end_at(minibatch)
 
-    def _steady(self, first: int, num_minibatches: int) -> Totals:
+    def _steady(self, first: int, num_minibatches: int) -> SegmentTotals:
         """Return what a segment comes to under the cuts there are, if nothing moves in it."""
         sampler = self.setup.sampler
         per_epoch = sampler.minibatches_per_epoch
@@ -229,7 +229,7 @@ class SimulatedEngine(Movable):
                 self._totals_of[key] = whole.extended(self._short(), inside) if inside else whole
         return self._totals_of[key]
 
-    def _short(self) -> Totals:
+    def _short(self) -> SegmentTotals:
         """Return what an epoch's last minibatch adds in the middle of a segment, where it isn't whole: less than 0."""
         middle = self.setup.sampler.minibatches_per_epoch - self._window
         with_it, without = (simulate_all(self.setup, 2 * self._window, first=first) for first in (middle, 0))
@@ -259,7 +259,7 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
         (stage,) = pipeline.stages_of(worker)
         layers = after.graph.layers[after.plan.stages[stage].start : after.plan.stages[stage].stop]
         names = frozenset(name for layer in layers for name in (*layer.parameters, *layer.buffers))
-        claim = Claim(names, frozenset(), share_of(after, stage, pipeline.replica_of(worker)))
+        claim = StateClaim(names, frozenset(), share_of(after, stage, pipeline.replica_of(worker)))
         has = [key for key in _pieces(before, worker, trained=trained, answers=False) if claim.wants(key)]
         for giver, keys in asked(given, worker, has, claim).items():
             found[giver, worker] = sum(given[giver][key] for key in keys)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 
 STOPPING = "pipebench: stopping at the next drain; Ctrl-C again ends now"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pipebench.engine.clipping import clipped, gradient_norm
-from pipebench.engine.migration import Migrating
-from pipebench.engine.prediction import AS_IT_IS, Move
+from pipebench.engine.migration import MigratingReplica
+from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.replica import Replica
 from pipebench.engine.setup import Setup, minibatch_weight
 from pipebench.model.stage import LossFunction
@@ -55,7 +55,7 @@ class Updates:
 
     def apply(
         self,
-        replica: Replica | Migrating,
+        replica: Replica | MigratingReplica,
         gradients: _Gradients,
         stage: int,
         round_index: int,
@@ -95,9 +95,9 @@ class Updates:
         norm = gradient_norm(gradients, self._setup.device) if norm is None else norm
         return clipped(gradients, norm, self._setup.clip_norm)
 
-    def move(self, it: Instruction) -> Move:
+    def move(self, it: Instruction) -> Displacement:
         """Return how far a pass's weights are from their version; the rate is that of the update after the version."""
-        return Move(it.ahead, self._lr(it.stage, it.version)) if it.ahead else AS_IT_IS
+        return Displacement(it.ahead, self._lr(it.stage, it.version)) if it.ahead else AS_IT_IS
 
     def _lr(self, stage: int, round_index: int) -> float:
         """Return the learning rate of the update that a round of a stage gives."""

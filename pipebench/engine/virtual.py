@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from pipebench.checkpoint.state import ModelState
-from pipebench.engine.collectives import Rings
-from pipebench.engine.drain import Drain
+from pipebench.engine.admission import StoppableAdmission, StopRequest, admitted_program
+from pipebench.engine.collectives import InProcessCollectives
+from pipebench.engine.drain import DrainExchange
 from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.gate import StoppableAdmission, StopRequest, admitted_program
 from pipebench.engine.loss_scale import scale_metrics
-from pipebench.engine.mailbox import Mailbox
+from pipebench.engine.mailbox import InProcessTransport
+from pipebench.engine.migration_costs import PhaseCosts
 from pipebench.engine.monitor import monitors
 from pipebench.engine.movable import Movable
-from pipebench.engine.phase_costs import PhaseCosts
-from pipebench.engine.phases import Phases, phases_of
 from pipebench.engine.replica import Replica
 from pipebench.engine.scores import Scores
+from pipebench.engine.segment_cuts import SegmentCuts, phases_of
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, host_peaks
@@ -37,9 +37,9 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
 from pipebench.schedule.pushes import Turns
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.meter import Measured, Meter, fractions, pcie_fractions
+from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import Simulation, TimelineEvent
 from pipebench.simulate.timeline import EVALUATION
 
 _LOG = logging.getLogger("pipebench.engine")
@@ -67,7 +67,7 @@ class VirtualEngine(Movable):
         self,
         setup: Setup,
         network: Network,
-        observe: Callable[[Event], None] = lambda event: None,
+        observe: Callable[[TimelineEvent], None] = lambda event: None,
         on_loss: OnLoss = lambda loss, samples, weight, clock_s: None,
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
         meter: Meter | None = None,
@@ -94,8 +94,8 @@ class VirtualEngine(Movable):
         if setup.balances:
             for worker, monitor in zip(self.workers, monitors(setup, self._decided), strict=True):
                 worker.monitor = monitor
-        self._mailbox = Mailbox(setup, self.num_bytes)
-        self._rings = Rings(setup, self.workers, self.num_bytes)
+        self._mailbox = InProcessTransport(setup, self.num_bytes)
+        self._rings = InProcessCollectives(setup, self.workers, self.num_bytes)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -136,10 +136,10 @@ class VirtualEngine(Movable):
         """Let the run's clock go on from `clock_s`."""
         self.clock_s = self.now_s = self._meter.origin_s = clock_s
 
-    def turn_to(self, work: str) -> None:
+    def set_activity(self, work: str) -> None:
         """Nobody else waits."""
 
-    def settle(self) -> None:
+    def sync_clock(self) -> None:
         """On this clock nothing happens between two segments."""
 
     def parts(self) -> list[tuple[str, ModelState]]:
@@ -152,9 +152,9 @@ class VirtualEngine(Movable):
         Raises:
             PlanError: stages, replicas, devices or depth are others.
         """
-        self.take_up(self.setup.under(plan))
+        self.switch_setup(self.setup.under(plan))
 
-    def take_up(self, setup: Setup) -> None:
+    def switch_setup(self, setup: Setup) -> None:
         """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
         before = self.workers
         self._cut_stages(setup)
@@ -202,7 +202,7 @@ class VirtualEngine(Movable):
             "pushes": [asdict(pushes) for server in self._rings.servers for pushes in server.segments],
         }
 
-    def measured(self, training_s: float) -> Measured:
+    def measured(self, training_s: float) -> RunMeasurements:
         """Return what the workers did, on the virtual clock."""
         meter = self._meter
         num_workers, swaps = len(self.workers), bool(self.setup.pipeline.swaps)
@@ -210,7 +210,7 @@ class VirtualEngine(Movable):
             meter.busy_s, meter.stall_s, num_workers, training_s,
             again_s=meter.again_s, swap_stall_s=meter.swap_stall_s if swaps else None,
         ) | pcie_fractions(self.setup.cluster, self.num_bytes, num_workers, training_s)  # fmt: skip
-        return Measured(metrics, (), meter.timeline(), meter.busy_s, meter.stall_s, Counter(self.num_bytes))
+        return RunMeasurements(metrics, (), meter.timeline(), meter.busy_s, meter.stall_s, Counter(self.num_bytes))
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Train on minibatches `first_minibatch` and after, then drain.
@@ -283,7 +283,7 @@ class VirtualEngine(Movable):
         costs: Costs,
         lists: Sequence[Iterator[Instruction]],
         turns: Turns | None = None,
-        phases: Phases | None = None,
+        phases: SegmentCuts | None = None,
     ) -> None:
         size_of: Callable[[int], Size] = self._feed.size
         moving = None
@@ -307,7 +307,7 @@ class VirtualEngine(Movable):
             self._feed.close()
         self.clock_s = simulation.end_s
 
-    def _execute(self, event: Event) -> None:
+    def _execute(self, event: TimelineEvent) -> None:
         worker = self.workers[event.worker]
         if worker.monitor is not None:
             worker.monitor.note(event.instruction, event.end_s - event.start_s)
@@ -318,8 +318,8 @@ class VirtualEngine(Movable):
             self._on_unit(loss.samples, mean, self.now_s)
 
     @property
-    def _drain(self) -> Drain:
-        return Drain(self.setup, self.workers, self._rings, self.network, self.clock_s)
+    def _drain(self) -> DrainExchange:
+        return DrainExchange(self.setup, self.workers, self._rings, self.network, self.clock_s)
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

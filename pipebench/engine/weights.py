@@ -42,7 +42,7 @@ class _Like(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-class _Group(NamedTuple):
+class _ParameterGroup(NamedTuple):
     """Parameters of one type that share a buffer.
 
     Attributes:
@@ -70,7 +70,7 @@ class Version:
 
     __slots__ = ("__weakref__", "flats", "number", "parameters", "users")
 
-    def __init__(self, likes: Sequence[_Like], groups: Sequence[_Group]) -> None:
+    def __init__(self, likes: Sequence[_Like], groups: Sequence[_ParameterGroup]) -> None:
         self.number = 0
         self.users = 0
         self.flats: list[torch.Tensor] = []
@@ -453,12 +453,12 @@ def _recurrent(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterato
             yield part, order
 
 
-def _groups(recurrent: Sequence[Sequence[int]], likes: Sequence[_Like]) -> list[_Group]:
+def _groups(recurrent: Sequence[Sequence[int]], likes: Sequence[_Like]) -> list[_ParameterGroup]:
     """Return which parameters share a buffer: those of each recurrent module, and of the others those of one type."""
     apart = {index for order in recurrent for index in order}
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, like in enumerate(likes):
         if index not in apart:
             by_type.setdefault((like.dtype, like.device), []).append(index)
-    rest = [_Group(indices, packed=False) for indices in by_type.values()]
-    return [*rest, *(_Group(order, packed=True) for order in recurrent)]
+    rest = [_ParameterGroup(indices, packed=False) for indices in by_type.values()]
+    return [*rest, *(_ParameterGroup(order, packed=True) for order in recurrent)]

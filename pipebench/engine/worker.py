@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from pipebench.checkpoint.handover import Claim
+from pipebench.checkpoint.handover import StateClaim
 from pipebench.checkpoint.share import trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
+from pipebench.engine.block_transfers import BlockTransfers
 from pipebench.engine.clipping import squared_norms
-from pipebench.engine.crossing import Crossing, Gradients
+from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
-from pipebench.engine.handing_over import HandingOver
-from pipebench.engine.migration import Migrating
-from pipebench.engine.monitor import Monitor
-from pipebench.engine.phases import Phases
+from pipebench.engine.migration import MigratingReplica
+from pipebench.engine.monitor import StageMonitor
 from pipebench.engine.protocols import Collectives, Transport, UnitLoss
 from pipebench.engine.replica import Replica, Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.scores import Scores
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.updates import Updates
 from pipebench.schedule.instructions import HANDING_OVER, Instruction
@@ -54,9 +54,9 @@ class Worker:
         self.index = index
         self.replica_index = setup.pipeline.replica_of(index)
         self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
-        self._phases: Phases | None = None
-        self._running: dict[int, Replica | Migrating] = {**self.replicas}
-        self.monitor: Monitor | None = None
+        self._phases: SegmentCuts | None = None
+        self._running: dict[int, Replica | MigratingReplica] = {**self.replicas}
+        self.monitor: StageMonitor | None = None
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind, when they were last noted
         self._note_memory()
@@ -101,7 +101,7 @@ class Worker:
         first: int,
         num_minibatches: int,
         divisors: list[float] | None,
-        phases: Phases | None = None,
+        phases: SegmentCuts | None = None,
     ) -> None:
         """Start a segment of training, with nothing in flight.
 
@@ -114,11 +114,11 @@ class Worker:
         """
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}
-        self._begin(feed, Crossing(self.setup.graph, self.setup.pipeline, self._stages, scales, phases), None)
+        self._begin(feed, BoundaryValues(self.setup.graph, self.setup.pipeline, self._stages, scales, phases), None)
         self._updates = Updates(self.setup, first, num_minibatches, divisors)
         self._phases = phases
         if phases is not None:
-            self._handing_over = HandingOver(
+            self._handing_over = BlockTransfers(
                 self.replicas, self._running, self._shares, feed, phases, self._note_memory
             )
         if self.monitor is not None:
@@ -143,14 +143,14 @@ class Worker:
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
         """Start an evaluation, with nothing in flight; `scores` takes what the model puts out."""
         self._stages = {stage: replica.stage.evaluated for stage, replica in self.replicas.items()}
-        self._begin(feed, Crossing(self.setup.graph.evaluated, self.setup.pipeline, self._stages, {}), scores)
+        self._begin(feed, BoundaryValues(self.setup.graph.evaluated, self.setup.pipeline, self._stages, {}), scores)
 
     def end_evaluation(self) -> None:
         """Let go of what an evaluation carried from minibatch to minibatch."""
         for replica in self.replicas.values():
             replica.forget("eval")
 
-    def _begin(self, feed: Feed, crossing: Crossing, scores: Scores | None) -> None:
+    def _begin(self, feed: Feed, crossing: BoundaryValues, scores: Scores | None) -> None:
         self._feed = feed
         self._crossing = crossing
         self._scores = scores
@@ -239,7 +239,7 @@ class Worker:
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             replica, arrived = self._running[it.stage], self._crossing.arrived(it.stage, it.number)
-            if isinstance(replica, Migrating):
+            if isinstance(replica, MigratingReplica):
                 self._leave_back(it, replica.backward(it.number, arrived))
                 self._gather(it.stage)
             else:
@@ -368,10 +368,10 @@ class Worker:
         """Return all that this worker holds of the model's state at a drain: references, not copies."""
         return ModelState.merge(held_by(replica, self._shares[stage]) for stage, replica in self.replicas.items())
 
-    def claim(self) -> Claim:
+    def claim(self) -> StateClaim:
         """Return what this worker needs of a model's state."""
         shares = self._shares
-        return Claim(
+        return StateClaim(
             frozenset(shares[stage].names[n] for stage, replica in self.replicas.items() for n in names_in(replica)),
             frozenset(path for replica in self.replicas.values() for path in replica.stage.stateful),
             next(iter(shares.values())),

@@ -18,7 +18,7 @@ from pipebench.model.tracing import CALLS
 
 
 @dataclass(frozen=True)
-class Cell:
+class SkippableCell:
     """A module that can be left out.
 
     Attributes:
@@ -32,7 +32,9 @@ class Cell:
     passes: str
 
 
-def find_cells(graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, Sequence[str]]) -> tuple[Cell, ...]:
+def find_cells(
+    graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, Sequence[str]]
+) -> tuple[SkippableCell, ...]:
     """Return the modules that some patterns name, in order of execution.
 
     Args:
@@ -44,7 +46,7 @@ def find_cells(graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, S
         GraphError: a pattern that no module matches, or a module that can't be left out; says why.
     """
     exits = _exits(graph.graph)
-    found: dict[str, Cell] = {}
+    found: dict[str, SkippableCell] = {}
     for pattern in patterns:
         names = [name for name in exits if named(name, pattern)]
         if not names:
@@ -56,7 +58,7 @@ def find_cells(graph: LayerGraph, patterns: Sequence[str], forms: Mapping[str, S
     return tuple(sorted(found.values(), key=lambda cell: (cell.layers[0], cell.name)))
 
 
-def without(graph: LayerGraph, cells: Collection[Cell]) -> LayerGraph:
+def without(graph: LayerGraph, cells: Collection[SkippableCell]) -> LayerGraph:
     """Return a model without some of its cells, as it trains and as it evaluates; it shares everything with the whole.
 
     Args:
@@ -84,7 +86,7 @@ def named(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping[str, Sequence[str]]) -> Cell:
+def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping[str, Sequence[str]]) -> SkippableCell:
     """Return a module as a cell, once sure that it can be left out."""
     why = f"search.cells: {name} of the model can't be left out: "
     if len(exits) > 1:
@@ -103,7 +105,7 @@ def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping
         shape = ", ".join(forms[last.name])
         raise GraphError(f"{why}nothing that it is given has the shape of what it puts out, {shape}")
     layers = tuple(layer.index for layer in graph.layers if name in _modules_around(layer.node))
-    return Cell(name, layers, passes)
+    return SkippableCell(name, layers, passes)
 
 
 def _exits(graph: fx.Graph) -> dict[str, list[fx.Node]]:

@@ -39,11 +39,11 @@ def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
             readers.setdefault(read, []).append(layer.index)
     stages = [last] * len(evaluation.layers)
     for layer in reversed(evaluation.layers):
-        twin = evaluation.twins[layer.index]
+        trained_index = evaluation.evaluation_map[layer.index]
         read_here = [str(node.target) for node in layer.node.all_input_nodes if node.op == "get_attr"]
         trained = {home[name] for name in (*layer.parameters, *layer.buffers, *read_here) if name in home}
-        if twin is not None:
-            trained.add(stage_of_layer[twin])
+        if trained_index is not None:
+            trained.add(stage_of_layer[trained_index])
         read_by = [stages[reader] for reader in readers.get(layer.index, ())]
         stages[layer.index] = max(trained) if trained else min(read_by, default=last)
         if len(trained) > 1 or stages[layer.index] > min(read_by, default=last):

@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipebench.errors import GraphError, nearest
+from pipebench.model.evaluation_map import evaluation_map
 from pipebench.model.tracing import Fed, fed_arguments, record, set_item
-from pipebench.model.twins import twins
 
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -78,7 +78,7 @@ class LayerGraph:
         outputs: indices of the layers whose output the model returns, ascending.
         training: qualified names of the modules in training mode here: a model may keep some of them out of it.
         evaluation: the same model as it evaluates; None if this is that.
-        twins: of an evaluation, for every layer its index in training, or None where training has no such layer.
+        evaluation_map: of an evaluation, by layer its index in training; None where it has none.
         rounding: what is rounded for the arithmetic, see `precision.py`; None: nothing. The tensors here never are.
     """
 
@@ -90,7 +90,7 @@ class LayerGraph:
     outputs: tuple[int, ...]
     training: frozenset[str] = frozenset()
     evaluation: "LayerGraph | None" = None
-    twins: tuple[int | None, ...] = ()
+    evaluation_map: tuple[int | None, ...] = ()
     rounding: Rounding | None = None
 
     @property
@@ -267,8 +267,8 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
         for name in model.__dict__.keys() - attributes:  # tensors made in forward, which the graphs hold now
             delattr(model, name)
     (trains, in_training), (evaluates, in_evaluation) = found
-    same = twins(_computing(trains.graph), _computing(evaluates.graph))
-    evaluation = _layer_graph(model, evaluates, training=in_evaluation, twins=same)
+    same = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
+    evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=same)
     return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
 
 

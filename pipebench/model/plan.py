@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipebench.errors import PlanError, nearest
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Layout
+from pipebench.schedule.moves import CutLayout
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import noam
 
@@ -227,10 +227,10 @@ def crossings(
     return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
 
 
-def layout_of(plan: Plan) -> Layout:
+def layout_of(plan: Plan) -> CutLayout:
     """Return the first layers of a plan's later stages, and what every layer does with its activations."""
     memory = tuple(policy for stage in plan.stages for policy in stage.memory)
-    return Layout(tuple(stage.start for stage in plan.stages[1:]), memory)
+    return CutLayout(tuple(stage.start for stage in plan.stages[1:]), memory)
 
 
 def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:

@@ -61,7 +61,7 @@ class Stream(NamedTuple):
     starts: bool
 
 
-class Shape(NamedTuple):
+class UnitShape(NamedTuple):
     """What the costs of a unit depend on where lengths vary.
 
     Attributes:
@@ -73,7 +73,9 @@ class Shape(NamedTuple):
     columns: int
 
 
-Size = int | Shape  # what the costs of a unit depend on: how many samples it has, and their length where that varies
+Size = (
+    int | UnitShape
+)  # what the costs of a unit depend on: how many samples it has, and their length where that varies
 
 
 class Sampler:
@@ -212,7 +214,7 @@ class Varying(Sampler):
     def sizes(self, k: int, microbatches: int) -> list[Size]:
         """See `Sampler`: microbatches are as wide as their minibatch."""
         columns = self.columns(k)
-        return [Shape(size, columns) if size else 0 for size in microbatch_sizes(self.size(k), microbatches)]
+        return [UnitShape(size, columns) if size else 0 for size in microbatch_sizes(self.size(k), microbatches)]
 
     def _drawn_columns(self, k: int) -> int:
         """Return how wide minibatch k is: its own draw, whoever asks."""

@@ -197,7 +197,7 @@ class _Climb:
             _, _, floor_s, sketch = heapq.heappop(self._queue)
             if floor_s >= self._best_s and sketch not in self._found:
                 continue
-            found = self._found.get(sketch) or self._glimpsed(sketch, floor_s)
+            found = self._found.get(sketch) or self._estimated_rate(sketch, floor_s)
             if found is None:
                 continue
             self._best_s = min(self._best_s, found.minibatch_s)
@@ -220,24 +220,24 @@ class _Climb:
             if floor_s < self._best_s or each in self._found:
                 heapq.heappush(self._queue, _Waiting(floor_s * excess, next(self._counter), floor_s, each))
 
-    def _glimpsed(self, sketch: Sketch, floor_s: float) -> PlanEstimate | None:
+    def _estimated_rate(self, sketch: Sketch, floor_s: float) -> PlanEstimate | None:
         """Return about what a plan comes to, or None if it doesn't fit in memory."""
         limit = self._cluster.memory_bytes
         found = self._of.estimate("climbing", sketch.stages, sketch.devices, depth=sketch.depth)
         self._left -= len(self._floors.rows) / 5 + 20
         if limit is not None and found.memory_bytes > limit:
             return None
-        minibatch_s, taken = self._of.glimpse(found, _GLIMPSED)
+        minibatch_s, taken = self._of.estimate_rate(found, _GLIMPSED)
         self._left -= taken
         if math.isinf(minibatch_s):
             self._unseen_s = min(self._unseen_s, floor_s)
         self._found[sketch] = replace(found, minibatch_s=minibatch_s)
         return self._found[sketch]
 
-    def _simulated(self, glimpsed: Sequence[Sketch]) -> PlanEstimate:
+    def _simulated(self, estimated: Sequence[Sketch]) -> PlanEstimate:
         """Return the best plan of some, the most promising of them simulated until they are steady."""
-        best = min((each for each in glimpsed if self._found[each].is_simulated), key=self._seconds)
-        for sketch in sorted(glimpsed, key=self._seconds)[:_FINALISTS]:
+        best = min((each for each in estimated if self._found[each].is_simulated), key=self._seconds)
+        for sketch in sorted(estimated, key=self._seconds)[:_FINALISTS]:
             if self._seconds(sketch) < self._seconds(best):
                 self._found[sketch] = self._of.with_prediction(self._found[sketch])
                 best = min(best, sketch, key=self._seconds)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pipebench.cluster import Cluster, Level
 from pipebench.planner.activations import Unit
 from pipebench.planner.states import Floats, States
-from pipebench.simulate.costs import BUCKET_BYTES, Bucket, Costs, StageCosts
+from pipebench.simulate.costs import BUCKET_BYTES, Costs, SimulatedBucket, StageCosts
 
 # On average half of the last bucket is complete only when the backward is over.
 LAST_BUCKET_BYTES = BUCKET_BYTES / 2
@@ -115,7 +115,7 @@ class StageTerms:
 
 
 @dataclass(frozen=True)
-class Work:
+class UnitWork:
     """A model to plan, at the size that travels.
 
     Attributes:
@@ -154,7 +154,7 @@ class StageGrid:
         stop_from: index of the first state after them.
     """
 
-    work: Work
+    work: UnitWork
     starts: NDArray[np.intp]
     stop_from: int = 0
 
@@ -214,10 +214,10 @@ class CostModel(ABC):
         """
 
     @abstractmethod
-    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+    def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         """Return a stage's (compute, gradient sum, transfers) in seconds per minibatch, each on its own."""
 
-    def cuts_s(self, work: Work, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
+    def cuts_s(self, work: UnitWork, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
         """Return what the cuts before and after a stage cost by themselves, each over a level of its own."""
         del work, before, after, start, stop, m
         return 0.0, 0.0
@@ -251,12 +251,12 @@ def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
     """Return a stage whose gradients are summed as one, from a point of its backward on; nothing else costs time."""
     names = tuple(name for bucket in stage.buckets for name in bucket.parameters)
     num_bytes = round(factor * sum(bucket.num_bytes for bucket in stage.buckets))
-    buckets = (Bucket(num_bytes, ready, names),) if num_bytes else ()
+    buckets = (SimulatedBucket(num_bytes, ready, names),) if num_bytes else ()
     return replace(stage, buckets=buckets, update_s=0.0, load_s=dict.fromkeys(stage.load_s, 0.0), buffer_bytes=0)
 
 
 def _cuts_s(
-    work: Work, carried: Floats, cuts: tuple[tuple[int, Level], tuple[int, Level]], factor: float
+    work: UnitWork, carried: Floats, cuts: tuple[tuple[int, Level], tuple[int, Level]], factor: float
 ) -> tuple[float, float]:
     """Return the seconds of two cuts, each with its level; nothing at the model's ends."""
     inside = range(1, len(work.states) - 1)
@@ -281,13 +281,13 @@ class _Sosp19(CostModel):
         before = 0.0 if first else grid.cuts(states.sent_bytes * (2 / level.message_bytes_per_s))[0]
         return StageTerms((Term(compute_s), Term(np.zeros((1, 1)), tail=sync)), before)
 
-    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+    def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states, rate = work.states, _plain(level).sum_bytes_per_s
         compute = states.forward_s + states.backward_s
         sync = 2 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
         return (compute[stop] - compute[start]) / m, sync, max(self.cuts_s(work, level, level, start, stop, m))
 
-    def cuts_s(self, work: Work, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
+    def cuts_s(self, work: UnitWork, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
         return _cuts_s(work, work.states.sent_bytes, ((start, before), (stop, after)), 2.0)
 
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
@@ -311,13 +311,13 @@ class _Artifact(CostModel):
         carried = np.maximum(*grid.cuts(states.antichain_bytes * (2 / level.message_bytes_per_s)))
         return StageTerms((Term(carried), Term(compute_s, sync)))
 
-    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+    def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states, rate = work.states, _plain(level).sum_bytes_per_s
         compute = states.forward_s + states.backward_s
         sync = 4 * (m - 1) / m * (states.parameter_bytes[stop] - states.parameter_bytes[start]) / rate
         return (compute[stop] - compute[start]) / m, sync / m, max(self.cuts_s(work, level, level, start, stop, m))
 
-    def cuts_s(self, work: Work, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
+    def cuts_s(self, work: UnitWork, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
         if start == 0:
             return 0.0, 0.0
         return _cuts_s(work, work.states.antichain_bytes, ((start, before), (stop, after)), 2.0 / m)
@@ -381,7 +381,7 @@ class _Overlap(CostModel):
         weights = grid.sums(grid.work.states.parameter_bytes)
         return grid.work.update_floor_s * (weights > 0) + grid.work.update_s_per_byte * weights
 
-    def parts(self, work: Work, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
+    def parts(self, work: UnitWork, level: Level, start: int, stop: int, m: int) -> tuple[float, float, float]:
         states = work.states
         weights = states.parameter_bytes[stop] - states.parameter_bytes[start]
         compute = states.forward_s + states.backward_s + work.update_s_per_byte * states.parameter_bytes

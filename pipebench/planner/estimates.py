@@ -9,13 +9,13 @@ from typing import NamedTuple
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, as_they_run, make_plan
 from pipebench.planner.activations import Activations, VirtualMemory
-from pipebench.planner.cost_models import Work
+from pipebench.planner.cost_models import UnitWork
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.loops import loops_s
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.placement_costs import along, cut_levels, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, Request, StageEstimate
-from pipebench.planner.predict import Course, arrange, arranged, course_of, payload, predict
+from pipebench.planner.predict import PlannedWorkload, arrange, arranged, course_of, payload, predict
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.planner.straight import Straight
@@ -27,7 +27,7 @@ from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
-from pipebench.simulate.steady import glimpse, simulate_all
+from pipebench.simulate.steady import estimate_rate, simulate_all
 
 MOST_SIMULATED = 256  # workers; beyond, what is predicted is the cost model's bottleneck
 _LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
@@ -71,7 +71,7 @@ class Estimator:
         return size
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> UnitWork:
         """The model at the size that travels."""
         profile = self.request.profile
         rows = profile.layers[self.unit_size]
@@ -86,7 +86,7 @@ class Estimator:
             states = replace(states, activations=Activations(rows, self.memory_policies, pcie))
         load_s = profile.load_s.get(self.unit_size, 0.0)
         update_s_per_byte = profile.update_s_per_byte * WEIGHT_POLICIES[self.mode.weights].update_cost
-        return Work(states, update_s_per_byte, profile.update_floor_s, load_s)
+        return UnitWork(states, update_s_per_byte, profile.update_floor_s, load_s)
 
     @cached_property
     def memory_policies(self) -> tuple[str, ...]:
@@ -334,7 +334,7 @@ class Estimator:
         return min(noam(widths), limited) if limited else noam(widths)
 
     def _parts_s(
-        self, work: Work, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
+        self, work: UnitWork, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], index: int
     ) -> tuple[float, float, float]:
         """Return a stage's computing, gradient sum and transfers in seconds per unit, each on its own."""
         model, cluster = self.request.model, self.request.cluster
@@ -379,12 +379,12 @@ class Estimator:
         _, count = self._course(found)
         return 3 * count * found.microbatches * len(found.stages)
 
-    def glimpse(self, found: PlanEstimate, num_instructions: int) -> tuple[float, int]:
+    def estimate_rate(self, found: PlanEstimate, num_instructions: int) -> tuple[float, int]:
         """Return about what `with_prediction` says a minibatch takes, and how many instructions that simulated."""
         course, count = self._course(found)
-        return glimpse(course, 2 * count, num_instructions)
+        return estimate_rate(course, 2 * count, num_instructions)
 
-    def _course(self, found: PlanEstimate) -> tuple[Course, int]:
+    def _course(self, found: PlanEstimate) -> tuple[PlannedWorkload, int]:
         return course_of(
             arranged(self.sizes, found.order),
             self.request.cluster,

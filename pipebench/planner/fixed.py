@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
-from pipebench.planner.cost_models import CostModel, StageGrid, Work
+from pipebench.planner.coarsening import MOST_EXACT, is_coarsened, refined
+from pipebench.planner.cost_models import CostModel, StageGrid, UnitWork
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.placement_costs import along, stage_level
 from pipebench.planner.states import Floats
-from pipebench.planner.thinning import MOST_EXACT, is_thinned, refined
 
 
 def plan_fixed(
-    work: Work,
+    work: UnitWork,
     model: CostModel,
     cluster: Cluster,
     replicas: Sequence[int],
@@ -28,7 +28,7 @@ def plan_fixed(
     """Return the cuts with the smallest bottleneck for given replicas, workers placed along the devices.
 
     For the cost model at the level of links that each stage's workers span, by dynamic programming over stages and
-    cuts; exact up to `thinning.MOST_EXACT` states. Without `fits` memory is not
+    cuts; exact up to `coarsening.MOST_EXACT` states. Without `fits` memory is not
     weighed: whoever names the replicas decides.
 
     Args:
@@ -46,14 +46,14 @@ def plan_fixed(
     if len(replicas) > last:
         raise PlanError(f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most")
 
-    def exactly(over: Work) -> tuple[float, tuple[SearchStage, ...]]:
+    def exactly(over: UnitWork) -> tuple[float, tuple[SearchStage, ...]]:
         return _plan_exactly(over, model, cluster, replicas, chunks, fits)
 
     def solve(kept: Sequence[int]) -> tuple[float, tuple[SearchStage, ...]] | None:
         bottleneck_s, stages = exactly(replace(work, states=states.select(kept)))
         return bottleneck_s, tuple(SearchStage(kept[a], kept[b], m) for a, b, m in stages)
 
-    if is_thinned(states) and len(replicas) < MOST_EXACT // 2:
+    if is_coarsened(states) and len(replicas) < MOST_EXACT // 2:
         found = refined(states, solve, operator.itemgetter(0), lambda plan: [stage.start for stage in plan[1][1:]])
         assert found is not None
         return found[1]
@@ -61,7 +61,7 @@ def plan_fixed(
 
 
 def _plan_exactly(
-    work: Work,
+    work: UnitWork,
     model: CostModel,
     cluster: Cluster,
     replicas: Sequence[int],

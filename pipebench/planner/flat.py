@@ -1,6 +1,6 @@
 """The flat planner: on one level of links, at a cost that does not grow with the number of workers.
 
-Exact up to `thinning.MOST_EXACT` states; beyond, it searches fewer of them, and `flat_bound_s` bounds what that costs.
+Exact up to `coarsening.MOST_EXACT` states; beyond, it searches fewer, and `flat_bound_s` bounds what that costs.
 
 A bound T on the bottleneck decides everything: the fewest replicas of every stage have a closed form, and the fewest
 workers from every cut to the end of the model are a shortest path over cuts. T itself is found by bisection, between a
@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, Work
-from pipebench.planner.memory import Kept, MemoryRule
+from pipebench.planner.coarsening import is_coarsened, loosened, refined
+from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, UnitWork
+from pipebench.planner.memory import MemoryLine, MemoryRule
 from pipebench.planner.states import Floats, States
-from pipebench.planner.thinning import is_thinned, loosened, refined
 
 _ANY_S = 1e30  # seconds: no bottleneck is larger
 _PRECISION, _NEAR = 1e-12, 1e-5  # relative; below it a float's own rounding decides
@@ -52,7 +52,7 @@ class FlatProblem:
         width: replicas of every stage; None for any. 1 is straight only.
     """
 
-    work: Work
+    work: UnitWork
     model: CostModel
     level: Level
     num_workers: int
@@ -79,7 +79,7 @@ def stage_s(problem: FlatProblem, stage: SearchStage) -> float:
 def plan_flat(problem: FlatProblem) -> tuple[SearchStage, ...] | None:
     """Return the plan with the smallest bottleneck, the fewest workers among those, or None if none fits in memory."""
     states = problem.work.states
-    if not is_thinned(states):
+    if not is_coarsened(states):
         return _plan_exactly(problem)
 
     def solve(kept: Sequence[int]) -> tuple[SearchStage, ...] | None:
@@ -231,7 +231,7 @@ class _Stages:
         return self._bounds().seconds(float(self._problem.width))
 
     @cached_property
-    def memory(self) -> Kept:
+    def memory(self) -> MemoryLine:
         """What they keep, see `MemoryRule.parts`."""
         assert self._problem.memory is not None
         return self._problem.memory.parts(self._grid)

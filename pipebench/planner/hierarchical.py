@@ -1,6 +1,6 @@
 """The hierarchical planner: level by level, as in the paper, exact for its recurrence.
 
-Up to `thinning.MOST_EXACT` states, that is; beyond, it searches fewer of them, as the flat planner does.
+Up to `coarsening.MOST_EXACT` states, that is; beyond, it searches fewer of them, as the flat planner does.
 
 Paper: PipeDream (SOSP'19) section 3.1. At level k a stage runs on m components of the level below, each of which runs
 the best plan of the level below for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k from A^(k-1). The table of
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import CostModel, Inner, StageGrid, StageTerms, Work
+from pipebench.planner.coarsening import is_coarsened, loosened, refined
+from pipebench.planner.cost_models import CostModel, Inner, StageGrid, StageTerms, UnitWork
 from pipebench.planner.flat import BLOCK_ELEMENTS, SearchStage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import Floats, States
-from pipebench.planner.thinning import is_thinned, loosened, refined
 
 _THREADS, _WORTH_THREADS = 2, 500
 _THINNING, _FEW_STATES = 4, 96  # a bound comes from every fourth state, and so on down to few
@@ -34,7 +34,7 @@ _THINNING, _FEW_STATES = 4, 96  # a bound comes from every fourth state, and so 
 class HierarchicalProblem:
     """What to plan: as in `FlatProblem`, with levels of links, innermost first."""
 
-    work: Work
+    work: UnitWork
     model: CostModel
     levels: tuple[Level, ...]
     memory: MemoryRule | None = None
@@ -60,7 +60,7 @@ def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -
         at_most_s: a slower plan is of no use: it need not be the best, or found.
     """
     states = problem.work.states
-    if not is_thinned(states):
+    if not is_coarsened(states):
         return _plan_exactly(problem, at_most_s)
 
     def solve(kept: Sequence[int]) -> HierarchicalPlan | None:
@@ -89,7 +89,7 @@ def _plan_exactly(problem: HierarchicalProblem, at_most_s: float) -> Hierarchica
             return boundless
     states = problem.work.states
     if len(states) > _FEW_STATES:
-        coarse = _plan_exactly(problem.over(states.thinned(_THINNING)), at_most_s)
+        coarse = _plan_exactly(problem.over(states.coarsened(_THINNING)), at_most_s)
         at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Cluster
-from pipebench.planner.cost_models import CostModel, StageGrid, Work
+from pipebench.planner.cost_models import CostModel, StageGrid, UnitWork
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.placement_costs import LONGEST_CYCLE, spanned, stage_level
 from pipebench.schedule.orders import ONE_F_ONE_B
@@ -46,7 +46,7 @@ class _Way(NamedTuple):
 
 
 def loops_s(
-    work: Work,
+    work: UnitWork,
     model: CostModel,
     cluster: Cluster,
     stages: Sequence[SearchStage],
@@ -95,7 +95,7 @@ def loops_s(
 
 
 def _way(
-    work: Work,
+    work: UnitWork,
     cluster: Cluster,
     stages: Sequence[SearchStage],
     devices: Sequence[Sequence[int]],

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.planner.activations import on_device
-from pipebench.planner.cost_models import StageGrid, Work
+from pipebench.planner.cost_models import StageGrid, UnitWork
 from pipebench.planner.states import Floats, States
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight
 
 
-class Kept(NamedTuple):
+class MemoryLine(NamedTuple):
     """What stages keep: the lowest of some lines in the units in flight; arrays are [line, start, stop].
 
     Attributes:
@@ -67,11 +67,11 @@ class MemoryRule:
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int) -> float:
         """Return the bytes that a replica of the stage between two states keeps at most."""
-        return float(self.parts(StageGrid(Work(states), np.array([start]), stop)).num_bytes(in_flight)[0, 0])
+        return float(self.parts(StageGrid(UnitWork(states), np.array([start]), stop)).num_bytes(in_flight)[0, 0])
 
     def beside_activations(self, states: States, start: int, stop: int) -> tuple[float, float]:
         """Return what the stage between two states keeps but for activations: in any case, and per unit in flight."""
-        grid = StageGrid(Work(states), np.array([start]), stop)
+        grid = StageGrid(UnitWork(states), np.array([start]), stop)
         constant, each = self._beside(grid)
         return float(constant[0, 0]), float(each[0, 0])
 
@@ -80,7 +80,7 @@ class MemoryRule:
         depth = 1 + -(-(after + self.beyond) // m) if after else 1
         return self.in_flight or min(depth, self.depth_at_most or depth)
 
-    def least(self, parts: Kept, after: Floats) -> Floats:
+    def least(self, parts: MemoryLine, after: Floats) -> Floats:
         """Return the fewest replicas with which the stages of a grid of one start fit, or infinity [stop].
 
         Args:
@@ -117,17 +117,17 @@ class MemoryRule:
             after += replicas
         return True
 
-    def parts(self, grid: StageGrid) -> Kept:
+    def parts(self, grid: StageGrid) -> MemoryLine:
         """Return what the stages of a grid keep however many minibatches are in flight, and of each."""
         states, unit = grid.work.states, grid.unit
         constant, stashed = self._beside(grid)
         constant = constant + grid.sums(states.recomputed_bytes)
         if states.activations is None or unit is None:
             resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
-            return Kept(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None])
+            return MemoryLine(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None])
         lines = on_device(unit.swapped_bytes, unit.forward_s, states.activations.pcie_bytes_per_s)
         once, each = (np.stack(parts) for parts in zip(*lines, strict=True))
-        return Kept(constant + once, stashed + unit.stays_bytes + each)
+        return MemoryLine(constant + once, stashed + unit.stays_bytes + each)
 
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats]:
         """Return the same without activations."""

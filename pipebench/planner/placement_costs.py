@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipebench.cluster import Cluster, Level
-from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, Work
+from pipebench.planner.cost_models import CostModel, StageGrid, StageTerms, UnitWork
 from pipebench.planner.flat import SearchStage
 
 LONGEST_CYCLE = 1 << 12  # minibatches followed one by one to find who sends to whom
@@ -50,7 +50,7 @@ def cut_levels(cluster: Cluster, devices: Sequence[Sequence[int]], index: int) -
 
 
 def placed_s(
-    work: Work,
+    work: UnitWork,
     model: CostModel,
     cluster: Cluster,
     stages: Sequence[SearchStage],
@@ -89,7 +89,7 @@ def placed_s(
 
 
 def _port_bytes(
-    work: Work, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], size: int
+    work: UnitWork, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], size: int
 ) -> dict[tuple[int, bool], float]:
     """Return the payload per minibatch by (component of `size` devices, whether it leaves)."""
     states = work.states

@@ -127,8 +127,8 @@ class Planner(Estimator):
     def at_most(self) -> float:
         """Return how many times the smallest bottleneck one that `best` searched for can be; 1 if all are exact."""
         worst = 1.0
-        for found_s, bound in self._searches.thinned:
-            self._tell("bounding what a thinned search missed")
+        for found_s, bound in self._searches.coarsened:
+            self._tell("bounding what a coarsened search missed")
             bound_s = bound() if found_s > 0 else math.inf
             worst = max(worst, found_s / bound_s if bound_s > 0 else math.inf)
         return worst if worst > 1 + _ROUNDING else 1.0

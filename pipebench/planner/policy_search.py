@@ -92,7 +92,7 @@ class _Labels:
         beaten = (worth[:3, :, None] <= worth[:3, None, :]).all(axis=0) & (worth[3][:, None] == worth[3])
         return ordered.chosen(~np.triu(beaten, 1).any(axis=0))  # who comes before is no slower
 
-    def thinned(self, most: int) -> "_Labels":
+    def coarsened(self, most: int) -> "_Labels":
         """Return the fastest of each situation of those that keep about equally much: no more than so many."""
         situations = np.unique(self.situation)
         num_bins, group = max(1, most // len(situations)), np.searchsorted(situations, self.situation)
@@ -127,7 +127,7 @@ def fastest_policies(problem: StageProblem, limit_s: float, most_labels: int) ->
         if len(labels) <= _MOST_COMPARED:
             labels = labels.undominated()
         if len(labels) > most_labels:
-            labels, is_exact = labels.thinned(most_labels), False
+            labels, is_exact = labels.coarsened(most_labels), False
         origins.append(labels.origin)
         alive, situation = np.unique(labels.situation, return_inverse=True)
         labels, situations = replace(labels, situation=situation), [steps.situations[index] for index in alive]

@@ -29,7 +29,7 @@ _SETTLED = 1e-4  # relative change of a prediction below which it isn't refined
 
 
 @dataclass(frozen=True)
-class Course:
+class PlannedWorkload:
     """What the simulator needs to know of a run."""
 
     pipeline: Pipeline
@@ -131,7 +131,7 @@ def course_of(
     *,
     microbatches: int = 1,
     accumulate: int = 1,
-) -> tuple[Course, int]:
+) -> tuple[PlannedWorkload, int]:
     """Return what the simulator runs for a plan, and after how many minibatches nothing changes any more.
 
     Args:
@@ -152,10 +152,10 @@ def course_of(
     rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = period * rounds
     sampler = Sampler(2 * _DEEP_ROUNDS * count * minibatch_size, minibatch_size, 0)
-    return Course(pipeline, costs, model.links(cluster), plan.devices, sampler), count
+    return PlannedWorkload(pipeline, costs, model.links(cluster), plan.devices, sampler), count
 
 
-def predict(course: Course, count: int) -> float:
+def predict(course: PlannedWorkload, count: int) -> float:
     """Return the seconds per minibatch in the steady state, reached after `count` minibatches (see `course_of`)."""
     shorter, longer = (simulate_segment(course, n).end_s for n in (count, 2 * count))
     found, pipeline = (longer - shorter) / count, course.pipeline

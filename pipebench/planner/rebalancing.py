@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from pipebench.planner.partition.consecutive import TOLERANCE, Fits, Line, repartition
+from pipebench.planner.partition.consecutive import TOLERANCE, Fits, LayerChain, repartition
 from pipebench.planner.partition.graph import timed_graph
-from pipebench.planner.stage_problem import Outcome, StageProblem, input_bytes_of
+from pipebench.planner.stage_problem import StageOutcome, StageProblem, input_bytes_of
 from pipebench.planner.swap_recompute import best_policies
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import KEEP, RECOMPUTE
-from pipebench.schedule.moves import Layout, Starts
+from pipebench.schedule.moves import CutLayout, Starts
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.weights import WEIGHT_POLICIES, delay
@@ -42,7 +42,7 @@ _MOST_LABELS = 512  # in choosing a stage's policies: training waits for it
 ProblemOf = Callable[[int, int, int], StageProblem]  # of a stage, made of the layers from one to before another
 
 
-class Measured(NamedTuple):
+class StageTimes(NamedTuple):
     """What was measured of a stage.
 
     Attributes:
@@ -63,7 +63,7 @@ class Proposal(NamedTuple):
         num_unfit: stages that don't fit in memory.
     """
 
-    layout: Layout
+    layout: CutLayout
     stage_s: tuple[float, ...]
     num_unfit: int
 
@@ -74,7 +74,7 @@ class Proposal(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rebalancing:
+class RepartitionSearch:
     """Stages that have been measured.
 
     Attributes:
@@ -87,11 +87,11 @@ class Rebalancing:
     """
 
     rows: Sequence[LayerProfile]
-    layout: Layout
-    measured: Sequence[Measured]
+    layout: CutLayout
+    measured: Sequence[StageTimes]
     problem_of: ProblemOf
     may_start: Collection[int] | None = None
-    known: dict[tuple[int, int, int, float], Outcome] = field(default_factory=dict)
+    known: dict[tuple[int, int, int, float], StageOutcome] = field(default_factory=dict)
 
     @property
     def is_needed(self) -> bool:
@@ -114,7 +114,7 @@ class Rebalancing:
         memory = self.layout.memory
         return self._proposal(self.layout.starts, lambda problem: problem.outcome(memory[problem.start : problem.stop]))
 
-    def next_step(self) -> Layout | None:
+    def next_step(self) -> CutLayout | None:
         """Return what to go to next, on the way to what is best; None: there is no need, or nothing better.
 
         No layer goes further than to the next stage, and no more stages are left without room than are now.
@@ -128,7 +128,7 @@ class Rebalancing:
         step = best if starts == best.layout.starts else self.chosen(starts)
         return step.layout if step.num_unfit <= self.now.num_unfit and step.layout != self.layout else None
 
-    def chosen_again(self, starts: Sequence[int]) -> Layout | None:
+    def chosen_again(self, starts: Sequence[int]) -> CutLayout | None:
         """Return what cuts come to, with less memory than before; None: they don't fit, or aren't worth it any more."""
         step = self.chosen(starts)
         is_slower = max(step.stage_s) > max(self.now.stage_s) and not self.now.num_unfit
@@ -150,7 +150,7 @@ class Rebalancing:
         """Return cuts with the policies that fit and take least time."""
         return self._proposal(starts, self._chosen_of)
 
-    def _chosen_of(self, problem: StageProblem) -> Outcome:
+    def _chosen_of(self, problem: StageProblem) -> StageOutcome:
         """Return what a stage's layers do: the best that they can choose, or what they did."""
         key = problem.in_flight, problem.start, problem.stop, problem.limit_bytes
         if key not in self.known:
@@ -165,7 +165,7 @@ class Rebalancing:
         found = self.chosen(self.layout.starts)
         yield found
         for _ in range(_MOST_ROUNDS):
-            before, line = found, Line(timed_graph(self.rows, [*self._lasting(found)]), self.may_start, fits)
+            before, line = found, LayerChain(timed_graph(self.rows, [*self._lasting(found)]), self.may_start, fits)
             cuts = (repartition(line, before.layout.starts, tolerance) for tolerance in (TOLERANCE, 0.0))
             starts = min(cuts, key=lambda each: (not line.fit(each), line.slowest_s(each)))
             if starts == before.layout.starts:
@@ -258,12 +258,12 @@ class Rebalancing:
             return problem.outcome(self.layout.memory[start:stop]).fits
         return any(problem.outcome((policy,) * problem.num_layers).fits for policy in problem.choices)
 
-    def _proposal(self, starts: Sequence[int], outcome_of: Callable[[StageProblem], Outcome]) -> Proposal:
+    def _proposal(self, starts: Sequence[int], outcome_of: Callable[[StageProblem], StageOutcome]) -> Proposal:
         ends = (0, *starts, len(self.layout.memory))
         outcomes = [outcome_of(self._problem(stage, *layers)) for stage, layers in enumerate(itertools.pairwise(ends))]
         memory = tuple(policy for outcome in outcomes for policy in outcome.memory)
         stage_s = tuple(outcome.problem.window_s + outcome.extra_s for outcome in outcomes)
-        return Proposal(Layout(tuple(starts), memory), stage_s, sum(not outcome.fits for outcome in outcomes))
+        return Proposal(CutLayout(tuple(starts), memory), stage_s, sum(not outcome.fits for outcome in outcomes))
 
     def _problem(self, stage: int, start: int, stop: int) -> StageProblem:
         """Return a stage in seconds and bytes as they were measured."""
@@ -286,7 +286,7 @@ def _badness(given: Proposal) -> tuple[int, list[float]]:
     return given.badness
 
 
-def as_measured(rows: Sequence[LayerProfile], layout: Layout, stage_s: Sequence[float]) -> Iterator[LayerProfile]:
+def as_measured(rows: Sequence[LayerProfile], layout: CutLayout, stage_s: Sequence[float]) -> Iterator[LayerProfile]:
     """Yield layers that take as long as they do by measurement; the last stage's time is the loss's, too.
 
     Args:

@@ -1,6 +1,6 @@
 """The searches that a mode's plans come from: which shapes it asks for, and what finds the best of each.
 
-Exact for the cost model, up to very many places to cut (see `thinning`): the flat plan at every level's links, placed
+Exact for the cost model, up to very many places to cut (see `coarsening`): the flat plan at every level's links, placed
 along the devices; the paper's hierarchical plan; the best straight plan; pure data parallelism; under `overlap` also a
 few given shapes, cut best.
 """
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
+from pipebench.planner.coarsening import is_coarsened
 from pipebench.planner.cost_models import StageGrid
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.fixed import plan_fixed
@@ -22,7 +23,6 @@ from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, flat_
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.plans import PlanEstimate
-from pipebench.planner.thinning import is_thinned
 from pipebench.planner.unpipelined import MOST_STATES, MOST_WORKERS, plans_unpipelined
 
 # Components of one level: the hierarchical tables grow with their number, flat plans do not. 128 take seconds.
@@ -39,13 +39,13 @@ class Searches:
     """The searches of one mode.
 
     Attributes:
-        thinned: of every search that wasn't exact, the bottleneck found and what bounds it.
+        coarsened: of every search that wasn't exact, the bottleneck found and what bounds it.
     """
 
     def __init__(self, of: Estimator, tell: Callable[[str], None]) -> None:
         """Take what weighs plans, and who is told of every search that begins."""
         self._of, self._tell = of, tell
-        self.thinned: list[tuple[float, Callable[[], float]]] = []
+        self.coarsened: list[tuple[float, Callable[[], float]]] = []
 
     def candidates(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield the plans to choose from."""
@@ -92,9 +92,9 @@ class Searches:
             self._tell("hierarchical")
             nested = plan_hierarchical(problem, at_most_s)
             if nested is not None:
-                if is_thinned(work.states):
+                if is_coarsened(work.states):
                     found_s = min(nested.bottleneck_s, at_most_s)
-                    self.thinned.append((found_s, partial(hierarchical_bound_s, problem)))
+                    self.coarsened.append((found_s, partial(hierarchical_bound_s, problem)))
                 bottleneck_s = None if model.has_ports else nested.bottleneck_s
                 yield self._of.estimate("hierarchical", nested.stages, nested.devices, bottleneck_s=bottleneck_s)
         if any_width and model.has_ports and last <= MOST_CUTS_OF_SHAPES:
@@ -196,6 +196,6 @@ class Searches:
         """Search; remember what bounds a search that isn't exact."""
         self._tell(name)
         stages = plan_flat(problem)
-        if stages is not None and is_thinned(problem.work.states):
-            self.thinned.append((bottleneck_s(problem, stages), partial(flat_bound_s, problem)))
+        if stages is not None and is_coarsened(problem.work.states):
+            self.coarsened.append((bottleneck_s(problem, stages), partial(flat_bound_s, problem)))
         return stages

@@ -124,12 +124,12 @@ class StageProblem:
         """Return the policy of a layer or the loss, which has that of the last layer."""
         return memory[min(index - self.start, self.num_layers - 1)]
 
-    def outcome(self, memory: Sequence[str]) -> "Outcome":
+    def outcome(self, memory: Sequence[str]) -> "StageOutcome":
         """Return what policies, one per layer, come to."""
         sums = Sums()
         for index in self.own:
             sums = self.then(sums, index, self.policy_of(memory, index))
-        return Outcome(self, tuple(memory), self.num_bytes(sums), self.extra_s(sums), sums)
+        return StageOutcome(self, tuple(memory), self.num_bytes(sums), self.extra_s(sums), sums)
 
     def then(self, sums: Sums, index: int, policy: str) -> Sums:
         """Return the sums with one more layer."""
@@ -212,7 +212,7 @@ class StageProblem:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """Policies of a stage's layers, and what they come to.
 
     Attributes:

@@ -138,7 +138,7 @@ class States:
         found[-1] = 0.0
         return found
 
-    def thinned(self, step: int) -> "States":
+    def coarsened(self, step: int) -> "States":
         """Return every `step`-th state, the first and the last: a coarser choice of cuts."""
         kept = sorted({0, len(self) - 1, *range(0, len(self), step)})
         return self.select(kept)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipebench.planner.cost_models import StageGrid, Work
+from pipebench.planner.coarsening import MOST_EXACT, cheapest, is_coarsened
+from pipebench.planner.cost_models import StageGrid, UnitWork
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.thinning import MOST_EXACT, cheapest, is_thinned
 
 
 class Straight:
@@ -18,9 +18,9 @@ class Straight:
         rule: how the mode fills memory.
     """
 
-    def __init__(self, work: Work, num_workers: int, rule: MemoryRule) -> None:
+    def __init__(self, work: UnitWork, num_workers: int, rule: MemoryRule) -> None:
         states = work.states
-        self._states = states.select(cheapest(states, MOST_EXACT)) if is_thinned(states) else states
+        self._states = states.select(cheapest(states, MOST_EXACT)) if is_coarsened(states) else states
         self._num_workers = num_workers
         over, starts = replace(work, states=self._states), range(len(self._states) - 1)
         self._parts = [rule.parts(StageGrid(over, np.array([start]), start + 1)) for start in starts]

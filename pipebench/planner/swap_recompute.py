@@ -18,13 +18,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipebench.planner.policy_search import MOST_LABELS, fastest_policies
-from pipebench.planner.stage_problem import Outcome, StageProblem, Sums
+from pipebench.planner.stage_problem import StageOutcome, StageProblem, Sums
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 _SAME_S = 1e-12  # floats' own rounding: what takes as long as the best that is known is still looked at
 
 
-def algorithm_2(problem: StageProblem) -> Outcome:
+def algorithm_2(problem: StageProblem) -> StageOutcome:
     """Return the policies of the paper's listing, and what they come to; perhaps they don't fit.
 
     Paper: vPipe (TPDS'21) Algorithm 2.
@@ -36,7 +36,7 @@ def algorithm_2(problem: StageProblem) -> Outcome:
     return listing.outcome(len(listing.ops))
 
 
-def _near_algorithm_2(problem: StageProblem) -> Outcome:
+def _near_algorithm_2(problem: StageProblem) -> StageOutcome:
     """Return what the listing comes to if memory only gets less with every layer that is given its op.
 
     That is so but where copies come too late; a stage of hundreds of layers is looked at a few times, not hundreds.
@@ -83,7 +83,7 @@ class _Listing(NamedTuple):
         other = problem.choices[-1]  # what a stage has that lacks one of both
         return cls(problem, memory, [(layer, op if op in problem.choices else other) for layer, op in ops])
 
-    def outcome(self, count: int) -> Outcome:
+    def outcome(self, count: int) -> StageOutcome:
         """Return what it comes to if so many layers are given their op."""
         memory = [*self.memory]
         for layer, op in self.ops[:count]:
@@ -100,7 +100,7 @@ def _kept_alone(problem: StageProblem) -> Iterator[int]:
         sums = following
 
 
-def best_policies(problem: StageProblem, most_labels: int = MOST_LABELS) -> Outcome:
+def best_policies(problem: StageProblem, most_labels: int = MOST_LABELS) -> StageOutcome:
     """Return the policies that fit and take least time; of those that swap least; of those that keep least.
 
     Layer by layer, in order, all choices are followed that another with the same consequences for later layers doesn't

@@ -18,7 +18,7 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
-from pipebench.planner.partition.consecutive import Line, best_consecutive, repartition
+from pipebench.planner.partition.consecutive import LayerChain, best_consecutive, repartition
 from pipebench.planner.partition.graph import timed_graph
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
@@ -112,7 +112,7 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
         for layer in layers:
             lasting[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
     state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
-    line = Line(timed_graph(rows, lasting), sorted(state_of)[1:-1])
+    line = LayerChain(timed_graph(rows, lasting), sorted(state_of)[1:-1])
     ends = line.ends(repartition(line, [place.start for place in found.plan.stages[1:]]))
     return tuple(SearchStage(state_of[start], state_of[stop], 1) for start, stop in itertools.pairwise(ends))
 
@@ -182,7 +182,7 @@ def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage
         least = min(problem.outcome((policy,) * problem.num_layers).num_bytes for policy in problem.choices)
         return least <= share * problem.limit_bytes
 
-    line = Line(timed_graph(of.request.profile.layers[of.unit_size]), sorted(state_of)[1:-1], fits)
+    line = LayerChain(timed_graph(of.request.profile.layers[of.unit_size]), sorted(state_of)[1:-1], fits)
     try:
         ends = [state_of[end] for end in line.ends(best_consecutive(line, num_stages))]
     except PlanError:

@@ -50,7 +50,9 @@ def graph_of(rows: Sequence[LayerProfile]) -> LayerGraph:
     )
     graph.output(tuple(nodes[index] for index in loss.reads))
     inputs = tuple(dict.fromkeys(name for row in layers for name in row.inputs))
-    traced = LayerGraph(nn.Module(), nn.Module(), graph, inputs, made, loss.reads, twins=tuple(range(len(made))))
+    traced = LayerGraph(
+        nn.Module(), nn.Module(), graph, inputs, made, loss.reads, evaluation_map=tuple(range(len(made)))
+    )
     return replace(traced, evaluation=traced)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pipebench.model.sampling import Shape, Size
+from pipebench.model.sampling import Size, UnitShape
 from pipebench.typed_json import Count, Ordinal, Samples, Seconds, Share
 
 _T = TypeVar("_T")
@@ -144,7 +144,7 @@ class Profile:
     def _at_all_sizes(self, means: Mapping[int, _T], own: Sequence[Mapping[int, _T]]) -> dict[Size, _T]:
         found: dict[Size, _T] = dict(means.items())
         for length, values in zip(self.lengths, own, strict=True):
-            found |= {Shape(n, length.columns): value for n, value in values.items()}
+            found |= {UnitShape(n, length.columns): value for n, value in values.items()}
         return found
 
     @property

@@ -7,12 +7,12 @@ from typing import Any
 
 from pipebench.errors import Fault, RecipeError
 from pipebench.files import read_text
-from pipebench.schedule.repartitions import VERSION, Repartition, RepartitionFile
+from pipebench.schedule.repartitions import VERSION, RepartitionFile, RepartitionRecord
 from pipebench.typed_json import JsonError, Ordinal, read
 
 
 @dataclass(frozen=True)
-class Moment:
+class MoveTime:
     """After how much of a run: so many epochs or so many minibatches, one of the two."""
 
     epochs: Ordinal | None = None
@@ -30,10 +30,10 @@ class AskedMove:
     Attributes:
         at: that moment.
         cuts: first layer of every stage but the first.
-        memory: see `Repartition`.
+        memory: see `RepartitionRecord`.
     """
 
-    at: Moment
+    at: MoveTime
     cuts: tuple[str, ...]
     memory: dict[str, str] | None = None
 
@@ -49,7 +49,7 @@ def asked_moves(given: Any) -> list[AskedMove]:
         RecipeError: the file can't be read, or has no moves.
     """
     if isinstance(given, str):
-        return [AskedMove(Moment(minibatches=each.minibatch), each.cuts, each.memory) for each in load_moves(given)]
+        return [AskedMove(MoveTime(minibatches=each.minibatch), each.cuts, each.memory) for each in load_moves(given)]
     if not given:
         return []
     found = read(list[AskedMove], json.dumps(given))
@@ -60,7 +60,7 @@ def asked_moves(given: Any) -> list[AskedMove]:
     return found
 
 
-def load_moves(path: str) -> list[Repartition]:
+def load_moves(path: str) -> list[RepartitionRecord]:
     """Read the moves that a run has kept.
 
     Raises:

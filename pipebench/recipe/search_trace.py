@@ -12,7 +12,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Event:
+class ArchitectureChange:
     """A change of architecture.
 
     Attributes:
@@ -71,7 +71,7 @@ class SearchFile:
     """
 
     pipebench_search: int
-    events: list[Event] = field(default_factory=list)
+    events: list[ArchitectureChange] = field(default_factory=list)
     individuals: list[Trained] = field(default_factory=list)
     end_second: Seconds | None = None
     metric: str = ""
@@ -82,7 +82,7 @@ class SearchFile:
 class Trace(NamedTuple):
     """Changes decided beforehand, and when the run ends; None for its last epoch."""
 
-    events: Sequence[Event]
+    events: Sequence[ArchitectureChange]
     end_second: float | None
 
 
@@ -99,14 +99,16 @@ def load_trace(path: str) -> Trace:
             raise JsonError(f"pipebench_search: got {found.pipebench_search}, allowed is {VERSION}")
     except JsonError as error:
         raise RecipeError([Fault(path, "", str(error))]) from error
-    events = found.events or [Event(minibatch=each.minibatch, cells=each.cells) for each in found.individuals]
+    events = found.events or [
+        ArchitectureChange(minibatch=each.minibatch, cells=each.cells) for each in found.individuals
+    ]
     faults = [Fault(path, where, problem) for where, problem in _problems(events, found.end_second)]
     if faults:
         raise RecipeError(faults)
     return Trace(events, found.end_second)
 
 
-def _problems(events: Sequence[Event], end_second: float | None) -> Iterator[tuple[str, str]]:
+def _problems(events: Sequence[ArchitectureChange], end_second: float | None) -> Iterator[tuple[str, str]]:
     if not events:
         yield "events", "got none, allowed is at least one"
     units = {event.second is None for event in events}

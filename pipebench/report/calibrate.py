@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pipebench.cluster import Cluster
 from pipebench.errors import UserError
-from pipebench.report.constants import Place, find_place, with_values
+from pipebench.report.constants import ConstantSite, find_place, with_values
 from pipebench.report.definition import Measure, Report, Row
 from pipebench.report.expressions import Value, evaluate
 from pipebench.report.fitting import Cell, Sought, fit, left_out
@@ -35,7 +35,7 @@ class Calibrated:
     """
 
     report: Report
-    places: tuple[Place, ...]
+    places: tuple[ConstantSite, ...]
     fitted: Mapping[str, float]
     values: Mapping[Cell, float]
     left_out: Mapping[Cell, float | None]
@@ -54,7 +54,7 @@ class Simulations:
 
     report: Report
     asked: Mapping[tuple[str, str], Asked]
-    places: Sequence[Place]
+    places: Sequence[ConstantSite]
     on_run: Callable[[Asked], None]
     _results: dict[tuple[str, Cluster], RunResult] = field(default_factory=dict)
 

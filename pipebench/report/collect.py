@@ -12,7 +12,7 @@ from pathlib import Path
 from pipebench.errors import UserError, WorkersFailedError, printable_lines
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.report.evaluate import Outcome
+from pipebench.report.evaluate import CellOutcome
 from pipebench.report.evaluated import KEPT, MLFLOW, Origin
 from pipebench.report.kept import KeptResult, cluster_of, keep, kept_results
 from pipebench.report.recipes import Asked
@@ -143,12 +143,12 @@ class Collection:
                 written.append(keep(folder, kept, each.loaded))
         return written
 
-    def outcomes(self) -> dict[tuple[str, str, str], list[Outcome]]:
+    def outcomes(self) -> dict[tuple[str, str, str], list[CellOutcome]]:
         """Return what every run came to, by row, run and column."""
-        found: dict[tuple[str, str, str], list[Outcome]] = {}
+        found: dict[tuple[str, str, str], list[CellOutcome]] = {}
         for each in self.asked:
             answer = self.answers[self._keys[id(each)]]
-            outcome = Outcome(_origin(each, answer), answer.result, answer.problem)
+            outcome = CellOutcome(_origin(each, answer), answer.result, answer.problem)
             found.setdefault((each.row, each.run, each.column), []).append(outcome)
         return found
 

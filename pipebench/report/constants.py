@@ -34,7 +34,7 @@ _DIGITS = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class ConstantSite:
     """Where a constant stands.
 
     Attributes:
@@ -70,7 +70,7 @@ class Place:
         return f"{value / 1e9:.{_DIGITS}g} GB/s" if self.level else f"{value * 1e6:.{_DIGITS}g} us"
 
 
-def find_place(constant: Constant, folder: Path) -> Place:
+def find_place(constant: Constant, folder: Path) -> ConstantSite:
     """Return where a constant stands.
 
     Args:
@@ -92,7 +92,7 @@ def find_place(constant: Constant, folder: Path) -> Place:
         low, high = parse(constant.low), parse(constant.high)
     except UnitError as error:
         raise _wrong(constant, "from, to", str(error)) from error
-    place = Place(constant, path, level, key, low, high, _value(cluster, level, key))
+    place = ConstantSite(constant, path, level, key, low, high, _value(cluster, level, key))
     if not 0 < low <= place.value <= high or low == high:
         what = f"got {constant.low} to {constant.high}, needed are two numbers above 0 around {place.text(place.value)}"
         raise _wrong(constant, "from, to", what)
@@ -121,7 +121,7 @@ def _value(cluster: Cluster, level: str, key: str) -> float:
     return float(next(getattr(each, _OF_LEVELS[key]) for each in cluster.levels if each.name == level))
 
 
-def with_values(cluster: Cluster, places: Sequence[Place], values: Mapping[str, float]) -> Cluster:
+def with_values(cluster: Cluster, places: Sequence[ConstantSite], values: Mapping[str, float]) -> Cluster:
     """Return a cluster with other constants, those of other clusters left aside.
 
     Args:
@@ -142,7 +142,7 @@ def with_values(cluster: Cluster, places: Sequence[Place], values: Mapping[str, 
     return replace(cluster, levels=tuple(levels.values()), **own)
 
 
-def write_value(place: Place, value: float, report: str) -> None:
+def write_value(place: ConstantSite, value: float, report: str) -> None:
     """Write a constant into its cluster's file, with the cells that it was fitted on; nothing else changes.
 
     Args:

@@ -138,7 +138,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Claim:
+class PublishedClaim:
     """A sentence of the source that the cells confirm or don't.
 
     Attributes:
@@ -263,7 +263,7 @@ class Report:
     paper: str = ""
     where: str = ""
     about: tuple[str | Quoted, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[PublishedClaim, ...] = ()
     pictures: tuple[Picture, ...] = ()
     calibration: Calibration | None = None
 

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 from pipebench.formats import UNKNOWN
-from pipebench.report.definition import Claim, Measure, Quoted, Report, Row
+from pipebench.report.definition import Measure, PublishedClaim, Quoted, Report, Row
 from pipebench.report.evaluated import (
     MISSED,
     NO,
     UNTESTABLE,
     YES,
-    Cell,
     Evaluated,
     Origin,
+    TableCell,
     Verdict,
 )
 from pipebench.report.expressions import Cells, Look, NoValueError, Value, evaluate, told
@@ -33,7 +33,7 @@ _NOT_RUN = "no run answers it"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """What one run of a row came to.
 
     Attributes:
@@ -47,7 +47,9 @@ class Outcome:
     problem: str | None = None
 
 
-Outcomes = Mapping[tuple[str, str, str], Sequence[Outcome]]  # by row, run and column, SAME for all of them; per seed
+Outcomes = Mapping[
+    tuple[str, str, str], Sequence[CellOutcome]
+]  # by row, run and column, SAME for all of them; per seed
 
 
 def evaluate_report(
@@ -67,7 +69,7 @@ def evaluate_report(
         server: where MLflow shows the runs.
         drawings: by (row, run), the pipelines that its pictures show as text.
     """
-    table = _Table(report, outcomes)
+    table = _ResultTable(report, outcomes)
     cells = tuple(
         cell
         for row in report.rows
@@ -88,7 +90,7 @@ def evaluate_report(
     )
 
 
-class _Table:
+class _ResultTable:
     """Makes cells of outcomes."""
 
     def __init__(self, report: Report, outcomes: Outcomes) -> None:
@@ -106,7 +108,7 @@ class _Table:
             for column in self._report.columns
         }
 
-    def cell(self, row: Row, measure: Measure, column: str) -> Cell | None:
+    def cell(self, row: Row, measure: Measure, column: str) -> TableCell | None:
         """Return a cell; None where the row hasn't the runs for it, and nothing is published either."""
         published = row.published.get(measure.name)
         missing = any(run not in row.runs for run in measure.runs)
@@ -123,13 +125,13 @@ class _Table:
             "hypothesis": row.hypothesis.get(measure.name),
         }
         if missing:
-            return Cell(**known, problem=_NOT_RUN)
+            return TableCell(**known, problem=_NOT_RUN)
         runs = [self._of(row, run, column) for run in measure.runs]
         origins = tuple(each.origin for outcomes in runs for each in outcomes)
         found = self._plan(row, measure, column) if measure.expression is None else _number(measure, runs)
-        return Cell(**known, origins=origins, **found)
+        return TableCell(**known, origins=origins, **found)
 
-    def _of(self, row: Row, run: str, column: str) -> Sequence[Outcome]:
+    def _of(self, row: Row, run: str, column: str) -> Sequence[CellOutcome]:
         return self._outcomes.get((row.name, run, SAME if row.runs[run].same else column), ())
 
     def _plan(self, row: Row, measure: Measure, column: str) -> dict[str, Any]:
@@ -145,11 +147,11 @@ class _Table:
         return {"value": plan, "reason": reason, "remarks": tuple(_remarks([chosen]))}
 
 
-def _number(measure: Measure, runs: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
+def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str, Any]:
     """Return what a number comes to: over every combination of seeds, the median and the range."""
     values: list[float] = []
     problems: dict[str, None] = {}
-    used: dict[int, Outcome] = {}
+    used: dict[int, CellOutcome] = {}
     total = 0
     for chosen in itertools.product(*runs):
         total += 1
@@ -171,7 +173,7 @@ def _number(measure: Measure, runs: Sequence[Sequence[Outcome]]) -> dict[str, An
     return {"value": statistics.median(values), **spread, "remarks": tuple(dict.fromkeys(remarks))}
 
 
-def _value(measure: Measure, chosen: Mapping[str, Outcome]) -> float:
+def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
     """Return the value for one result of every run.
 
     Raises:
@@ -193,13 +195,13 @@ def _value(measure: Measure, chosen: Mapping[str, Outcome]) -> float:
     return float(value)
 
 
-def _remarks(outcomes: Iterable[Outcome]) -> Iterator[str]:
+def _remarks(outcomes: Iterable[CellOutcome]) -> Iterator[str]:
     for each in outcomes:
         if each.result is not None and MEMORY in each.result.notes:
             yield f"{each.origin.name}: {each.result.notes[MEMORY]}"
 
 
-def _quoted(report: Report, quoted: Quoted, cells: Sequence[Cell]) -> str:
+def _quoted(report: Report, quoted: Quoted, cells: Sequence[TableCell]) -> str:
     """Return what a text quotes as it is written there; where it comes to nothing, the sign of what isn't known."""
     try:
         value = evaluate(quoted.expression, _look_in(report, cells, quoted.column))
@@ -209,7 +211,7 @@ def _quoted(report: Report, quoted: Quoted, cells: Sequence[Cell]) -> str:
     return number_text(value, quoted.unit)
 
 
-def _verdicts(report: Report, claim: Claim, cells: Sequence[Cell]) -> Iterator[Verdict]:
+def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell]) -> Iterator[Verdict]:
     if claim.holds is None:
         yield Verdict(claim, "", UNTESTABLE, str(claim.untestable))
         return
@@ -222,7 +224,7 @@ def _verdicts(report: Report, claim: Claim, cells: Sequence[Cell]) -> Iterator[V
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
 
 
-def _look_in(report: Report, cells: Sequence[Cell], column: str) -> Look:
+def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:
     """Return what looks up a measure's value in a row of a column, or its values in all rows of a pattern."""
     rows = [row.name for row in report.rows]
     own = [cell for cell in cells if cell.column == column]

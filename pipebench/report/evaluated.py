@@ -6,7 +6,7 @@ Plain data: what renders it computes nothing, and what computes it renders nothi
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipebench.report.definition import Claim, Published, Report
+from pipebench.report.definition import Published, PublishedClaim, Report
 from pipebench.train.result import RunResult
 
 ALL, NOT_BY_CONSTRUCTION, NOT_FITTED = "all", "not by construction", "not fitted on"
@@ -47,7 +47,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One value of a table.
 
     Attributes:
@@ -124,7 +124,7 @@ class Verdict:
         reason: what it came to, or why it can't be tested.
     """
 
-    claim: Claim
+    claim: PublishedClaim
     column: str
     answer: str
     reason: str
@@ -147,7 +147,7 @@ class Evaluated:
     """
 
     report: Report
-    cells: tuple[Cell, ...]
+    cells: tuple[TableCell, ...]
     scores: tuple[Score, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     results: Mapping[tuple[str, str, str], tuple[RunResult, ...]] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Evaluated:
     command: str = ""
     about: str = ""
 
-    def cell(self, row: str, measure: str, column: str) -> Cell | None:
+    def cell(self, row: str, measure: str, column: str) -> TableCell | None:
         """Return a cell; None where the row hasn't the runs for it."""
         found = (each for each in self.cells if (each.row, each.measure, each.column) == (row, measure, column))
         return next(found, None)

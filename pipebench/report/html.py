@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from pipebench.report.page import Block, Entry, Heading, Image, Link, Page, Table, Text, Verbatim
+from pipebench.report.page import Block, Heading, Image, Page, PageEntry, PageLink, RenderedTable, Text, Verbatim
 from pipebench.tracking.view import run_address
 
 # No HTML of the texts' own goes through, and no picture that is somewhere else.
@@ -88,12 +88,12 @@ def _block(block: Block, folder: Path, server: str) -> str:
             return f"<figure>{image}<figcaption>{_inline(told)}</figcaption></figure>"
         case Verbatim(text):
             return f"<pre>{escape(text)}</pre>"
-        case Table():
+        case RenderedTable():
             table = _table(block, server)
             return f"<details><summary>{len(block.rows)} lines</summary>{table}</details>" if block.long else table
 
 
-def _table(table: Table, server: str) -> str:
+def _table(table: RenderedTable, server: str) -> str:
     head = "".join(f"<th{_side(table, index)}>{_inline(text)}</th>" for index, text in enumerate(table.headings))
     rows = (
         "".join(f"<td{_side(table, index)}>{_entry(entry, server)}</td>" for index, entry in enumerate(row))
@@ -103,16 +103,16 @@ def _table(table: Table, server: str) -> str:
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
-def _side(table: Table, index: int) -> str:
+def _side(table: RenderedTable, index: int) -> str:
     return ' class="word"' if index < table.left else ""
 
 
-def _entry(entry: Entry, server: str) -> str:
+def _entry(entry: PageEntry, server: str) -> str:
     text, links = _inline(entry.text), _known(entry.links, server)
     return f'{text}<span class="runs">{" ".join(links)}</span>' if links else text
 
 
-def _known(links: Sequence[Link], server: str) -> list[str]:
+def _known(links: Sequence[PageLink], server: str) -> list[str]:
     """Return links to the runs' records, those that nobody recorded here as plain words."""
     written = []
     for link in links:

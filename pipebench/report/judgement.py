@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pipebench.formats import UNKNOWN, percent
 from pipebench.report.evaluated import Evaluated, Verdict
-from pipebench.report.page import Block, Entry, Heading, Table, Text
+from pipebench.report.page import Block, Heading, PageEntry, RenderedTable, Text
 
 _ABOUT_SCORES = (
     "Over cells with a published value that is no bound: the geometric-mean error is exp(mean abs(ln(reproduced / "
@@ -18,19 +18,19 @@ def scores(evaluated: Evaluated) -> list[Block]:
     columns = {column.name: column.title for column in report.columns}
     rows = tuple(
         (
-            Entry(report.measure(score.measure).title),
-            Entry(columns[score.column]),
-            Entry(score.over),
-            Entry(f"{score.cells}"),
-            Entry(percent(score.geometric_mean_error)),
-            Entry(UNKNOWN if score.rank_correlation is None else f"{score.rank_correlation:.2f}"),
+            PageEntry(report.measure(score.measure).title),
+            PageEntry(columns[score.column]),
+            PageEntry(score.over),
+            PageEntry(f"{score.cells}"),
+            PageEntry(percent(score.geometric_mean_error)),
+            PageEntry(UNKNOWN if score.rank_correlation is None else f"{score.rank_correlation:.2f}"),
         )
         for score in evaluated.scores
     )
     if not rows:
         return []
     headings = ("measure", "column", "over", "cells", "geometric-mean error", "rank correlation")
-    return [Heading("Scores"), Text(_ABOUT_SCORES), Table(headings, rows, left=3)]
+    return [Heading("Scores"), Text(_ABOUT_SCORES), RenderedTable(headings, rows, left=3)]
 
 
 def claims(evaluated: Evaluated) -> list[Block]:
@@ -45,13 +45,13 @@ def claims(evaluated: Evaluated) -> list[Block]:
             _why(verdict, column.title, answers) for verdict, column in zip(answers, columns, strict=True)
         )
         rows.append((
-            Entry(claim.text),
-            *((Entry(claim.where),) if wheres else ()),
-            *(Entry(UNKNOWN if verdict is None else verdict.answer) for verdict in answers),
-            Entry("; ".join(each for each in why if each)),
+            PageEntry(claim.text),
+            *((PageEntry(claim.where),) if wheres else ()),
+            *(PageEntry(UNKNOWN if verdict is None else verdict.answer) for verdict in answers),
+            PageEntry("; ".join(each for each in why if each)),
         ))  # fmt: skip
     headings = ("claim", *(("where",) if wheres else ()), *(column.title for column in columns), "why")
-    return [Heading("Claims"), Table(headings, tuple(rows), left=len(headings))] if rows else []
+    return [Heading("Claims"), RenderedTable(headings, tuple(rows), left=len(headings))] if rows else []
 
 
 def _why(verdict: Verdict | None, title: str, answers: Sequence[Verdict | None]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pipebench.report.page import Block, Heading, Image, Page, Table, Text, Verbatim
+from pipebench.report.page import Block, Heading, Image, Page, RenderedTable, Text, Verbatim
 
 
 def markdown(page: Page) -> str:
@@ -26,11 +26,11 @@ def _block(block: Block) -> str:
             return f"![{told}]({name}.png)"
         case Verbatim(text):
             return f"```\n{text}\n```"
-        case Table():
+        case RenderedTable():
             return _table(block)
 
 
-def _table(table: Table) -> str:
+def _table(table: RenderedTable) -> str:
     sides = ("---" if index < table.left else "--:" for index in range(len(table.headings)))
     lines = [table.headings, sides, *([entry.text for entry in row] for row in table.rows)]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pipebench.formats import UNKNOWN
 from pipebench.report.evaluated import KEPT, Evaluated, Origin
-from pipebench.report.page import Block, Entry, Heading, Link, Table, Text
+from pipebench.report.page import Block, Heading, PageEntry, PageLink, RenderedTable, Text
 from pipebench.report.wording import several
 
 _SEED = "train.seed="
@@ -33,13 +33,13 @@ class _Found:
     origins: dict[Origin, None] = field(default_factory=dict)
 
 
-def links(origins: Iterable[Origin]) -> tuple[Link, ...]:
+def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
     """Return the records of some results, with their seeds where a run has several, and which were kept from before."""
     known = list(dict.fromkeys(origins))
     seeds = Counter(name for name, _ in {(each.name, each.seed) for each in known})
     names = (f"{each.name} {each.seed}" if seeds[each.name] > 1 else each.name for each in known)
     return tuple(
-        Link(f"{name} ({KEPT})" if each.reused == KEPT else name, _told(each), each.experiment_id, each.run_id)
+        PageLink(f"{name} ({KEPT})" if each.reused == KEPT else name, _told(each), each.experiment_id, each.run_id)
         for name, each in zip(names, known, strict=True)
     )
 
@@ -52,18 +52,18 @@ def origins(evaluated: Evaluated) -> list[Block]:
     timings, data = (_numbered(texts) for texts in ([way.timing for way in ways], [way.data for way in ways]))
     rows = {row.name: row.title for row in report.rows}
     columns = {column.name: column.title for column in report.columns}
-    table = Table(
+    table = RenderedTable(
         ("row", "run", "column", "seeds", "engine", "durations", "data", "command"),
         tuple(
             (
-                Entry(_among(found.rows, rows)),
-                Entry(way.run),
-                Entry(_among(found.columns, columns)),
-                Entry(", ".join(f"{seed}" for seed in found.seeds)),
-                Entry(way.engine),
-                Entry(timings.get(way.timing, UNKNOWN)),
-                Entry(data.get(way.data, UNKNOWN)),
-                Entry(_command(way, found), links(found.origins)),
+                PageEntry(_among(found.rows, rows)),
+                PageEntry(way.run),
+                PageEntry(_among(found.columns, columns)),
+                PageEntry(", ".join(f"{seed}" for seed in found.seeds)),
+                PageEntry(way.engine),
+                PageEntry(timings.get(way.timing, UNKNOWN)),
+                PageEntry(data.get(way.data, UNKNOWN)),
+                PageEntry(_command(way, found), links(found.origins)),
             )
             for way, found in ways.items()
         ),

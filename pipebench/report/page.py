@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Link:
+class PageLink:
     """The record of a run.
 
     Attributes:
@@ -24,7 +24,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PageEntry:
     """One cell of a table.
 
     Attributes:
@@ -33,7 +33,7 @@ class Entry:
     """
 
     text: str
-    links: tuple[Link, ...] = ()
+    links: tuple[PageLink, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Table:
+class RenderedTable:
     """A table.
 
     Attributes:
@@ -62,7 +62,7 @@ class Table:
     """
 
     headings: tuple[str, ...]
-    rows: tuple[tuple[Entry, ...], ...]
+    rows: tuple[tuple[PageEntry, ...], ...]
     left: int = 1
     long: bool = False
 
@@ -87,7 +87,7 @@ class Verbatim:
     text: str
 
 
-Block = Heading | Text | Table | Image | Verbatim
+Block = Heading | Text | RenderedTable | Image | Verbatim
 
 
 @dataclass(frozen=True)

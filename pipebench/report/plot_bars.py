@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipebench.report.definition import Column, Measure, Picture, Row
-from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.plot_style import GREY, NORMAL, SMALL, colour, finish, label_of, plain, write_values
 from pipebench.report.wording import published_text, reproduced_text
 
@@ -140,7 +140,7 @@ def _draw_bound(
             yield value
 
 
-def _draw_range(axes: "Axes", cell: Cell, place: float, value: float) -> float:
+def _draw_range(axes: "Axes", cell: TableCell, place: float, value: float) -> float:
     """Draw the range over seeds, if there is one, and return where bar and range end."""
     if cell.low is None or cell.high is None or cell.low == cell.high:
         return value
@@ -163,5 +163,5 @@ def _published(row: Row, measure: Measure) -> float | None:
     return None if published is None or isinstance(published.value, str) else published.value
 
 
-def _number(cell: Cell | None) -> float | None:
+def _number(cell: TableCell | None) -> float | None:
     return None if cell is None or isinstance(cell.value, str) else cell.value

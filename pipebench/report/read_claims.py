@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 from pipebench.errors import choice
-from pipebench.report.definition import OVER, PICTURES, Claim, Measure, Picture, Row
+from pipebench.report.definition import OVER, PICTURES, Measure, Picture, PublishedClaim, Row
 from pipebench.report.expressions import claim_expression
 from pipebench.report.metrics import STAGE_METRICS
 from pipebench.report.reading import Reading
 
 
-def read_claims(given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading) -> tuple[Claim, ...]:
+def read_claims(
+    given: object, measures: Sequence[Measure], rows: Sequence[Row], reading: Reading
+) -> tuple[PublishedClaim, ...]:
     """Return the claims of a report.
 
     Args:
@@ -33,7 +35,7 @@ def read_claims(given: object, measures: Sequence[Measure], rows: Sequence[Row],
                 reading.fault(f"{key}.holds", str(error))
         untestable = reading.plain(data, key, "untestable", str) if "untestable" in data else None
         text = reading.plain(data, key, "text", str)
-        claims.append(Claim(text, reading.plain(data, key, "where", str, ""), holds, untestable))
+        claims.append(PublishedClaim(text, reading.plain(data, key, "where", str, ""), holds, untestable))
     return tuple(claims)
 
 

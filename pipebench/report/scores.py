@@ -8,19 +8,19 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pipebench.report.definition import Report
-from pipebench.report.evaluated import ALL, NOT_BY_CONSTRUCTION, NOT_FITTED, Cell, Score
+from pipebench.report.evaluated import ALL, NOT_BY_CONSTRUCTION, NOT_FITTED, Score, TableCell
 
 _FEWEST = 3  # ranks of two are always right or always wrong
 
 
-def scores_of(report: Report, cells: Sequence[Cell]) -> Iterator[Score]:
+def scores_of(report: Report, cells: Sequence[TableCell]) -> Iterator[Score]:
     """Yield the scores of every column and measure: of all cells, then of those that say more, where they are fewer."""
     for measure in report.measures:
         for column in report.columns:
             mine = [cell for cell in cells if (cell.measure, cell.column) == (measure.name, column.name)]
             counted = [cell for cell in mine if cell.ratio is not None and cell.ratio > 0]
             free = [cell for cell in counted if cell.by_construction is None]
-            before: list[Cell] = []
+            before: list[TableCell] = []
             predicted = [cell for cell in free if not cell.fitted]
             for over, some in ((ALL, counted), (NOT_BY_CONSTRUCTION, free), (NOT_FITTED, predicted)):
                 if some and some != before:
@@ -58,7 +58,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [less + (values.count(value) + 1) / 2 for less, value in zip(below, values, strict=True)]
 
 
-def _score(column: str, measure: str, over: str, cells: Sequence[Cell]) -> Score:
+def _score(column: str, measure: str, over: str, cells: Sequence[TableCell]) -> Score:
     pairs = [(cell.value, cell.published.value) for cell in cells if cell.published is not None]
     ours, theirs = ([float(each) for each in side if each is not None] for side in zip(*pairs, strict=True))
     ratios = [cell.ratio for cell in cells if cell.ratio is not None]

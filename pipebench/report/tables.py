@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from pipebench.formats import UNKNOWN
 from pipebench.report.definition import Measure, Row
-from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.origins import links
-from pipebench.report.page import Block, Entry, Heading, Table, Text
+from pipebench.report.page import Block, Heading, PageEntry, RenderedTable, Text
 from pipebench.report.reasons import same_plan
 from pipebench.report.wording import (
     CONSTRUCTED,
@@ -45,11 +45,11 @@ class _Grid:
         self.remarked: set[str] = set()
         self._cells = {(cell.row, cell.measure, cell.column): cell for cell in evaluated.cells}
 
-    def cell(self, row: Row, measure: Measure, column: str) -> Cell | None:
+    def cell(self, row: Row, measure: Measure, column: str) -> TableCell | None:
         """Return a cell, None if the row lacks what it takes."""
         return self._cells.get((row.name, measure.name, column))
 
-    def cells(self, row: Row, measure: Measure) -> list[Cell | None]:
+    def cells(self, row: Row, measure: Measure) -> list[TableCell | None]:
         """Return the cells of all columns."""
         return [self.cell(row, measure, column.name) for column in self.columns]
 
@@ -67,17 +67,17 @@ def _compared(grid: _Grid, measure: Measure) -> list[Block]:
     rows = grid.rows_of([measure])
     wheres = any(row.where for row in rows)
     headings = [each for column in grid.columns for each in (column.title, "÷ published")]
-    table = Table(
+    table = RenderedTable(
         ("", *(("where",) if wheres else ()), "published", *headings),
         tuple(
             (
-                Entry(row.title),
-                *((Entry(row.where),) if wheres else ()),
-                Entry(published_text(row.published.get(measure.name), measure)),
+                PageEntry(row.title),
+                *((PageEntry(row.where),) if wheres else ()),
+                PageEntry(published_text(row.published.get(measure.name), measure)),
                 *(
                     entry
                     for cell in grid.cells(row, measure)
-                    for entry in (_value(cell, measure), Entry(compared_text(cell)))
+                    for entry in (_value(cell, measure), PageEntry(compared_text(cell)))
                 ),
             )
             for row in rows
@@ -101,10 +101,13 @@ def _own(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
             measure.title if len(of[measure.name]) == 1 else f"{measure.title}, {column.title}"
             for measure, column in places
         ]
-    table = Table(
+    table = RenderedTable(
         ("", *headings),
         tuple(
-            (Entry(row.title), *(_value(grid.cell(row, measure, column.name), measure) for measure, column in places))
+            (
+                PageEntry(row.title),
+                *(_value(grid.cell(row, measure, column.name), measure) for measure, column in places),
+            )
             for row in rows
         ),
     )
@@ -118,12 +121,12 @@ def _plans(grid: _Grid, measure: Measure) -> list[Block]:
     headings = ["", "published", "class"]
     for column in grid.columns:
         headings += [column.title, "class", "agrees in"]
-    table = Table(
+    table = RenderedTable(
         tuple(headings),
         tuple(
             (
-                Entry(row.title),
-                *(Entry(text) for text in _published_plan(row, measure)),
+                PageEntry(row.title),
+                *(PageEntry(text) for text in _published_plan(row, measure)),
                 *(entry for cell in grid.cells(row, measure) for entry in _plan(cell, measure)),
             )
             for row in rows
@@ -138,13 +141,13 @@ def _published_plan(row: Row, measure: Measure) -> tuple[str, str]:
     return text, UNKNOWN if text == UNKNOWN else plan_class(text)
 
 
-def _plan(cell: Cell | None, measure: Measure) -> tuple[Entry, Entry, Entry]:
+def _plan(cell: TableCell | None, measure: Measure) -> tuple[PageEntry, PageEntry, PageEntry]:
     if cell is None or not isinstance(cell.value, str):
-        return _value(cell, measure), Entry(UNKNOWN), Entry(UNKNOWN)
-    return _value(cell, measure), Entry(plan_class(cell.value)), Entry(_agrees_in(cell) or UNKNOWN)
+        return _value(cell, measure), PageEntry(UNKNOWN), PageEntry(UNKNOWN)
+    return _value(cell, measure), PageEntry(plan_class(cell.value)), PageEntry(_agrees_in(cell) or UNKNOWN)
 
 
-def _agrees_in(cell: Cell | None) -> str | None:
+def _agrees_in(cell: TableCell | None) -> str | None:
     """Return in what a plan agrees with the published one, None where there are not two."""
     published = cell.published.value if cell is not None and cell.published is not None else None
     if cell is None or not isinstance(cell.value, str) or not isinstance(published, str):
@@ -170,9 +173,9 @@ def _heading(measure: Measure) -> str:
     return f"{measure.title[:1].upper()}{measure.title[1:]}{_BETTER.get(measure.better or '', '')}"
 
 
-def _value(cell: Cell | None, measure: Measure) -> Entry:
+def _value(cell: TableCell | None, measure: Measure) -> PageEntry:
     text, mark = reproduced_text(cell, measure), marks(cell)
-    return Entry(f"{text} {mark}" if mark else text, links(cell.origins if cell is not None else ()))
+    return PageEntry(f"{text} {mark}" if mark else text, links(cell.origins if cell is not None else ()))
 
 
 def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
@@ -198,7 +201,7 @@ def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
     return [Text("\n".join(new))] if new else []
 
 
-def _remarks_on(cell: Cell | None) -> list[str]:
+def _remarks_on(cell: TableCell | None) -> list[str]:
     if cell is None:
         return []
     told = [

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from pipebench.formats import UNKNOWN, num_bytes, number, ratio, seconds
 from pipebench.report.definition import Measure, Published
-from pipebench.report.evaluated import Cell
+from pipebench.report.evaluated import TableCell
 
 CONSTRUCTED, FITTED, SUPPOSED, REMARKED = "=", "*", "?", "!"
 MARKS = {
@@ -53,7 +53,7 @@ def number_text(value: float, unit: str) -> str:
     return _REPRODUCED[unit](value)
 
 
-def reproduced_text(cell: Cell | None, measure: Measure) -> str:
+def reproduced_text(cell: TableCell | None, measure: Measure) -> str:
     """Return what was reproduced: the value, of several seeds the median with the range; or why there is none."""
     if cell is None:
         return UNKNOWN
@@ -75,7 +75,7 @@ def published_text(published: Published | None, measure: Measure) -> str:
     return f"{_BOUNDS[published.bound]}{_PUBLISHED[measure.unit](published.value)}"
 
 
-def compared_text(cell: Cell | None) -> str:
+def compared_text(cell: TableCell | None) -> str:
     """Return reproduced / published, or whether a published bound is kept."""
     if cell is None or cell.published is None or isinstance(cell.value, str | None):
         return UNKNOWN
@@ -88,7 +88,7 @@ def compared_text(cell: Cell | None) -> str:
     return f"{cell.value / published:.2f}" if published else UNKNOWN
 
 
-def marks(cell: Cell | None) -> str:
+def marks(cell: TableCell | None) -> str:
     """Return the marks of a cell, in the order of `MARKS`."""
     if cell is None:
         return ""

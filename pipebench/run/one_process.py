@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipebench.checkpoint.store import Checkpoints
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 from pipebench.engine.stopping import stopping_on_signals
 from pipebench.errors import UserError, printable
 from pipebench.model.device import torch_settings
@@ -24,13 +24,13 @@ from pipebench.run.suite import Suite
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
-from pipebench.train.interfaces import OnPoint, Progress
+from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import loop_for
 from pipebench.train.simulation import simulate
 from pipebench.train.virtual import on_virtual_clock
-from pipebench.train.watch import Watch
 
 
 class Ran(NamedTuple):
@@ -81,10 +81,10 @@ class SimulatedRuns(EngineRuns):
         loaded = request.loaded
         with collected_log(request.suite.verbose) as log_text, torch_settings(loaded.recipe.engine):
             job = prepare_job(loaded, tells=True, silent=request.suite.brief)
-            watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
+            watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
             recorder = RunRecorder(request, job, tracking, log_text)
 
-            def simulated(_: Progress, on_point: OnPoint) -> tuple[RunResult, Timeline]:
+            def simulated(_: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
                 result, timeline = simulate(job, watch)
                 for point in result.points:
                     on_point(point)
@@ -109,7 +109,7 @@ class VirtualRuns(EngineRuns):
             recorder = RunRecorder(request, job, tracking, log_text, folder.record_path)
             folder.log = recorder.log
 
-            def train(progress: Progress, on_point: OnPoint) -> tuple[RunResult, Timeline]:
+            def train(progress: ProgressSink, on_point: OnPoint) -> tuple[RunResult, Timeline]:
                 with stopping_on_signals(stop):
                     return loop_for(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.heartbeat import Heartbeat, store_text
 from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.launch import run_workers
 from pipebench.distributed.launch_command import python_module
 from pipebench.distributed.launch_join import RUN
 from pipebench.distributed.launch_worker import fail_silent, launched_by_us, on_stop_request
-from pipebench.distributed.pulse import Pulse, store_text
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
-from pipebench.engine.practice import entries, fetches_itself, in_use, mean, practise
+from pipebench.engine.in_situ import entries, fetches_itself, in_use, mean, profile_in_situ
 from pipebench.engine.setup import ranks_of
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.errors import WorkersFailedError, printable
@@ -48,7 +48,7 @@ from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
-from pipebench.train.interfaces import OnPoint, Progress
+from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.profiled_model import ProfiledModel
 from pipebench.train.request import travelling_sizes
@@ -59,7 +59,7 @@ from pipebench.train.searching import loop_for
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _FOLDER_KEY = "pipebench/run-folder"
 _USER_ERROR = 2
-_SEGMENTS = 3  # of practice
+_SEGMENTS = 3  # of in-situ profiling
 _LOCK_PATIENCE_S = 120.0  # NFS frees what a dead host held after 90 s, its lease
 
 
@@ -148,7 +148,7 @@ def _pulse(world: World, limit_s: float) -> AbstractContextManager[object]:
     """Hear, until the end, whether the other hosts are there; on one host the system tells."""
     if world.place.one_host:
         return nullcontext()
-    return Pulse(world.store, world.place, limit_s=limit_s, on_silence=fail_silent)
+    return Heartbeat(world.store, world.place, limit_s=limit_s, on_silence=fail_silent)
 
 
 def _take_part(loaded: LoadedRecipe, suite: Suite, world: World) -> None:
@@ -198,7 +198,7 @@ def _remark(world: World) -> None:
 
 
 def _train(
-    world: World, job: Job, policy: CheckpointPolicy, progress: Progress, on_point: OnPoint
+    world: World, job: Job, policy: CheckpointPolicy, progress: ProgressSink, on_point: OnPoint
 ) -> tuple[RunResult, Timeline]:
     """Train this process's worker to the target, watched."""
     setup = job.setup
@@ -294,7 +294,7 @@ def _measured_together(recipe: Recipe, known: ProfiledModel, profile: Profile, w
 def _in_use(job: Job, world: World) -> Job:
     """Let costs be what the engine's worker finds in all processes at the same time, and communication beside it."""
     setup = job.setup
-    (mine,) = practise([setup], _SEGMENTS, world.barrier, clock_of(world))
+    (mine,) = profile_in_situ([setup], _SEGMENTS, world.barrier, clock_of(world))
     profile = in_use(job.profile, setup, mean(world.exchange(entries(mine))))
     costs = replace(stage_costs(profile, setup.plan), host=host_costs(world, fetches=fetches_itself(setup)))
     return replace(job, setup=replace(setup, profile=profile, costs=costs))

@@ -46,21 +46,21 @@ from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params
-from pipebench.train.interfaces import OnPoint, Progress
+from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.moves import under
 from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import predicted_metrics
 from pipebench.train.simulated_moves import watch_of
-from pipebench.train.watch import Watch
 from pipebench.typed_json import write
 
 _LOG = logging.getLogger("pipebench.run")
 
 _PICTURE_WIDTH = 100  # at most
-Train = Callable[[Progress, OnPoint], tuple[RunResult, Timeline]]
+Train = Callable[[ProgressSink, OnPoint], tuple[RunResult, Timeline]]
 
 
 def run_title(request: RunRequest, job: Job) -> str:
@@ -125,7 +125,7 @@ def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | No
     return _record_drawn(log, drawings, "the timeline")
 
 
-def record_watch(log: RunLog, watch: Watch) -> list[str]:
+def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
     """Keep pictures of memory and occupancy over time, where layers move of memory from part to part; return names."""
     occupancy, moved = watch.occupancy(NUM_PARTS), watch.moved
     drawings = {"memory.png": partial(draw_memory, watch.memory), "occupancy.png": partial(draw_occupancy, occupancy)}
@@ -254,7 +254,7 @@ class RunRecorder:
         self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
         record_inputs(self.log, request.loaded, job, facts)
 
-    def record(self, train: Train, watch: Watch | None = None) -> RunResult:
+    def record(self, train: Train, watch: MemoryForecast | None = None) -> RunResult:
         """Train, record the answer and print it.
 
         Args:
@@ -317,11 +317,11 @@ class RunRecorder:
         ) as progress:
             return train(progress, self.log.point)
 
-    def _watched(self, result: RunResult) -> Watch | None:
+    def _watched(self, result: RunResult) -> MemoryForecast | None:
         """Return what the simulator says of memory and occupancy over time, if it can."""
         try:
             return watch_of(self._job, result.moves)
-        except Exception as error:  # what was trained is worth more than what is foretold
+        except Exception as error:  # what was trained is worth more than what is predicted
             _LOG.warning("memory over time could not be simulated: %s", error)
             return None
 
@@ -337,7 +337,7 @@ class RunRecorder:
         try:
             metrics |= compare(metrics, predicted_metrics(job.setup, longest))
             self.log.text("prediction.md", prediction_markdown(metrics, note))
-        except Exception as error:  # what was measured is worth more than what was foretold
+        except Exception as error:  # what was measured is worth more than what was predicted
             _LOG.warning("the run could not be predicted: %s", error)
             return unpredicted
         return replace(result, metrics=metrics)

@@ -27,8 +27,8 @@ from pipebench.show.comparison import comparison_markdown, short_names, speed_up
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.drawing import draw as draw_schedule
 from pipebench.tracking import RunLog, Tracking, logged_params, require_writable, seed_medians, summarise_seeds
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
-from pipebench.train.watch import Watch
 
 _LOG = logging.getLogger("pipebench.run")
 RUNS: Mapping[str, EngineRuns] = {
@@ -121,9 +121,9 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
     return f"{title}\n{draw_schedule(pipeline, count, *cells[:2], weight=cells[2], width=width, versions=versions)}"
 
 
-def watch(loaded: LoadedRecipe) -> Watch:
+def watch(loaded: LoadedRecipe) -> MemoryForecast:
     """Return what there is to see of a recipe over simulated time: memory and occupancy."""
-    return Watch.over(prepare_job(loaded, trains=False))
+    return MemoryForecast.over(prepare_job(loaded, trains=False))
 
 
 def schedule_csv(loaded: LoadedRecipe) -> str:

@@ -30,7 +30,7 @@ class CsvError(UserError, ValueError):
     """A file that isn't a schedule in this form, or one that can't be carried out; says which row and cell."""
 
 
-class Cell(NamedTuple):
+class ScheduleCell(NamedTuple):
     """One pass of a row: its number from 1 on, and what it does."""
 
     number: int
@@ -51,7 +51,7 @@ class CsvSchedule:
         rows: the passes of every position in the pipeline, in order.
     """
 
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[ScheduleCell, ...], ...]
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ def is_schedule(path: Path) -> bool:
 def write_csv(rows: Iterable[Iterable[tuple[int, Op, int]]]) -> str:
     """Return rows of (stage, op, microbatch) in the form."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([str(Cell(0, *each)) for each in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows([str(ScheduleCell(0, *each)) for each in row] for row in rows)
     return text.getvalue()
 
 
@@ -123,13 +123,13 @@ def _read(path: str, text: str) -> CsvSchedule:
     return schedule
 
 
-def _cells(path: str, row: int, given: Sequence[str]) -> Iterator[Cell]:
+def _cells(path: str, row: int, given: Sequence[str]) -> Iterator[ScheduleCell]:
     for number, text in enumerate(given, 1):
         together = _TOGETHER.fullmatch(text.strip())
         for part in (together[1] if together else text).split(";"):
             match = _CELL.fullmatch(part.strip())
             if match is not None:
-                yield Cell(number, int(match[1]), _LETTERS[match[2]], int(match[3]))
+                yield ScheduleCell(number, int(match[1]), _LETTERS[match[2]], int(match[3]))
             elif part.strip():
                 why = "not a pass"
                 if _COMMUNICATION.fullmatch(part.strip()):
@@ -182,7 +182,7 @@ def _circle(schedule: CsvSchedule) -> str | None:
     at = [0] * len(schedule.rows)
     last = len(schedule.placement) - 1
 
-    def is_ready(cell: Cell) -> bool:
+    def is_ready(cell: ScheduleCell) -> bool:
         stage, unit = cell.stage, cell.microbatch
         if cell.op is Op.FORWARD:
             return stage == 0 or (stage - 1, Op.FORWARD, unit) in done

@@ -33,7 +33,7 @@ Starts = tuple[int, ...]  # first layer of every stage but the first
 Policies = tuple[str, ...]  # of every layer: what is done with its activations
 
 
-class Layout(NamedTuple):
+class CutLayout(NamedTuple):
     """What a unit runs under.
 
     Attributes:
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         """Where stages begin and, last, end."""
         return (0, *self.starts, self.num_layers)
 
-    def with_policies(self, memory: Policies, stages: Collection[int]) -> "Layout":
+    def with_policies(self, memory: Policies, stages: Collection[int]) -> "CutLayout":
         """Return the same with the policies that layers of some stages have elsewhere.
 
         Args:
@@ -65,11 +65,11 @@ class Layout(NamedTuple):
             (memory if stage in stages else self.memory)[start:stop]
             for stage, (start, stop) in enumerate(itertools.pairwise(self.ends))
         )
-        return Layout(self.starts, tuple(itertools.chain.from_iterable(given)))
+        return CutLayout(self.starts, tuple(itertools.chain.from_iterable(given)))
 
 
 @dataclass(frozen=True)
-class Move:
+class Repartition:
     """New cuts for a pipeline that trains.
 
     Attributes:
@@ -82,12 +82,12 @@ class Move:
     starts: Starts
     memory: Policies | None = None
 
-    def after(self, before: Layout) -> Layout:
+    def after(self, before: CutLayout) -> CutLayout:
         """Return what this makes of what there was."""
-        return Layout(self.starts, before.memory if self.memory is None else self.memory)
+        return CutLayout(self.starts, before.memory if self.memory is None else self.memory)
 
 
-class HandOver(NamedTuple):
+class BlockTransfer(NamedTuple):
     """A block of layers that a stage gives to a neighbour.
 
     Attributes:
@@ -112,15 +112,15 @@ class HandOver(NamedTuple):
         return self.target < self.source
 
 
-def hand_overs(pipeline: Pipeline, before: Starts, move: Move) -> tuple[HandOver, ...]:
+def hand_overs(pipeline: Pipeline, before: Starts, move: Repartition) -> tuple[BlockTransfer, ...]:
     """Return what stages give each other in a move, from the first boundary to the last."""
     found = []
     for left, (old, new) in enumerate(zip(before, move.starts, strict=True)):
         first = first_backward(pipeline, move.at, left)
         if new < old:
-            found.append(HandOver(move.at, first, left, left + 1, new, old))
+            found.append(BlockTransfer(move.at, first, left, left + 1, new, old))
         elif new > old:
-            found.append(HandOver(move.at, first, left + 1, left, old, new))
+            found.append(BlockTransfer(move.at, first, left + 1, left, old, new))
     return tuple(found)
 
 
@@ -129,7 +129,7 @@ def first_backward(pipeline: Pipeline, at: int, left: int) -> int:
     return at if pipeline.flushes else at - pipeline.warmups[left] + 1
 
 
-class Moves:
+class RepartitionPlan:
     """The moves of one segment of training, some of which may be announced while it runs.
 
     Any thread may ask; programs do, for every unit, and never twice with different answers: a move is announced before
@@ -140,26 +140,26 @@ class Moves:
         layout: at the drain.
     """
 
-    def __init__(self, pipeline: Pipeline, layout: Layout) -> None:
+    def __init__(self, pipeline: Pipeline, layout: CutLayout) -> None:
         self._pipeline = pipeline
         self._begun = 0
         self._lock = threading.Lock()
-        self._moves: tuple[Move, ...] = ()
-        self._hand_overs: tuple[HandOver, ...] = ()
-        self._layouts: tuple[Layout, ...] = (layout,)
+        self._moves: tuple[Repartition, ...] = ()
+        self._hand_overs: tuple[BlockTransfer, ...] = ()
+        self._layouts: tuple[CutLayout, ...] = (layout,)
 
     @property
-    def announced(self) -> tuple[Move, ...]:
+    def announced(self) -> tuple[Repartition, ...]:
         """All moves, the first one first."""
         return self._moves
 
     @property
-    def last_layout(self) -> Layout:
+    def last_layout(self) -> CutLayout:
         """What there is after the last move."""
         return self._layouts[-1]
 
     @property
-    def hand_overs(self) -> tuple[HandOver, ...]:
+    def hand_overs(self) -> tuple[BlockTransfer, ...]:
         """What all moves hand over, in their order."""
         return self._hand_overs
 
@@ -173,7 +173,7 @@ class Moves:
         if minibatch >= self._begun:
             self._begun = minibatch + 1
 
-    def announce(self, move: Move) -> None:
+    def announce(self, move: Repartition) -> None:
         """Add a move.
 
         Raises:
@@ -186,7 +186,7 @@ class Moves:
             self._layouts += (move.after(self.last_layout),)
             self._moves += (move,)
 
-    def problems(self, move: Move) -> Iterator[str]:
+    def problems(self, move: Repartition) -> Iterator[str]:
         """Yield a sentence for everything that is wrong with a move."""
         yield from shape_problems(self._pipeline)
         yield from layout_problems(self.last_layout, move)
@@ -206,7 +206,7 @@ class Moves:
                 + f", and it takes twice the depth, {2 * depth} more; from {max(self._begun, last) + 2 * depth} on"
             )
 
-    def forward_layout(self, minibatch: int) -> Layout:
+    def forward_layout(self, minibatch: int) -> CutLayout:
         """Return what a minibatch runs forward under."""
         found = self._layouts[0]
         for move, layout in zip(self._moves, self._layouts[1:], strict=False):
@@ -215,13 +215,13 @@ class Moves:
             found = layout
         return found
 
-    def backward_layout(self, minibatch: int) -> Layout:
+    def backward_layout(self, minibatch: int) -> CutLayout:
         """Return what a minibatch runs backward under: boundaries turn over one by one, the first first."""
         found = self._layouts[0].starts
         for move, (starts, _) in zip(self._moves, self._layouts[1:], strict=False):
             turned = (first_backward(self._pipeline, move.at, left) <= minibatch for left in range(len(starts)))
             found = tuple(new if has else old for has, old, new in zip(turned, found, starts, strict=True))
-        return Layout(found, self.forward_layout(minibatch).memory)
+        return CutLayout(found, self.forward_layout(minibatch).memory)
 
     def before_forward(self, stage: int, minibatch: int) -> int:
         """Return the minibatch whose update a stage makes right before a forward, without a flush."""
@@ -238,7 +238,7 @@ class Moves:
             if not takes and before.memory[start:stop] != after.memory[start:stop]:
                 yield move.at
 
-    def handed(self, source: int, target: int, minibatch: int) -> HandOver:
+    def handed(self, source: int, target: int, minibatch: int) -> BlockTransfer:
         """Return the block that is on its way from a stage to another at a minibatch: from its B to its K."""
         return next(
             each
@@ -250,7 +250,7 @@ class Moves:
         """Return the version that a minibatch's forward reads at a stage: the newest there (PipeDream section 3.3)."""
         return max(0, minibatch - self._pipeline.warmups[stage] + 1)
 
-    def at_stage(self, stage: int) -> tuple[HandOver, ...]:
+    def at_stage(self, stage: int) -> tuple[BlockTransfer, ...]:
         """Return the blocks that a stage gives or takes."""
         return tuple(each for each in self._hand_overs if stage in (each.source, each.target))
 
@@ -283,7 +283,7 @@ def shape_problems(pipeline: Pipeline) -> Iterator[str]:
         )
 
 
-def layout_problems(before: Layout, move: Move) -> Iterator[str]:
+def layout_problems(before: CutLayout, move: Repartition) -> Iterator[str]:
     """Yield a sentence for everything that keeps one move from leading from what there is to something else."""
     after = move.after(before)
     if len(after.starts) != len(before.starts):

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
-from pipebench.schedule.handing_over import Handing
 from pipebench.schedule.instructions import COPIES, ENDS, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
@@ -19,6 +18,7 @@ from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.routes import Routes
 from pipebench.schedule.swaps import with_copies
 from pipebench.schedule.syncs import SYNCS
+from pipebench.schedule.transfer_steps import TransferSteps
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
 # From all seven fields; half of the time of `Instruction(...)`, which also fills in defaults. A list has millions.
@@ -91,7 +91,7 @@ def _moving_program(p: Pipeline, worker: int, num_minibatches: int, routes: Rout
     """Pass after pass as ever, over the edges that a unit has, and what hands layers over in between."""
     (stage,) = p.stages_of(worker)
     program = _StageProgram(p, stage, worker, num_minibatches)
-    handing, minibatch, done = Handing(routes.moves, stage, num_minibatches), p.minibatch, 0
+    handing, minibatch, done = TransferSteps(routes.moves, stage, num_minibatches), p.minibatch, 0
     for units in _between_flushes(p, num_minibatches):
         # Whether a unit is copied is asked when it comes: layers may begin to swap, and cease to.
         for _, op, unit in with_copies(order_of(p.order).passes(p, worker, units), (stage,)):

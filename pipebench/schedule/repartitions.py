@@ -16,7 +16,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Repartition:
+class RepartitionRecord:
     """New cuts, from a minibatch of a run on.
 
     Attributes:
@@ -47,7 +47,7 @@ class RepartitionFile:
     """The file that keeps them: the version of its form, and all of a run, the first one first."""
 
     pipebench_moves: int
-    moves: list[Repartition] = field(default_factory=list)
+    moves: list[RepartitionRecord] = field(default_factory=list)
 
 
 def in_words(memory: Mapping[str, str] | None) -> str:
@@ -58,6 +58,6 @@ def in_words(memory: Mapping[str, str] | None) -> str:
     return ", ".join(f"{counts[policy]} {policy}" for policy in sorted(counts)) or "all keep"
 
 
-def to_text(moves: Sequence[Repartition]) -> str:
+def to_text(moves: Sequence[RepartitionRecord]) -> str:
     """Return moves as JSON."""
     return json.dumps(asdict(RepartitionFile(VERSION, list(moves))), indent=1) + "\n"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pipebench.errors import PlanError
-from pipebench.schedule.moves import Layout, Move, Moves
+from pipebench.schedule.moves import CutLayout, Repartition, RepartitionPlan
 from pipebench.schedule.pipeline import Pipeline
 
 
@@ -19,12 +19,12 @@ class Routes:
         moves: the moves.
     """
 
-    def __init__(self, pipeline: Pipeline, layout: Layout, under: Callable[[Layout], Pipeline]) -> None:
-        self.moves = Moves(pipeline, layout)
+    def __init__(self, pipeline: Pipeline, layout: CutLayout, under: Callable[[CutLayout], Pipeline]) -> None:
+        self.moves = RepartitionPlan(pipeline, layout)
         self._under = under
         self._known = {layout: pipeline}
 
-    def announce(self, move: Move) -> None:
+    def announce(self, move: Repartition) -> None:
         """Add a move.
 
         Raises:
@@ -36,7 +36,7 @@ class Routes:
         after = move.after(before)
         for turned in range(len(before.starts)):  # as boundaries turn over one by one
             for memory in (before.memory, after.memory):
-                self.at(Layout((*after.starts[: turned + 1], *before.starts[turned + 1 :]), memory))
+                self.at(CutLayout((*after.starts[: turned + 1], *before.starts[turned + 1 :]), memory))
         self.moves.announce(move)
 
     def forward(self, minibatch: int) -> Pipeline:
@@ -47,7 +47,7 @@ class Routes:
         """Return the shape whose edges a minibatch takes back."""
         return self.at(self.moves.backward_layout(minibatch))
 
-    def at(self, layout: Layout) -> Pipeline:
+    def at(self, layout: CutLayout) -> Pipeline:
         """Return the shape under cuts and policies."""
         if layout not in self._known:
             self._known[layout] = self._under(layout)

@@ -29,7 +29,7 @@ class Individual:
         return self.scores[-1]
 
 
-class Course(ABC):
+class SearchStrategy(ABC):
     """What decides whose turn it is.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipebench.model.sampling import mix, name_hash
 from pipebench.recipe.schema import OLDEST
-from pipebench.search.course import Course, Individual
+from pipebench.search.course import Individual, SearchStrategy
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rules:
     seed: int
 
 
-class Evolution(Course):
+class Evolution(SearchStrategy):
     """A search that goes on with every score that it is told.
 
     Attributes:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from pipebench.recipe.search_trace import VERSION, SearchFile, Trained
 from pipebench.search.architectures import Architectures
-from pipebench.search.course import Course, Individual
+from pipebench.search.course import Individual, SearchStrategy
 
 FILE_NAME = "search.json"
 
 
-class Moment(NamedTuple):
+class IndividualStart(NamedTuple):
     """When an individual's turn begins: minibatches and samples of the run before it, and the run's clock."""
 
     minibatch: int
@@ -27,16 +27,16 @@ class Search:
         metric: what scores them.
     """
 
-    def __init__(self, course: Course, architectures: Architectures, metric: str) -> None:
+    def __init__(self, course: SearchStrategy, architectures: Architectures, metric: str) -> None:
         self._course, self._architectures, self._metric = course, architectures, metric
-        self._begun = [Moment(0, 0, 0.0)]  # by number of the individual
+        self._begun = [IndividualStart(0, 0, 0.0)]  # by number of the individual
 
     @property
     def current(self) -> Individual:
         """The individual that is trained now."""
         return self._course.current
 
-    def tell(self, metrics: Mapping[str, float], now: Moment) -> None:
+    def tell(self, metrics: Mapping[str, float], now: IndividualStart) -> None:
         """Take what an evaluation found."""
         self._course.tell(float(metrics[self._metric]), now.minibatch)
         if len(self._course.individuals) > len(self._begun):

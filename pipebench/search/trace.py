@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from pipebench.errors import GraphError
 from pipebench.model.plan import Plan
-from pipebench.recipe.search_trace import Event
+from pipebench.recipe.search_trace import ArchitectureChange
 from pipebench.search.architectures import Architectures, Cells
-from pipebench.search.course import Course, Individual
+from pipebench.search.course import Individual, SearchStrategy
 
 
 class Step(NamedTuple):
@@ -19,7 +19,7 @@ class Step(NamedTuple):
 
 
 def steps_of(
-    events: Sequence[Event], architectures: Architectures, first: Cells, plan: Plan, path: str
+    events: Sequence[ArchitectureChange], architectures: Architectures, first: Cells, plan: Plan, path: str
 ) -> tuple[Step, ...]:
     """Return what a trace's changes come to, from the first architecture on.
 
@@ -44,7 +44,7 @@ def steps_of(
     return tuple(found)
 
 
-def _changed(event: Event, architectures: Architectures, cells: Cells, plan: Plan, where: str) -> Cells:
+def _changed(event: ArchitectureChange, architectures: Architectures, cells: Cells, plan: Plan, where: str) -> Cells:
     """Return an architecture with as many layers more, or fewer, in a stage: whole cells, until they are as many."""
     assert event.stage is not None
     if event.stage >= len(plan.stages):
@@ -65,7 +65,7 @@ def _changed(event: Event, architectures: Architectures, cells: Cells, plan: Pla
     return cells ^ changed
 
 
-class Following(Course):
+class Following(SearchStrategy):
     """Follows a trace.
 
     Args:

@@ -51,7 +51,7 @@ _SCALING_HEADINGS = ("workers", "speed-up", "efficiency")
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedRun:
     """One row: the runs of one recipe, which differ in their seed only.
 
     Attributes:
@@ -93,7 +93,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Rows that may be compared with each other.
 
     Attributes:
@@ -102,20 +102,20 @@ class Group:
     """
 
     title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ComparedRun, ...]
 
 
-def groups(results: Sequence[RunResult]) -> list[Group]:
+def groups(results: Sequence[RunResult]) -> list[RunGroup]:
     """Return a row per recipe, those that may be compared together; each in the order of its first run."""
     runs: dict[str, list[RunResult]] = {}
     for result in results:
         runs.setdefault(result.name, []).append(result)
-    found: dict[frozenset[tuple[str, str]], list[Entry]] = {}
+    found: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
     for name, each in runs.items():
-        entry = Entry(name, tuple(each))
+        entry = ComparedRun(name, tuple(each))
         found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
     titles = _titles([_shared(entries[0]) for entries in found.values()])
-    return [Group(title, tuple(entries)) for title, entries in zip(titles, found.values(), strict=True)]
+    return [RunGroup(title, tuple(entries)) for title, entries in zip(titles, found.values(), strict=True)]
 
 
 def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
     return (*_HEADINGS[:2], *counted, *_HEADINGS[2:], *scaling)
 
 
-def rows(results: Sequence[RunResult], group: Group) -> list[tuple[str, ...]]:
+def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]:
     """Return one row of texts per recipe of a group, under `headings`.
 
     A run that missed or diverged says so instead of a time. Of several seeds there are the median and, where they
@@ -175,7 +175,7 @@ def notes(results: Sequence[RunResult]) -> list[str]:
     return [f"{', '.join(dict.fromkeys(who))}: {note}" for note, who in names.items()]
 
 
-def baseline(entry: Entry, others: Iterable[Entry]) -> Entry | None:
+def baseline(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun | None:
     """Return the dp row that a row is measured against: of its own group and with the same seeds; None without one."""
     seeds = {run.seed for run in entry.runs}
     fitting = (other for other in others if other.runs[0].mode == BASELINE_MODE and other.setting == entry.setting)
@@ -187,14 +187,14 @@ def time_to_accuracy_s(result: RunResult) -> float | None:
     return result.metrics.get("time_to_accuracy_s") if result.outcome == REACHED else None
 
 
-def speed_up(entry: Entry, base: Entry | None) -> float | None:
+def speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
     """Return how many times sooner than the baseline a row reached the target, by medians; None if any run didn't."""
     if base is None or any(len(each.reached) < len(each.runs) for each in (entry, base)):
         return None
     return _divided(*(_median(_values(each.runs, "time_to_accuracy_s")) for each in (base, entry)))
 
 
-def epoch_speed_up(entry: Entry, base: Entry | None) -> float | None:
+def epoch_speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
     """Return how many times faster than the baseline's a row's epochs are, by medians."""
     if base is None:
         return None
@@ -215,18 +215,18 @@ def speed_ups(results: Sequence[RunResult]) -> dict[tuple[str, int | None], dict
             base = baseline(entry, group.entries)
             found[entry.name, None] = _speed_ups(entry, base)
             for run in entry.runs:
-                twins = [other for other in base.runs if other.seed == run.seed] if base is not None else []
-                twin = Entry(base.name, tuple(twins[:1])) if base is not None and twins else None
-                found[entry.name, run.seed] = _speed_ups(Entry(entry.name, (run,)), twin)
+                same_seed = [other for other in base.runs if other.seed == run.seed] if base is not None else []
+                against = ComparedRun(base.name, tuple(same_seed[:1])) if base is not None and same_seed else None
+                found[entry.name, run.seed] = _speed_ups(ComparedRun(entry.name, (run,)), against)
     return found
 
 
-def _speed_ups(entry: Entry, base: Entry | None) -> dict[str, float]:
+def _speed_ups(entry: ComparedRun, base: ComparedRun | None) -> dict[str, float]:
     values = {"speedup_over_dp": speed_up(entry, base), "epoch_speedup_over_dp": epoch_speed_up(entry, base)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def smallest(entry: Entry, others: Iterable[Entry]) -> Entry:
+def smallest(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun:
     """Return the row that a row's scaling is measured against: of its sweep, with the first row's number of workers.
 
     Of several with so many workers it is the one that agrees with the row in most of what varies.
@@ -236,14 +236,14 @@ def smallest(entry: Entry, others: Iterable[Entry]) -> Entry:
     return max(fitting, key=lambda other: sum(entry.varied.get(key) == value for key, value in other.varied.items()))
 
 
-def scaling(entry: Entry, others: Iterable[Entry]) -> tuple[float | None, float | None]:
+def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | None, float | None]:
     """Return how many times faster a row's epochs are than those of `smallest`, and that over the ratio of workers."""
     first = smallest(entry, others)
     faster, wider = epoch_speed_up(entry, first), _divided(entry.num_workers, first.num_workers)
     return faster, _divided(faster, wider)
 
 
-def _scaling(entry: Entry, others: Iterable[Entry]) -> tuple[str, ...]:
+def _scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[str, ...]:
     faster, each = scaling(entry, others)
     workers = UNKNOWN if entry.num_workers is None else _count(entry.num_workers)
     return workers, ratio(faster), UNKNOWN if each is None else percent(each)
@@ -258,12 +258,12 @@ def _scales(results: Sequence[RunResult]) -> bool:
     return any(len(each) > 1 for each in numbers.values())
 
 
-def _shared(entry: Entry) -> dict[str, str]:
+def _shared(entry: ComparedRun) -> dict[str, str]:
     """Return what all rows of a group have in common: their setting but what a sweep varies."""
     return {key: value for key, value in entry.setting.items() if key not in entry.varied}
 
 
-def _row(name: str, entry: Entry, base: Entry | None, counted: bool) -> tuple[str, ...]:
+def _row(name: str, entry: ComparedRun, base: ComparedRun | None, counted: bool) -> tuple[str, ...]:
     first = entry.runs[0]
     outcomes = list(dict.fromkeys(run.outcome for run in entry.runs))
     no_time = UNKNOWN if entry.has_no_trouble() else ", ".join(outcomes)

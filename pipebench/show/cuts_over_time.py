@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipebench.formats import seconds
-from pipebench.schedule.repartitions import Repartition, in_words
+from pipebench.schedule.repartitions import RepartitionRecord, in_words
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of stages, again after the last
 
 
-def cuts_markdown(moves: Sequence[Repartition]) -> str:
+def cuts_markdown(moves: Sequence[RepartitionRecord]) -> str:
     """Return a Markdown table of a run's moves.
 
     Args:
@@ -29,7 +29,9 @@ def cuts_markdown(moves: Sequence[Repartition]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cuts_over_time(moves: Sequence[Repartition], layers: Sequence[str], end: int) -> tuple[list[int], list[list[int]]]:
+def cuts_over_time(
+    moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int
+) -> tuple[list[int], list[list[int]]]:
     """Return from which minibatches on which cuts held, and the end; and for each where stages begin and, last, end.
 
     Args:
@@ -43,7 +45,9 @@ def cuts_over_time(moves: Sequence[Repartition], layers: Sequence[str], end: int
     return [0, *(move.minibatch for move in moves), max(end, moves[-1].minibatch)], ends
 
 
-def draw_cuts(moves: Sequence[Repartition], layers: Sequence[str], end: int, path: str | os.PathLike[str]) -> None:
+def draw_cuts(
+    moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int, path: str | os.PathLike[str]
+) -> None:
     """Write a PNG of the layers that every stage had over the minibatches of a run; arguments as `cuts_over_time`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

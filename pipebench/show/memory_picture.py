@@ -26,7 +26,7 @@ from pipebench.simulate.memory import (
     VERSIONS,
     WEIGHTS,
 )
-from pipebench.simulate.memory_meter import Curve, MemoryTimeline, Moment
+from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,12 +87,12 @@ def memory_figure(memory: MemoryTimeline) -> "Figure":
     return figure
 
 
-def draw_peaks(parts: Mapping[str, Sequence[Moment]], memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
+def draw_peaks(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
     """Write a PNG of what workers keep at most in several parts of a run."""
     peaks_figure(parts, memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def peaks_figure(parts: Mapping[str, Sequence[Moment]], memory: MemoryTimeline) -> "Figure":
+def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> "Figure":
     """Return the picture that `draw_peaks` writes: a row per part of the run, in it a bar per worker.
 
     Args:
@@ -167,7 +167,7 @@ def _note(memory: MemoryTimeline, worker: int) -> str:
     return f"{num_bytes(peak.num_bytes)} at most, {_cause(peak)}{swapped}"
 
 
-def _cause(peak: Moment) -> str:
+def _cause(peak: MemoryPeak) -> str:
     return peak.during if " " in peak.during else f"in {peak.during}"
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.show.pictures import axis_unit
 from pipebench.train.result import Point
 
@@ -11,13 +11,13 @@ RATE, SENT, MOVED = "throughput_samples_per_s", "comm_bytes_per_s", "migration_b
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#999999"
 
 
-def until_settled_s(points: Sequence[Point], moves: Sequence[Repartition]) -> float:
+def until_settled_s(points: Sequence[Point], moves: Sequence[RepartitionRecord]) -> float:
     """Return up to when there is anything to see: half as long again as until the last move is through."""
     through = [point.clock_s for point in points if point.clock_s <= moves[-1].clock_s or point.metrics[MOVED]]
     return min(points[-1].clock_s, 1.5 * max(through, default=points[-1].clock_s))
 
 
-def draw_moves(points: Sequence[Point], moves: Sequence[Repartition], path: str | os.PathLike[str]) -> None:
+def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path: str | os.PathLike[str]) -> None:
     """Write samples per second as a PNG, below them bytes per second, of passes and of layers that move.
 
     Args:

@@ -23,7 +23,7 @@ _ERROR = 0.006  # relative standard error of a segment's duration that is small 
 
 
 @dataclass(frozen=True)
-class Known:
+class MeanKnown:
     """What blocks of minibatches take on average.
 
     Attributes:
@@ -60,7 +60,7 @@ class Average:
         self._ends_s: list[float] = []
         self._next = _BATCHES
 
-    def known(self, end_s: float) -> Known | None:
+    def known(self, end_s: float) -> MeanKnown | None:
         """Take note of the end of a unit's backward at the input stage; return the mean, once it is known."""
         self._num_ended += 1
         self._last_s = max(self._last_s, end_s)
@@ -84,7 +84,7 @@ class Average:
         mean_s, error_s = regressed(_batches(took_s), drawn, [work.mean(self._period) for work in self._works])
         if error_s * left_out > _ERROR * (self._last_s + mean_s * left_out):
             return None
-        return Known(self._period, mean_s, error_s, left_out)
+        return MeanKnown(self._period, mean_s, error_s, left_out)
 
 
 class _Work:

@@ -14,7 +14,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel'
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SimulatedBucket:
     """Gradients that are all-reduced together.
 
     Attributes:
@@ -51,7 +51,7 @@ class StageCosts:
     weight_s: Mapping[Size, float]
     load_s: Mapping[Size, float]
     update_s: float
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[SimulatedBucket, ...] = ()
     buffer_bytes: int = 0
     swap_bytes: Mapping[Size, int] = field(default_factory=dict)
     again_s: Mapping[Size, float] = field(default_factory=dict)
@@ -170,7 +170,7 @@ def as_values(sizes: Sequence[int]) -> float:
     return sum(sizes) / max(sizes) if any(sizes) else 1.0
 
 
-def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[int]) -> tuple[Bucket, ...]:
+def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[int]) -> tuple[SimulatedBucket, ...]:
     """Group a stage's parameters in the order its backward reaches them (last layer first).
 
     Layers that are recomputed run forward again before the first of their run runs backward.
@@ -183,7 +183,7 @@ def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[in
             before_s[last_of_run] += rows[index].forward_s
     total_s = sum(rows[i].backward_s + before_s[i] for i in indices) or 1.0
     part_s = sum(rows[i].weight_s for i in indices) or 1.0
-    buckets: list[Bucket] = []
+    buckets: list[SimulatedBucket] = []
     names: list[str] = []
     num_bytes, done_s, done_in_part_s = 0, 0.0, 0.0
     seen: set[str] = set()
@@ -196,8 +196,8 @@ def _buckets(rows: tuple[LayerProfile, ...], indices: range, again: Container[in
         num_bytes += sum(fresh.values())
         if num_bytes >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
             ready, ready_in_part = min(1.0, done_s / total_s), min(1.0, done_in_part_s / part_s)
-            buckets.append(Bucket(num_bytes, ready, tuple(names), ready_in_part))
+            buckets.append(SimulatedBucket(num_bytes, ready, tuple(names), ready_in_part))
             names, num_bytes = [], 0
     if names:
-        buckets.append(Bucket(num_bytes, 1.0, tuple(names)))
+        buckets.append(SimulatedBucket(num_bytes, 1.0, tuple(names)))
     return tuple(buckets)

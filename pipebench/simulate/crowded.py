@@ -24,7 +24,7 @@ from pipebench.simulate.messages import RECEIVES, SENDS
 from pipebench.simulate.network import Network
 from pipebench.simulate.reductions import Wait
 from pipebench.simulate.sharing import Flow, Resource, Uses
-from pipebench.simulate.simulation import LATER, Event, Simulation
+from pipebench.simulate.simulation import LATER, Simulation, TimelineEvent
 
 _ALONE = 1.0  # the rate of work that has its cores to itself
 
@@ -49,7 +49,7 @@ class Crowded(Simulation):
         super().__post_init__()
         self._uses: Uses = ((Resource(self._host.cores), float(self._host.threads)),)
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[TimelineEvent]:
         """Yield events in an order that respects every dependency."""
         agenda, made = self.network.agenda, self._made
         while agenda.heap:
@@ -69,11 +69,11 @@ class Crowded(Simulation):
                     self._work(own_s, worker, done, now_s)
                     continue
                 stall_s = now_s - min(now_s, max(done.start_s, done.sent_s))
-                yield Event(done.start_s, now_s, worker, done.instruction, stall_s)
+                yield TimelineEvent(done.start_s, now_s, worker, done.instruction, stall_s)
             yield from self._go_on(worker, now_s)
         self._check_ended()
 
-    def _go_on(self, worker: int, now_s: float) -> Iterator[Event]:
+    def _go_on(self, worker: int, now_s: float) -> Iterator[TimelineEvent]:
         """Execute a worker's instructions until one takes time."""
         for instruction in self.programs[worker]:
             sent_s = math.inf
@@ -93,7 +93,7 @@ class Crowded(Simulation):
                 self._work(own_s, worker, _Done(now_s, instruction, sent_s), now_s)
                 return
             self._end(instruction, now_s)
-            yield Event(now_s, now_s, worker, instruction)
+            yield TimelineEvent(now_s, now_s, worker, instruction)
         self._running.discard(worker)
 
     def _let_compute(self, worker: int, instruction: Instruction, now_s: float) -> None:

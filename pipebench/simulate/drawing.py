@@ -10,7 +10,7 @@ from pipebench.schedule.programs import programs
 from pipebench.schedule.routes import Routes
 from pipebench.simulate.costs import Costs, Crossing, StageCosts
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import Simulation, TimelineEvent
 
 _LETTERS = {op: row.cell for op, row in OPERATIONS.items() if row.cell}
 
@@ -80,7 +80,7 @@ def draw_cells(
     return [row + [""] * (width - len(row)) for row in cells]
 
 
-def _mark(routes: Routes | None, event: Event) -> str:
+def _mark(routes: Routes | None, event: TimelineEvent) -> str:
     """Return what marks a pass under other cuts than the first."""
     op, stage, unit, *_ = event.instruction
     if routes is None or op is Op.FORWARD_AGAIN:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pipebench.model.plan import Plan, StagePlan
-from pipebench.model.sampling import Shape, Size
+from pipebench.model.sampling import Size, UnitShape
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import SPLIT, Pipeline
@@ -28,8 +28,8 @@ Bytes = Mapping[Size, int]
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """What one replica of a stage keeps, in bytes; mappings go from the number of samples in a unit, or its `Shape`.
+class StageMemoryCosts:
+    """What one replica of a stage keeps, in bytes; mappings go from the samples in a unit, or its `UnitShape`.
 
     Where lengths vary, every unit is taken to be as long as the longest while it is kept: some day they all are.
 
@@ -82,7 +82,7 @@ class StageMemory:
 
 def stage_memories(
     profile: Profile, plan: Plan, pipeline: Pipeline, input_bytes: Mapping[Size, Mapping[str, int]] | None = None
-) -> tuple[StageMemory, ...]:
+) -> tuple[StageMemoryCosts, ...]:
     """Sum a profile over the stages of a plan.
 
     Args:
@@ -98,7 +98,7 @@ def stage_memories(
 
 def stage_memory(
     profile: Profile, plan: Plan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
-) -> StageMemory:
+) -> StageMemoryCosts:
     """Sum a profile over one stage of a plan; see `stage_memories`."""
     return replace(
         layers_memory(profile, plan.stages[index], pipeline, index, inputs),
@@ -110,7 +110,7 @@ def stage_memory(
 
 def layers_memory(
     profile: Profile, stage: StagePlan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
-) -> StageMemory:
+) -> StageMemoryCosts:
     """Sum a profile over layers that run as a stage, or as a part of one; of messages it knows nothing.
 
     Args:
@@ -138,7 +138,7 @@ def layers_memory(
         swapped[size] = swapped_bytes(at, stage)
         again[size] = _again_bytes(at, stage)
         rest[size] = _kept_for_weights(at, own, fed)
-    return StageMemory(
+    return StageMemoryCosts(
         weights=weights,
         masters=stepped if profile.has_masters else 0,
         state=stepped * profile.state_bytes_per_byte,
@@ -164,8 +164,8 @@ def _longest(profile: Profile, size: Size) -> Size:
     """Return the size of the longest unit of as many samples."""
     if not profile.lengths:
         return size
-    num_samples = size.num_samples if isinstance(size, Shape) else size
-    return Shape(num_samples, max(each.columns for each in profile.lengths))
+    num_samples = size.num_samples if isinstance(size, UnitShape) else size
+    return UnitShape(num_samples, max(each.columns for each in profile.lengths))
 
 
 def _layers(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:

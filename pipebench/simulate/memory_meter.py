@@ -21,9 +21,9 @@ from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, SEND,
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.holding import Change, Holding
-from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemory
-from pipebench.simulate.simulation import Event, Moving
+from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemoryCosts
+from pipebench.simulate.replica_memory import Change, ReplicaMemory
+from pipebench.simulate.simulation import Moving, TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 RECORDED_CHANGES = 200_000  # that are kept as curves: some 20,000 units
@@ -32,8 +32,8 @@ _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
 _SENDS: Final = with_kind(SEND, ACTIVATION, GRADIENT, MIGRATION)
 
 
-class Keeps(Protocol):
-    """Whoever has a stage at a worker: a replica's `Holding`, or several of them while layers move."""
+class ReplicaBytes(Protocol):
+    """Whoever has a stage at a worker: a replica's `ReplicaMemory`, or several of them while layers move."""
 
     def before(self) -> Iterable[Change]:
         """Yield what is there before anything runs."""
@@ -46,7 +46,7 @@ class Keeps(Protocol):
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPeak:
     """What a worker keeps at a moment.
 
     Attributes:
@@ -67,7 +67,7 @@ class Moment:
         return sum(self.by_kind.values())
 
 
-def highest(*peaks: Iterable[Moment]) -> Iterator[Moment]:
+def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
     """Yield for every worker the highest of several peaks; of equals, the first."""
     for of_worker in zip(*peaks, strict=True):
         yield max(of_worker, key=lambda peak: peak.num_bytes)
@@ -104,14 +104,14 @@ class MemoryTimeline:
 
     worker_names: tuple[str, ...]
     curves: tuple[Curve, ...]
-    peaks: tuple[Moment, ...]
+    peaks: tuple[MemoryPeak, ...]
     host_peaks: tuple[int, ...]
     limit_bytes: int | None
-    overflow: Moment | None
+    overflow: MemoryPeak | None
     end_s: float
 
     @property
-    def fullest(self) -> Moment:
+    def fullest(self) -> MemoryPeak:
         """The peak of the worker that has the highest; of equals, the first."""
         return max(self.peaks, key=lambda peak: peak.num_bytes)
 
@@ -132,21 +132,21 @@ class MemoryMeter:
     def __init__(
         self,
         pipeline: Pipeline,
-        memories: Sequence[StageMemory],
+        memories: Sequence[StageMemoryCosts],
         costs: Costs,
         limit_bytes: int | None = None,
         *,
-        holdings: Sequence[Mapping[int, Keeps]] | None = None,
+        holdings: Sequence[Mapping[int, ReplicaBytes]] | None = None,
         moving: Moving | None = None,
         start_s: float = 0.0,
     ) -> None:
         self._pipeline, self._costs, self._limit_bytes, self._moving = pipeline, costs, limit_bytes, moving
         self._waits = SYNCS[pipeline.sync].waits
         workers = range(pipeline.num_workers)
-        self._servers: dict[int, Holding] = {}
+        self._servers: dict[int, ReplicaMemory] = {}
         if not self._waits:
-            self._servers = {stage: Holding(memory, serves=True) for stage, memory in enumerate(memories)}
-        self._holdings: Sequence[Mapping[int, Keeps]] = holdings or [
+            self._servers = {stage: ReplicaMemory(memory, serves=True) for stage, memory in enumerate(memories)}
+        self._holdings: Sequence[Mapping[int, ReplicaBytes]] = holdings or [
             {
                 stage: self._replica(stage, pipeline.replica_of(worker), memories[stage])
                 for stage in pipeline.stages_of(worker)
@@ -166,9 +166,9 @@ class MemoryMeter:
         self._swapped: dict[tuple[int, int, int], float] = {}
         self._fold_at = RECORDED_CHANGES
         self._curves: list[Curve] = []
-        self._peaks: list[Moment | None] = [None] * len(workers)
+        self._peaks: list[MemoryPeak | None] = [None] * len(workers)
         self._host_peaks = [0] * len(workers)
-        self._overflow: Moment | None = None
+        self._overflow: MemoryPeak | None = None
         self._end_s = start_s
         for worker, kept in enumerate(self._holdings):
             self._add(start_s, worker, WEIGHTS, 0, None)  # a worker all of whose layers are idle never keeps more
@@ -182,7 +182,7 @@ class MemoryMeter:
             for holding in holdings.values():
                 self._note(worker, holding.drained(), self._end_s, self._end_s, None)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TimelineEvent) -> None:
         """Take note of one event."""
         start_s, end_s, worker, it, _ = event
         op, stage, number, peer, *_ = it
@@ -241,8 +241,8 @@ class MemoryMeter:
             names, tuple(self._curves), peaks, tuple(self._host_peaks), self._limit_bytes, self._overflow, float(end_s)
         )
 
-    def _replica(self, stage: int, replica_index: int, memory: StageMemory) -> Holding:
-        return self._servers[stage] if self._servers and replica_index == 0 else Holding(memory)
+    def _replica(self, stage: int, replica_index: int, memory: StageMemoryCosts) -> ReplicaMemory:
+        return self._servers[stage] if self._servers and replica_index == 0 else ReplicaMemory(memory)
 
     def _sent_bytes(self, it: Instruction) -> int:
         """Return the bytes of a message, of a unit that is given away, or of a block of layers."""
@@ -308,9 +308,9 @@ class MemoryMeter:
     ) -> None:
         """Let what a worker has kept meanwhile count for its peak, and for the first overflow."""
 
-        def moment(index: int) -> Moment:
+        def moment(index: int) -> MemoryPeak:
             by_kind = {kind: int(n) for kind, n in zip(KINDS, num_bytes[:, index], strict=True) if n}
-            return Moment(worker, float(times_s[index]), _told(self._during[own[index]]), by_kind)
+            return MemoryPeak(worker, float(times_s[index]), _told(self._during[own[index]]), by_kind)
 
         total = num_bytes.sum(axis=0)
         highest, peak = int(total.argmax()), self._peaks[worker]

@@ -21,7 +21,7 @@ from pipebench.schedule.operations import (
 )
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import EVALUATE, PCIE, TRAINING_KINDS, Span, Timeline, Transfer
 
 RECORDED_SPANS = 4000  # enough for fill, steady state and drain of most segments; about 1 MB of trace
@@ -36,7 +36,7 @@ PLAN, EPOCHS, PREDICTION, WORKERS_IDLE, MEMORY = "plan", "epochs", "prediction",
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """What all workers measured together.
 
     Attributes:
@@ -64,7 +64,7 @@ class Listener(Protocol):
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment, with nothing in flight; `size_of` tells what a unit's costs depend on: how many samples."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TimelineEvent) -> None:
         """Take note of one event."""
 
     def transfer(self, transfer: Transfer) -> None:
@@ -94,7 +94,9 @@ class Meter:
         self.stall_s = self.swap_stall_s = 0.0
         self.origin_s = 0.0
         self._pipeline = pipeline
-        self._seen: list[tuple[Event, bool]] = []  # and whether it was of an evaluation: spans are made at the end
+        self._seen: list[
+            tuple[TimelineEvent, bool]
+        ] = []  # and whether it was of an evaluation: spans are made at the end
         self._transfers: list[Transfer] = []
         self._truncated = False
         self._listeners = listeners
@@ -115,7 +117,7 @@ class Meter:
         for listener in self._listeners:
             listener.begin(size_of)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TimelineEvent) -> None:
         """Take note of one event."""
         if not self.evaluating:
             op, stage, number, *_ = event.instruction
@@ -155,7 +157,7 @@ class Meter:
         return timeline.shifted(-self.origin_s) if self.origin_s else timeline
 
 
-def span_of(pipeline: Pipeline, event: Event, evaluating: bool) -> Span:
+def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
     """Return what a timeline shows of an event."""
     start_s, end_s, worker, (op, stage, number, *_), _ = event
     own = stage if pipeline.chunks > 1 else ""  # of the worker's stages

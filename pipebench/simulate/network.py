@@ -89,7 +89,7 @@ class _Part:
 
 
 @dataclass
-class Group:
+class ReductionGroup:
     """Workers that sum buffers in one way.
 
     Attributes:
@@ -112,7 +112,7 @@ class Group:
 class _Sum:
     """One buffer that a group sums."""
 
-    group: Group
+    group: ReductionGroup
     kind: str
     label: str
     num_bytes: int
@@ -151,7 +151,7 @@ class Network:
         self._copies = copies
         self._ports: dict[_Port, Resource] = {}
         self._connections: dict[tuple[str, int, int, float], Connection] = {}
-        self._groups: dict[tuple[str, str, Sequence[int]], Group] = {}
+        self._groups: dict[tuple[str, str, Sequence[int]], ReductionGroup] = {}
 
     def connection(self, kind: str, sender: int, receiver: int, values: float = 1.0) -> Connection:
         """Return the connection that a kind of messages takes from one worker to another.
@@ -284,7 +284,7 @@ class Network:
         if group.queue:
             self._begin(group.queue[0], now_s)
 
-    def _group(self, sync: str, kind: str, workers: Sequence[int]) -> Group:
+    def _group(self, sync: str, kind: str, workers: Sequence[int]) -> ReductionGroup:
         found = self._groups.get((sync, kind, workers))
         if found is None:
             ring = sorted(workers, key=self.devices.__getitem__)
@@ -294,7 +294,7 @@ class Network:
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
             # Who is alone sums at once, and crosses none.
             level = min(levels, key=lambda each: each.sum_bytes_per_s, default=self.cluster.levels[0])
-            found = self._groups[sync, kind, workers] = Group(sync, ring, phases, level)
+            found = self._groups[sync, kind, workers] = ReductionGroup(sync, ring, phases, level)
         return found
 
     def _traffic(self, sync: str, ring: Sequence[int], num_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -364,7 +364,7 @@ class Network:
         ]
         return [phase, phase]
 
-    def _sent(self, group: Group, num_bytes: int) -> Counter[str]:
+    def _sent(self, group: ReductionGroup, num_bytes: int) -> Counter[str]:
         """Return what a group sends when it sums a buffer, by level."""
         found = group.sent.get(num_bytes)
         if found is None:

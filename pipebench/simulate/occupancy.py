@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipebench.model.sampling import Size
 from pipebench.schedule.operations import COMPUTE, SEND, with_role
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 COMPUTING, COMMUNICATING, IDLE = "computing", "waiting for bytes on their way", "waiting for others (bubble)"
@@ -56,7 +56,7 @@ class OccupancyMeter:
     def transfer(self, transfer: Transfer) -> None:
         """Take note of a transfer: what it means for a worker is in its events."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TimelineEvent) -> None:
         """Take note of one event."""
         start_s, end_s, worker, (op, *_), stall_s = event
         if end_s <= start_s or self._num_events >= RECORDED_EVENTS:

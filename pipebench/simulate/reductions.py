@@ -7,7 +7,7 @@ from functools import partial
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS
-from pipebench.simulate.costs import Bucket, Costs
+from pipebench.simulate.costs import Costs, SimulatedBucket
 from pipebench.simulate.network import Network
 from pipebench.simulate.timeline import CONTROL
 
@@ -30,14 +30,14 @@ class _Round:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _PendingReduction:
     """What is summed among whom, in which way, as which kind of bytes, and what it takes of each one's processor.
 
     Attributes:
         overlaps: whether buckets set out while the backward still runs.
     """
 
-    buckets: Sequence[Bucket]
+    buckets: Sequence[SimulatedBucket]
     workers: range
     way: str
     kind: str
@@ -61,12 +61,12 @@ class Reductions:
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._waiting: dict[tuple[int, int], list[tuple[int, float, Instruction]]] = {}
         sync = SYNCS[pipeline.sync]
-        squares = Bucket(8 * max(1, costs.num_parameters), 1.0)  # a float64 per parameter
-        self._groups = {EVERY_STAGE: _Group((squares,), range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
+        squares = SimulatedBucket(8 * max(1, costs.num_parameters), 1.0)  # a float64 per parameter
+        self._groups = {EVERY_STAGE: _PendingReduction((squares,), range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
         for stage, each in enumerate(costs.stages):
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.workers_of(stage)
             host_s = costs.host.all_reduce(num_bytes, len(workers))
-            self._groups[stage] = _Group(each.buckets, workers, sync.way, sync.kind, host_s, sync.overlaps)
+            self._groups[stage] = _PendingReduction(each.buckets, workers, sync.way, sync.kind, host_s, sync.overlaps)
 
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False
@@ -108,7 +108,15 @@ class Reductions:
         for _, waiters in sorted(self._waiting.items()):
             yield from waiters
 
-    def _start(self, group: _Group, bucket: Bucket, stage: int, round_index: int, each: _Round, now_s: float) -> None:
+    def _start(
+        self,
+        group: _PendingReduction,
+        bucket: SimulatedBucket,
+        stage: int,
+        round_index: int,
+        each: _Round,
+        now_s: float,
+    ) -> None:
         done = partial(self._summed, stage, round_index, each)
         num_bytes = bucket.num_bytes
         self._network.sum_up(group.way, group.kind, f"R{round_index}", group.workers, num_bytes, now_s, done)

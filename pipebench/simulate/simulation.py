@@ -27,7 +27,7 @@ from pipebench.simulate.reductions import EVERY_STAGE, Reductions, Wait
 LATER = -1.0  # in place of the seconds that an instruction keeps a worker: none, and its event comes when it is over
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """One executed instruction.
 
     Attributes:
@@ -93,7 +93,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         pipeline, costs, network, start_s = self.pipeline, self.costs, self.network, self.start_s
-        self._made: list[Event] = []  # events that actions have come to
+        self._made: list[TimelineEvent] = []  # events that actions have come to
         self._reductions = Reductions(pipeline, costs, network, self._wake)
         self._pushing = Pushing(pipeline, costs, network, self.turns or Turns(), self._wake, self._applied)
         copies = bool(pipeline.swaps) or self.moving is not None  # layers may begin to swap with a move
@@ -125,7 +125,7 @@ class Simulation:
             Op.FORWARD_AGAIN: self._forward_again,
         }
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[TimelineEvent]:
         """Yield events in an order that respects every dependency."""
         # Names looked up once: this loop runs for every instruction. So does the making of events without defaults.
         programs, made, plays, new = self.programs, self._made, self._plays, tuple.__new__
@@ -147,7 +147,7 @@ class Simulation:
             if payload is not None:
                 start_s, instruction, sent_s = cast("Wait", payload)
                 stall_s = now_s - min(now_s, max(start_s, sent_s))
-                yield new(Event, (start_s, now_s, worker, instruction, stall_s))
+                yield new(TimelineEvent, (start_s, now_s, worker, instruction, stall_s))
             for instruction in programs[worker]:
                 op = instruction[0]
                 lasts_s = plays[op](worker, instruction, now_s)
@@ -157,7 +157,7 @@ class Simulation:
                     yield from made
                     made.clear()
                     continue
-                yield new(Event, (now_s, now_s + lasts_s, worker, instruction, 0.0))
+                yield new(TimelineEvent, (now_s, now_s + lasts_s, worker, instruction, 0.0))
                 if lasts_s or op in _LASTS:
                     then = (now_s + lasts_s, WORKERS, next(counter), worker, None)
                     break
@@ -180,13 +180,13 @@ class Simulation:
     def _applied(self, now_s: float, worker: int, push: Instruction) -> None:
         """Take note of an update that a server has made."""
         self.end_s = max(self.end_s, now_s)
-        self._made.append(Event(now_s, now_s, worker, push))
+        self._made.append(TimelineEvent(now_s, now_s, worker, push))
 
     def _copied(self, copy: Copy, now_s: float) -> None:
         """Take note of a copy that has ended, and let the backward begin that has waited for it."""
         stall_s = 0.0 if copy.waiting is None else now_s - copy.waiting[1]
         self.end_s = max(self.end_s, now_s)
-        self._made.append(Event(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
+        self._made.append(TimelineEvent(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
         if copy.waiting is not None:
             self._let_compute(copy.worker, copy.waiting[0], now_s)
 
@@ -194,7 +194,7 @@ class Simulation:
         """Let a worker that has waited run a backward now."""
         lasts_s = self._compute(worker, instruction, now_s)
         assert lasts_s is not None  # its copy is there
-        self._made.append(Event(now_s, now_s + lasts_s, worker, instruction))
+        self._made.append(TimelineEvent(now_s, now_s + lasts_s, worker, instruction))
         self._wake(now_s + lasts_s, worker, None)
 
     def _compute(self, _worker: int, instruction: Instruction, now_s: float) -> float | None:

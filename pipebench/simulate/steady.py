@@ -27,7 +27,7 @@ from pipebench.simulate.costs import Costs
 from pipebench.simulate.crowded import simulation_of
 from pipebench.simulate.meter import COMPUTED, Meter, recomputed_s
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 
 _BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
@@ -36,7 +36,7 @@ _BATCHES = 8  # parts of that half, whose means tell its standard error
 _TOLERANCE = 1e-9  # relative; times are sums of floats
 
 
-class Course(Protocol):
+class Workload(Protocol):
     """What is simulated: a `Setup` is one, and so is a plan without a model."""
 
     @property
@@ -61,7 +61,7 @@ class Course(Protocol):
 
 
 @dataclass(frozen=True)
-class Totals:
+class SegmentTotals:
     """What a segment between two drains comes to.
 
     Attributes:
@@ -84,12 +84,12 @@ class Totals:
     again_s: float = 0.0
     swap_stall_s: float = 0.0
 
-    def extended(self, period: "Totals", times: int) -> "Totals":
+    def extended(self, period: "SegmentTotals", times: int) -> "SegmentTotals":
         """Return the totals so many periods further on, given those of one."""
         num_bytes = Counter(self.num_bytes)
         for key, value in period.num_bytes.items():
             num_bytes[key] += value * times
-        return Totals(
+        return SegmentTotals(
             self.end_s + period.end_s * times,
             self.busy_s + period.busy_s * times,
             self.stall_s + period.stall_s * times,
@@ -101,8 +101,8 @@ class Totals:
 
 @without_collector()
 def simulate_segment(
-    course: Course, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
-) -> Totals:
+    course: Workload, num_minibatches: int, meter: Meter | None = None, *, ends_epoch: bool = True
+) -> SegmentTotals:
     """Return the totals of a segment, all of whose minibatches are whole but for an epoch's last one at its end.
 
     It is simulated once. Where its state is found to be steady, the workers' lists go over to those of a segment that
@@ -135,7 +135,7 @@ def simulate_segment(
     return replace(extended, error_s=found.error_s * found.left_out, num_simulated=simulated)
 
 
-def _estimated(course: Course, run: "_Run", num_minibatches: int) -> Totals:
+def _estimated(course: Workload, run: "_Run", num_minibatches: int) -> SegmentTotals:
     """Return the totals of a segment of which enough minibatches are simulated to know the mean of the others."""
     sampler = course.sampler
     assert isinstance(sampler, Varying)
@@ -158,7 +158,7 @@ def _estimated(course: Course, run: "_Run", num_minibatches: int) -> Totals:
     for key in {key for _, each in alike for key in each.num_bytes}:
         num_bytes[key] += round(sum(times * each.num_bytes[key] for times, each in alike))
     simulated = num_minibatches - left_out * found.period
-    return Totals(
+    return SegmentTotals(
         totals.end_s + found.mean_s * left_out,
         totals.busy_s + sum(times * each.busy_s for times, each in alike),
         totals.stall_s * num_minibatches / simulated,
@@ -171,7 +171,7 @@ def _estimated(course: Course, run: "_Run", num_minibatches: int) -> Totals:
 
 
 @without_collector()
-def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
+def estimate_rate(course: Workload, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
     """Return about how many seconds a minibatch takes in the steady state, and how many instructions that simulated.
 
     If no steady state is found, it is what the slowest worker takes in the later half of what was simulated; infinity
@@ -193,12 +193,14 @@ def glimpse(course: Course, num_minibatches: int, num_instructions: int) -> tupl
 
 
 @without_collector()
-def simulate_all(course: Course, num_minibatches: int, meter: Meter | None = None, *, first: int = -1) -> Totals:
+def simulate_all(
+    course: Workload, num_minibatches: int, meter: Meter | None = None, *, first: int = -1
+) -> SegmentTotals:
     """Simulate every instruction of a segment that ends an epoch, or of one that begins with minibatch `first`."""
     return _simulated(_Run(course, num_minibatches, meter, ends_epoch=first < 0, first=first))
 
 
-def _simulated(run: "_Run") -> Totals:
+def _simulated(run: "_Run") -> SegmentTotals:
     for _ in run:
         pass
     return run.totals()
@@ -224,7 +226,7 @@ class _Run:
 
     def __init__(
         self,
-        course: Course,
+        course: Workload,
         num_minibatches: int,
         meter: Meter | None = None,
         *,
@@ -254,7 +256,7 @@ class _Run:
         if meter is not None:
             meter.begin(size_of)
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[TimelineEvent]:
         busy_s, stall_s, meter, recomputed = self.busy_s, self.stall_s, self._meter, self._recomputed_s
         for event in self._simulation:
             start_s, end_s, worker, instruction, stalled_s = event
@@ -280,10 +282,10 @@ class _Run:
         for worker, instructions in enumerate(programs(self._pipeline, num_minibatches)):
             self._lists[worker] = itertools.islice(instructions, next(self._taken[worker]), None)
 
-    def totals(self) -> Totals:
+    def totals(self) -> SegmentTotals:
         """Return what it came to."""
         end_s = self._simulation.end_s
-        return Totals(
+        return SegmentTotals(
             end_s, math.fsum(self.busy_s), math.fsum(self.stall_s), self._network.num_bytes,
             again_s=math.fsum(self.again_s), swap_stall_s=math.fsum(self.swap_stall_s),
         )  # fmt: skip
@@ -305,7 +307,7 @@ class _Run:
 
 
 class _Spent(NamedTuple):
-    """What seconds go to, named as in `Totals`."""
+    """What seconds go to, named as in `SegmentTotals`."""
 
     busy_s: float
     stall_s: float
@@ -334,10 +336,10 @@ class _Steady:
     left_out: int
     error_s: float = 0.0
 
-    def period_totals(self, num_bytes: Counter[tuple[str, str]]) -> Totals:
+    def period_totals(self, num_bytes: Counter[tuple[str, str]]) -> SegmentTotals:
         """Return what a period comes to."""
         busy_s, stall_s, again_s, swap_stall_s = self.spent
-        return Totals(self.shift_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_stall_s)
+        return SegmentTotals(self.shift_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_stall_s)
 
 
 class _Watch:
@@ -355,7 +357,7 @@ class _Watch:
         self._own = [sum(units // pipeline.replicas[each] for each in pipeline.stages_of(w)) for w in workers]
         self._in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / self._block) * self._block
 
-    def steady(self, event: Event, spent: _Spent, num_minibatches: int) -> _Steady | None:
+    def steady(self, event: TimelineEvent, spent: _Spent, num_minibatches: int) -> _Steady | None:
         """Take note of the end of a unit; return the steady state, if that is one and the segment is long enough."""
         worker, own, ends = event.worker, self._own, self._ends
         ends[worker].append(event.end_s)

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pipebench.model.sampling import Shape, Size
+from pipebench.model.sampling import Size, UnitShape
 from pipebench.schedule.instructions import ENDS
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 
@@ -42,12 +42,12 @@ class Finishes:
         """Start a segment."""
         self._size_of = size_of
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TimelineEvent) -> None:
         """Take note of one event."""
         op, stage, number, *_ = event.instruction
         if stage == 0 and op in ENDS:
             size = self._size_of(number)
-            self.units.append(Finished(event.end_s, size.num_samples if isinstance(size, Shape) else size))
+            self.units.append(Finished(event.end_s, size.num_samples if isinstance(size, UnitShape) else size))
 
     def transfer(self, transfer: Transfer) -> None:
         """Transfers finish nothing."""
@@ -90,7 +90,7 @@ class Marks:
         self._finishes.begin(size_of)
         self._num_bytes.clear()
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TimelineEvent) -> None:
         """Take note of one event."""
         units = self._finishes.units
         before = len(units)

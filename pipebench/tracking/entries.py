@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from pipebench.metrics import COLUMN, METRICS
 from pipebench.tracking.limits import MAX_TAG_CHARS
-from pipebench.tracking.record import Entry, Status
+from pipebench.tracking.record import LogEntry, Status
 from pipebench.tracking.summary import summarise_curves
 from pipebench.train.result import DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
@@ -24,7 +24,7 @@ _RUN_ID = "@" * 32  # as long as an id
 _CUT = "(The artifacts hold the rest.)"
 
 
-def values_of(entry: Entry, *, virtual: bool) -> tuple[dict[str, float], int]:
+def values_of(entry: LogEntry, *, virtual: bool) -> tuple[dict[str, float], int]:
     """Return the values of an entry, and their step.
 
     MLflow's timestamps are whole milliseconds, and it ranks runs by them: virtual seconds, of which a run has 0.2 or
@@ -40,7 +40,7 @@ def values_of(entry: Entry, *, virtual: bool) -> tuple[dict[str, float], int]:
     return dict(entry.metrics), entry.step
 
 
-def tags_of(entry: Entry, run_id: str) -> dict[str, str]:
+def tags_of(entry: LogEntry, run_id: str) -> dict[str, str]:
     """Return the tags of an entry, those of a result among them; what they say of the run's own id is filled in."""
     if DESCRIPTION in entry.tags:
         return {**entry.tags, DESCRIPTION: entry.tags[DESCRIPTION].replace(_RUN_ID, run_id)}

@@ -51,7 +51,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """What was logged at one moment; what wasn't is empty or None.
 
     Attributes:
@@ -120,7 +120,7 @@ class RunRecord:
     status: Status | None
 
     @staticmethod
-    def of(entries: Sequence[Entry]) -> "RunRecord | None":
+    def of(entries: Sequence[LogEntry]) -> "RunRecord | None":
         """Put entries together; None if no process says what the run is called."""
         name = next((entry.start.name for entry in entries if entry.start is not None), None)
         if name is None:
@@ -176,7 +176,7 @@ class RecordFolder:
             path: the folder; None for one that couldn't be made.
         """
         self.path = path
-        self.earlier: list[Entry] = []
+        self.earlier: list[LogEntry] = []
         self.num_sent = 0
         self.run_id: str | None = None
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ class RecordFolder:
             else:
                 return RecordFolder(path)
 
-    def append(self, entry: Entry, content: bytes | None = None) -> None:
+    def append(self, entry: LogEntry, content: bytes | None = None) -> None:
         """Write an entry, and the content of its artifact before it. Never raises: MLflow may take it all the same."""
         with self._writing():
             if self.path is None:
@@ -249,7 +249,7 @@ class RecordFolder:
                 shutil.rmtree(self.path, ignore_errors=True)
                 _remove_if_empty(self.path.parent)
 
-    def _mended(self) -> list[Entry]:
+    def _mended(self) -> list[LogEntry]:
         """Return the entries of earlier processes; a last line that a crash tore is cut off."""
         assert self.path is not None
         content = _read(self.path / ENTRIES)
@@ -278,12 +278,12 @@ def _read(path: Path) -> bytes:
     return read_bytes(path, _MAX_BYTES) if path.exists() else b""
 
 
-def _entries_in(content: bytes) -> list[Entry]:
+def _entries_in(content: bytes) -> list[LogEntry]:
     """Return the entries that are whole: a crash or a full disk may have torn one, or somebody changed it."""
     entries = []
     for line in content.splitlines():
         with suppress(JsonError):
-            entries.append(read(Entry, line))
+            entries.append(read(LogEntry, line))
     return entries
 
 

@@ -47,7 +47,7 @@ class Recorded:
     name: str
 
 
-class Known(NamedTuple):
+class RecordedRun(NamedTuple):
     """A run that can be named.
 
     Attributes:
@@ -109,7 +109,7 @@ class RecordedRuns:
         with self._asking() as client:
             return _result(client, run_id)
 
-    def known(self) -> "list[Known]":
+    def known(self) -> "list[RecordedRun]":
         """Return every run of a recipe, the newest first.
 
         Raises:
@@ -118,7 +118,7 @@ class RecordedRuns:
         found = []
         for run in self._search("tags.kind = 'run'"):
             names = (run.info.run_name, run.data.params.get("name", ""))
-            found.append(Known((run.info.run_id,), names, partial(self._recorded, run)))
+            found.append(RecordedRun((run.info.run_id,), names, partial(self._recorded, run)))
         return found
 
     def _search(self, question: str) -> "Iterator[Run]":
@@ -177,7 +177,7 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
     return found
 
 
-def _chosen(reference: str, known: Sequence[Known]) -> Known:
+def _chosen(reference: str, known: Sequence[RecordedRun]) -> RecordedRun:
     """Return the run that a reference names."""
     exact = [run for run in known if reference and reference in (*run.ids, *run.names)]
     found = exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
@@ -197,12 +197,12 @@ def short_id(run_id: str) -> str:
     return run_id[:_ID_CHARS] if _MLFLOW_ID.fullmatch(run_id) else run_id
 
 
-def _listed(runs: Sequence[Known]) -> str:
+def _listed(runs: Sequence[RecordedRun]) -> str:
     more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
     return ", ".join(run.text for run in runs[:_LISTED]) + more
 
 
-def _known_of(folder: Path) -> Known | None:
+def _known_of(folder: Path) -> RecordedRun | None:
     """Return the run that is recorded in a folder; None if nothing can be read there."""
     name = folder.parent.name if folder.name == RECORD else folder.name
     try:
@@ -215,7 +215,7 @@ def _known_of(folder: Path) -> Known | None:
     result = record.result
     recorded = Recorded(name, "", result, ended_ms, record.name) if result is not None else None
     ids = tuple(filter(None, (name, mlflow_run_id(folder))))
-    return Known(ids, (record.name, record.params.get("name", "")), lambda: recorded)
+    return RecordedRun(ids, (record.name, record.params.get("name", "")), lambda: recorded)
 
 
 def _result(client: "MlflowClient", run_id: str) -> RunResult | None:

@@ -18,7 +18,7 @@ from pipebench.tracking.connection import default_uri, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.limits import MAX_PARAM_CHARS, clean_name
-from pipebench.tracking.record import RESULT_FILE, STAGES_FILE, Entry, RecordFolder, Start, Status
+from pipebench.tracking.record import RESULT_FILE, STAGES_FILE, LogEntry, RecordFolder, Start, Status
 from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import Store
 from pipebench.tracking.view import run_address
@@ -91,10 +91,10 @@ class Tracking:
         start = Start(name, virtual, parent if isinstance(parent, str) else None)
         run = self._open(record, start, parent, system_metrics=system_metrics)
         clock = "virtual" if virtual else "wall"
-        run.begin(Entry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags}))
+        run.begin(LogEntry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags}))
         return run
 
-    def take_up(self, folder: Path) -> "RunLog | None":
+    def switch_setup(self, folder: Path) -> "RunLog | None":
         """Open what another process has recorded, for what it couldn't send and how it ended; None if there is nothing.
 
         Args:
@@ -180,7 +180,7 @@ class RunLog:
         """Whether the sender is done with a finished run, well or badly."""
         return self._sender.settled.is_set()
 
-    def begin(self, start: Entry) -> None:
+    def begin(self, start: LogEntry) -> None:
         """Log what a process begins with."""
         self._sender.add(start)
         if any(len(value) > MAX_PARAM_CHARS or clean_name(name) != name for name, value in start.params.items()):
@@ -188,7 +188,7 @@ class RunLog:
 
     def point(self, point: Point) -> None:
         """Log one moment of the curves: step = samples, timestamp = that moment on the wall clock."""
-        self._sender.add(Entry(point=point))
+        self._sender.add(LogEntry(point=point))
 
     def metrics(self, values: Mapping[str, float], *, about: str | None = None) -> None:
         """Log single values now, e.g. the spread over seeds on a parent run.
@@ -197,15 +197,15 @@ class RunLog:
             values: name to value.
             about: MLflow's id of the run that they are of, where only this one knows them; None for this run.
         """
-        self._sender.add(Entry(metrics={name: shown_value(value) for name, value in values.items()}, about=about))
+        self._sender.add(LogEntry(metrics={name: shown_value(value) for name, value in values.items()}, about=about))
 
     def inputs(self, inputs: Inputs) -> None:
         """Log what the run takes in."""
-        self._sender.add(Entry(inputs=inputs))
+        self._sender.add(LogEntry(inputs=inputs))
 
     def tag(self, name: str, value: str) -> None:
         """Set a tag."""
-        self._sender.add(Entry(tags={name: value}))
+        self._sender.add(LogEntry(tags={name: value}))
 
     def describe(self, markdown: str, pictures: Sequence[str] = ()) -> None:
         """Set the text that MLflow shows first, with pictures that are artifacts.
@@ -218,7 +218,7 @@ class RunLog:
 
     def text(self, artifact: str, text: str) -> None:
         """Keep a text as an artifact; the name may hold folders."""
-        self._sender.add(Entry(artifact=artifact), text.encode())
+        self._sender.add(LogEntry(artifact=artifact), text.encode())
 
     def file(self, artifact: str, path: str | os.PathLike[str]) -> None:
         """Keep a copy of a file, as it is now, as an artifact.
@@ -226,12 +226,12 @@ class RunLog:
         Raises:
             OSError: the file can't be read.
         """
-        self._sender.add(Entry(artifact=artifact), Path(path).read_bytes())
+        self._sender.add(LogEntry(artifact=artifact), Path(path).read_bytes())
 
     def result(self, result: RunResult) -> None:
         """Log what the run came to."""
         self._result = result
-        self._sender.add(Entry(result=result))
+        self._sender.add(LogEntry(result=result))
         self.text(RESULT_FILE, write(result))
         if table := stages_csv(result):
             self.text(STAGES_FILE, table)
@@ -250,7 +250,7 @@ class RunLog:
         """
         if result is not None:
             self.result(result)
-        self._sender.add(Entry(status=status or outcome_status(self._result)))
+        self._sender.add(LogEntry(status=status or outcome_status(self._result)))
         try:
             if not self._wait():
                 self._tracking.lost = True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipebench.tracking.entries import CURVES, logged_metrics, tags_of, values_of
 from pipebench.tracking.limits import MAX_PARAM_CHARS, MAX_TAG_CHARS, clean_name
-from pipebench.tracking.record import Entry, RecordFolder, Start
+from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from pipebench.tracking.store import Row, Store, StoredRun
 from pipebench.tracking.system import SYSTEM, SystemMetrics
 
@@ -45,7 +45,7 @@ class Sender:
         self._samples_system = system_metrics
         self._lock = threading.Lock()
         unsent = record.earlier[record.num_sent :]
-        self._queue: deque[tuple[Entry, bytes | None]] = deque((entry, None) for entry in unsent)
+        self._queue: deque[tuple[LogEntry, bytes | None]] = deque((entry, None) for entry in unsent)
         self._virtual = start.virtual
         self._history: History | None = None
         self._system: SystemMetrics | None = None
@@ -56,7 +56,7 @@ class Sender:
         """Whether MLflow has everything."""
         return not self._queue
 
-    def add(self, entry: Entry, content: bytes | None = None) -> None:
+    def add(self, entry: LogEntry, content: bytes | None = None) -> None:
         """Write an entry to the record, and queue it; after the run's end nothing is taken."""
         with self._lock:
             if self.ended:
@@ -141,7 +141,7 @@ class Sender:
         self._log(store, run_id, history, leading)
         return len(leading)
 
-    def _log(self, store: Store, run_id: str, history: "History", entries: Sequence[Entry]) -> None:
+    def _log(self, store: Store, run_id: str, history: "History", entries: Sequence[LogEntry]) -> None:
         """Send values, params and tags of entries among which only the first may be a start."""
         rows: list[Row] = []
         curves: list[Row] = []
@@ -179,7 +179,7 @@ class Sender:
         history.forget(stale)
         return [row for row in values if clean_name(row.metric) not in shown]
 
-    def _rows(self, entry: Entry, history: "History") -> tuple[list[Row], dict[str, str]]:
+    def _rows(self, entry: LogEntry, history: "History") -> tuple[list[Row], dict[str, str]]:
         """Return the values of an entry, and as tags those that MLflow would draw as 0 or 1.8e308."""
         values, step = values_of(entry, virtual=self._virtual)
         timestamp_ms = entry.at_ms
@@ -195,7 +195,7 @@ class Sender:
         return rows, tags
 
 
-def _is_sent_alone(entry: Entry) -> bool:
+def _is_sent_alone(entry: LogEntry) -> bool:
     """Return whether an entry is a request of its own: whatever isn't values, params or tags of the run."""
     return any(each is not None for each in (entry.status, entry.artifact, entry.inputs, entry.about))
 

@@ -9,7 +9,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from pipebench.tracking.record import Entry
+from pipebench.tracking.record import LogEntry
 
 SYSTEM = "system/"  # MLflow shows metrics of this prefix apart
 SAMPLE_EVERY_S = 10.0  # MLflow's own default
@@ -34,7 +34,7 @@ class SystemMetrics:
         self._monitors += [monitor for path in _GPU_MONITORS if (monitor := _start(path)) is not None][:1]
         self._due_s = time.monotonic() + SAMPLE_EVERY_S
 
-    def due_entry(self) -> Entry | None:
+    def due_entry(self) -> LogEntry | None:
         """Return a sample if it is time for one."""
         if time.monotonic() < self._due_s:
             return None
@@ -44,7 +44,7 @@ class SystemMetrics:
             values |= _read(monitor)
         step = self._step
         self._step += 1
-        return Entry(metrics={f"{SYSTEM}{name}": float(value) for name, value in values.items()}, step=step)
+        return LogEntry(metrics={f"{SYSTEM}{name}": float(value) for name, value in values.items()}, step=step)
 
 
 def _start(path: str) -> Any:

@@ -8,15 +8,14 @@ from typing import Any
 
 from pipebench.checkpoint.identity import RunIdentity, changed_code, check_same_run
 from pipebench.checkpoint.optimizers import check_updates
-from pipebench.checkpoint.progress import Facts
-from pipebench.checkpoint.progress import Progress as SavedProgress
+from pipebench.checkpoint.progress import Facts, SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part, reason_of
+from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints, reason_of
 from pipebench.errors import UserError
 from pipebench.model.sampling import Sampler
 from pipebench.recipe.engines import engine_kind
 from pipebench.train.fit import check_fits
-from pipebench.train.interfaces import Engine, Progress
+from pipebench.train.interfaces import Engine, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
 
@@ -178,7 +177,7 @@ NO_CHECKPOINTS = CheckpointPolicy()
 
 
 def write_checkpoint(
-    store: Checkpoints, step: int, engine: Engine, progress: Progress, training_state: ProgressOf
+    store: Checkpoints, step: int, engine: Engine, progress: ProgressSink, training_state: ProgressOf
 ) -> None:
     """Write a checkpoint; all processes call it. Where that fails, say so: the one before stays.
 
@@ -190,7 +189,7 @@ def write_checkpoint(
         training_state: returns what is to be kept of the training loop, from what every process has counted.
     """
     parts, problem = [], None
-    engine.turn_to("checkpoint")
+    engine.set_activity("checkpoint")
     try:
         parts = [asdict(store.write_part(step, name, state)) for name, state in engine.parts()]
     except (OSError, CheckpointError) as error:
@@ -198,10 +197,10 @@ def write_checkpoint(
     shares = engine.exchange({"parts": parts, "problem": problem, "facts": engine.facts()})
     problem = next((share["problem"] for share in shares if share["problem"]), None)
     if engine.is_first:
-        engine.turn_to("checkpoint")
+        engine.set_activity("checkpoint")
         if problem is None:
             try:
-                all_parts = [Part(**part) for share in shares for part in share["parts"]]
+                all_parts = [CheckpointFile(**part) for share in shares for part in share["parts"]]
                 store.commit(step, all_parts, training_state([share["facts"] for share in shares]))
             except OSError as error:
                 problem = str(error)
@@ -210,4 +209,4 @@ def write_checkpoint(
             text = f"no checkpoint at minibatch {step}: {problem}; the one before stays, training goes on"
             progress.note(text)
             _LOG.warning(text)
-    engine.settle()
+    engine.sync_clock()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from pipebench.checkpoint.progress import Progress as SavedProgress
+from pipebench.checkpoint.progress import SavedProgress
 from pipebench.train.interfaces import Engine
 
 

@@ -7,8 +7,8 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import OnLoss, OnUnit
 from pipebench.model.plan import Plan
-from pipebench.schedule.moves import Move
-from pipebench.simulate.meter import Measured
+from pipebench.schedule.moves import Repartition
+from pipebench.simulate.meter import RunMeasurements
 from pipebench.train.result import Point
 
 
@@ -53,16 +53,16 @@ class Engine(Protocol):
     def exchange(self, value: Any) -> list[Any]:
         """Return what every process gives, in the order of workers; JSON."""
 
-    def take_up(self, setup: Setup) -> None:
+    def switch_setup(self, setup: Setup) -> None:
         """Go on with another setup of the same model, at a drain."""
 
     def parts(self) -> Sequence[tuple[str, ModelState]]:
         """Return what this process contributes to a checkpoint, by name."""
 
-    def announce(self, move: Move) -> None:
+    def announce(self, move: Repartition) -> None:
         """Let layers move in the next segment, while it goes on."""
 
-    def take_decisions(self) -> list[Move]:
+    def take_decisions(self) -> list[Repartition]:
         """Return what was decided in the last segment, to balance the stages; numbered since the drain before it."""
 
     def replan(self, plan: Plan) -> None:
@@ -76,13 +76,13 @@ class Engine(Protocol):
     def facts(self) -> dict[str, Any]:
         """Return what was counted here; JSON: `num_bytes`, and lists by worker of peaks and of weight versions."""
 
-    def turn_to(self, work: str) -> None:
+    def set_activity(self, work: str) -> None:
         """Name what this process does now, for those who wait for it."""
 
-    def settle(self) -> None:
+    def sync_clock(self) -> None:
         """Let `clock_s` be the time now: what came since the drain belongs to neither training nor evaluation."""
 
-    def measured(self, training_s: float) -> Measured:
+    def measured(self, training_s: float) -> RunMeasurements:
         """Return what all workers measured; all processes call it."""
 
 
@@ -90,7 +90,7 @@ MakeEngine = Callable[[OnLoss, OnUnit], Engine]
 OnPoint = Callable[[Point], None]
 
 
-class Progress(Protocol):
+class ProgressSink(Protocol):
     """What a run tells while it goes on."""
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:

@@ -13,9 +13,9 @@ from typing import Final
 from pipebench.errors import PlanError
 from pipebench.formats import num_bytes
 from pipebench.model.sampling import Sampler
-from pipebench.planner.predict import Course
+from pipebench.planner.predict import PlannedWorkload
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.memory import StageMemory
+from pipebench.simulate.memory import StageMemoryCosts
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_all
@@ -24,7 +24,7 @@ _FURTHER: Final = 16  # times what is known to fit: the first few minibatches sa
 _UPDATES: Final = 2  # the first makes the optimizer's state, which is there while the second one's units are kept
 
 
-def with_largest_update(course: Course, memories: tuple[StageMemory, ...]) -> Pipeline:
+def with_largest_update(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...]) -> Pipeline:
     """Return a course's pipeline with as many minibatches per update as fit in memory, at most an epoch's.
 
     More minibatches never keep less where all run forward before the first runs backward.
@@ -50,7 +50,7 @@ def with_largest_update(course: Course, memories: tuple[StageMemory, ...]) -> Pi
     return replace(pipeline, accumulate=found)
 
 
-def peak_bytes(course: Course, memories: tuple[StageMemory, ...], accumulate: int) -> int:
+def peak_bytes(course: PlannedWorkload, memories: tuple[StageMemoryCosts, ...], accumulate: int) -> int:
     """Return what the fullest worker keeps at most, with so many minibatches of every replica per update."""
     pipeline = replace(course.pipeline, accumulate=accumulate)
     count, size = _UPDATES * pipeline.period, course.sampler.size(0)

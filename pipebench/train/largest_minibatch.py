@@ -15,9 +15,9 @@ from pipebench.formats import num_bytes
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.schema import Recipe
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.simulated_search import architectures_of
-from pipebench.train.watch import Watch
 
 _STEPS: Final = 8  # from one power of two to the next
 
@@ -97,7 +97,9 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     try:
         job = prepare(recipe, loaded.cluster, trains=False, whole_only=True)
         follows = job.search is not None and job.search.steps is not None
-        peak = max(Watch.over(each).memory.fullest.num_bytes for each in (architectures_of(job) if follows else [job]))
+        peak = max(
+            MemoryForecast.over(each).memory.fullest.num_bytes for each in (architectures_of(job) if follows else [job])
+        )
     except PlanError as error:
         return Trial(minibatch_size, None, False, str(error))
     return Trial(minibatch_size, peak, peak <= limit)

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from pipebench.checkpoint.progress import CurvePoint, Facts
-from pipebench.checkpoint.progress import Progress as SavedProgress
+from pipebench.checkpoint.progress import CurvePoint, Facts, SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError
 from pipebench.simulate.timeline import Timeline
@@ -27,7 +26,7 @@ from pipebench.train.checkpointing import (
 )
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves, TrainingLoss
-from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
+from pipebench.train.interfaces import MakeEngine, OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import (
     EarlierWorkers,
@@ -65,7 +64,7 @@ class TrainingLoop:
         self,
         job: Job,
         make_engine: MakeEngine,
-        progress: Progress,
+        progress: ProgressSink,
         on_point: OnPoint,
         policy: CheckpointPolicy = NO_CHECKPOINTS,
     ) -> None:

@@ -15,8 +15,8 @@ from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.orders import order_of
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.pushes import Pushes
-from pipebench.schedule.repartitions import Repartition
-from pipebench.simulate.meter import MEMORY, PLAN, Measured, sum_by
+from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.simulate.meter import MEMORY, PLAN, RunMeasurements, sum_by
 from pipebench.simulate.timeline import BUFFERS, EVALUATION, SWAP_KINDS, TRAINING_KINDS
 from pipebench.train.clock import RunClock
 from pipebench.train.curves import Curves
@@ -96,7 +96,7 @@ def run_metrics(
     clock: RunClock,
     curves: Curves,
     facts: Mapping[str, Any],
-    measured: Measured,
+    measured: RunMeasurements,
     earlier: EarlierWorkers,
 ) -> dict[str, float]:
     """Return the metrics of a run that trained.
@@ -171,7 +171,7 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict
     return metrics
 
 
-def move_metrics(moves: Sequence[Repartition], num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
+def move_metrics(moves: Sequence[RepartitionRecord], num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
     """Return what layers that moved have cost: the stall is the time in which nothing was computed for it."""
     return {
         "repartitions": len(moves),

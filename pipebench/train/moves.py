@@ -10,8 +10,8 @@ from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan, layout_of, recut, starts_of_cuts
 from pipebench.recipe.moves import AskedMove
 from pipebench.schedule.modes import KEEP, MEMORY_POLICIES, SWAP
-from pipebench.schedule.moves import Move, Moves, shape_problems
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.moves import Repartition, RepartitionPlan, shape_problems
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.train.periods import Periods
 
 _KEY = "parallelism.vpipe.moves"
@@ -102,13 +102,13 @@ def _check_movable(setup: Setup) -> None:
 def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) -> None:
     """Refuse moves that can't be made while training goes on: too early after a drain or another, or too far."""
     plan, drained = setup.plan, 0
-    moves = Moves(setup.pipeline, layout_of(plan))
+    moves = RepartitionPlan(setup.pipeline, layout_of(plan))
     for index, move in enumerate(planned):
         while periods.next_drain(drained) <= move.minibatch:
             drained = periods.next_drain(drained)
-            moves = Moves(setup.pipeline, layout_of(plan))
+            moves = RepartitionPlan(setup.pipeline, layout_of(plan))
         if move.minibatch > drained:
-            asked = Move(move.minibatch - drained, *layout_of(move.plan))
+            asked = Repartition(move.minibatch - drained, *layout_of(move.plan))
             for problem in moves.problems(asked):
                 since = f", counted from the drain after {drained}" if drained else ""
                 raise PlanError(f"{_KEY}[{index}]: {problem}{since}; or set vpipe.live: false")
@@ -160,7 +160,7 @@ def policies_of(graph: LayerGraph, plan: Plan) -> dict[str, str]:
     return {layer.name: each for layer, each in zip(graph.layers, policies, strict=True) if each != KEEP}
 
 
-def under(setup: Setup, moves: Sequence[Repartition]) -> Plan:
+def under(setup: Setup, moves: Sequence[RepartitionRecord]) -> Plan:
     """Return the plan of a run after moves."""
     plan = setup.plan
     for move in moves[-1:]:

@@ -15,7 +15,7 @@ from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import Plan
 from pipebench.planner.compare import compare
 from pipebench.planner.plans import Comparison
-from pipebench.planner.predict import Course, make_pipeline
+from pipebench.planner.predict import PlannedWorkload, make_pipeline
 from pipebench.profile.model import Profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.moves import AskedMove, asked_moves
@@ -134,7 +134,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan) -
     costs = stage_costs(profile, plan, WEIGHT_POLICIES[parallelism.row.weights].update_cost)
     if parallelism.accumulate == LARGEST:
         memories = stage_memories(profile, plan, pipeline, input_bytes(graph, dataset, profile.by_size))
-        pipeline = with_largest_update(Course(pipeline, costs, cluster, plan.devices, sampler), memories)
+        pipeline = with_largest_update(PlannedWorkload(pipeline, costs, cluster, plan.devices, sampler), memories)
     _check_scaling(train, graph, plan, flushes=pipeline.flushes)
     balances = vpipe is not None and vpipe.balances
     return Setup(

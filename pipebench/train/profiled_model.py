@@ -17,7 +17,7 @@ from pipebench.errors import GraphError, PlanError, TracingError
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
-from pipebench.model.sampling import Shape, Size, mix, name_hash, seed_default_generator
+from pipebench.model.sampling import Size, UnitShape, mix, name_hash, seed_default_generator
 from pipebench.model.trace_check import check_traced
 from pipebench.profile.as_graph import InputsOf, graph_of, work_of
 from pipebench.profile.choose import check_sizes, fitting, has_one_size, is_measured, profile_for, profile_of_file
@@ -231,6 +231,6 @@ def input_bytes(graph: LayerGraph, dataset: Dataset, sizes: Iterable[Size]) -> d
 
 
 def _example(dataset: Dataset, size: Size) -> dict[str, torch.Tensor]:
-    if isinstance(size, Shape):
+    if isinstance(size, UnitShape):
         return dataset.of_length(size.columns).example(size.num_samples)
     return dataset.example(size)

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from pipebench.engine.setup import Setup
 from pipebench.model.plan import Plan, layout_of, recut
-from pipebench.schedule.moves import Move, Moves
-from pipebench.schedule.repartitions import Repartition, in_words
+from pipebench.schedule.moves import Repartition, RepartitionPlan
+from pipebench.schedule.repartitions import RepartitionRecord, in_words
 from pipebench.train.job import Job
 from pipebench.train.moves import BALANCED, BEFOREHAND, PlannedMove, cuts_of, policies_of
 
@@ -23,10 +23,10 @@ class Movable(Protocol):
     def setup(self) -> Setup:
         """What it runs, under the plan that holds now."""
 
-    def announce(self, move: Move) -> None:
+    def announce(self, move: Repartition) -> None:
         """Let layers move in the next segment, while it goes on."""
 
-    def take_decisions(self) -> list[Move]:
+    def take_decisions(self) -> list[Repartition]:
         """Return what was decided in the last segment."""
 
     def replan(self, plan: Plan) -> None:
@@ -46,11 +46,11 @@ class Repartitioning:
     """
 
     def __init__(self, job: Job, engine: Movable, tell: Callable[[str], None]) -> None:
-        self.made: list[Repartition] = []
+        self.made: list[RepartitionRecord] = []
         self._planned, self._graph, self._sampler = job.moves, job.setup.graph, job.setup.sampler
         self._engine, self._tell = engine, tell
         self._before = engine.setup
-        self._announced: list[Move] = []
+        self._announced: list[Repartition] = []
         self._decided: list[Plan] = []
 
     def next_drain(self, done: int, drain: int) -> int:
@@ -71,15 +71,15 @@ class Repartitioning:
             if first.plan != self._engine.setup.plan:
                 self._replan(done, first.plan, BEFOREHAND)
         self._before = self._engine.setup
-        self._announced = [Move(each.minibatch - done, *layout_of(each.plan)) for each in planned]
+        self._announced = [Repartition(each.minibatch - done, *layout_of(each.plan)) for each in planned]
         for move in self._announced:
             self._engine.announce(move)
 
     def _comes_too_late(self, first: PlannedMove, done: int) -> bool:
         """Return whether a segment's first move has been made, or can't be made while the segment runs."""
         setup = self._engine.setup
-        moves = Moves(setup.pipeline, layout_of(setup.plan))
-        move = Move(first.minibatch - done, *layout_of(first.plan))
+        moves = RepartitionPlan(setup.pipeline, layout_of(setup.plan))
+        move = Repartition(first.minibatch - done, *layout_of(first.plan))
         return first.plan == setup.plan or any(moves.problems(move))
 
     def note(self, first: int, done: int) -> None:
@@ -121,7 +121,7 @@ class Repartitioning:
         if self.made and self.made[-1].minibatch == minibatch:  # nothing has run in between
             before = self.made.pop().was
         clock_s = self._engine.clock_s
-        done = Repartition(minibatch, cuts, memory, before, why, live, samples, clock_s, stall_s)
+        done = RepartitionRecord(minibatch, cuts, memory, before, why, live, samples, clock_s, stall_s)
         self.made.append(done)
         changed = "" if memory == policies_of(graph, was) else f"; layers: {in_words(memory)}"
         text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}{changed}; {why}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipebench.recipe.search_trace import SearchFile
 from pipebench.schedule.pushes import Pushes
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Number
 
 REACHED, MISSED, DIVERGED, COMPLETED, INTERRUPTED = "reached", "missed", "diverged", "completed", "interrupted"
@@ -73,7 +73,7 @@ class RunResult:
     notes: Mapping[str, str] = field(default_factory=dict)
     pushes: tuple[Pushes, ...] = ()
     search: SearchFile | None = None
-    moves: tuple[Repartition, ...] = ()
+    moves: tuple[RepartitionRecord, ...] = ()
 
     @property
     def exit_code(self) -> int:

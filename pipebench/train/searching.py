@@ -6,17 +6,21 @@ know: so a run that goes on from a checkpoint searches on as if nothing had happ
 
 from dataclasses import replace
 
-from pipebench.search.search import Moment
+from pipebench.search.search import IndividualStart
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, ResumePoint
-from pipebench.train.interfaces import MakeEngine, OnPoint, Progress
+from pipebench.train.interfaces import MakeEngine, OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import RunResult
 
 
 def loop_for(
-    job: Job, make_engine: MakeEngine, progress: Progress, on_point: OnPoint, policy: CheckpointPolicy = NO_CHECKPOINTS
+    job: Job,
+    make_engine: MakeEngine,
+    progress: ProgressSink,
+    on_point: OnPoint,
+    policy: CheckpointPolicy = NO_CHECKPOINTS,
 ) -> TrainingLoop:
     """Return what trains a job; see `TrainingLoop`."""
     loop = TrainingLoop if job.search is None else SearchLoop
@@ -30,7 +34,7 @@ class SearchLoop(TrainingLoop):
         self,
         job: Job,
         make_engine: MakeEngine,
-        progress: Progress,
+        progress: ProgressSink,
         on_point: OnPoint,
         policy: CheckpointPolicy = NO_CHECKPOINTS,
     ) -> None:
@@ -41,7 +45,7 @@ class SearchLoop(TrainingLoop):
     def _restore(self, found: ResumePoint) -> None:
         for index, point in enumerate(found.progress.points):
             done = min((index + 1) * self._periods.evaluation, self._periods.total)
-            self._search.tell(point["metrics"], Moment(done, point["samples"], point["clock_s"]))
+            self._search.tell(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))
         self._take_up()
         self._job = replace(self._job, setup=self._engine.setup)
         super()._restore(found)
@@ -49,7 +53,7 @@ class SearchLoop(TrainingLoop):
     def _evaluate(self) -> None:
         super()._evaluate()
         before, point = self._search.current.number, self._curves.points[-1]
-        self._search.tell(point.metrics, Moment(self._done, point.samples, point.clock_s))
+        self._search.tell(point.metrics, IndividualStart(self._done, point.samples, point.clock_s))
         if self._done < self._periods.total and self._curves.reached is None and self._search.current.number > before:
             with self._clock.spending("training_s"):
                 self._take_up()
@@ -57,7 +61,7 @@ class SearchLoop(TrainingLoop):
 
     def _take_up(self) -> None:
         """Go on with the architecture whose turn it is."""
-        self._engine.take_up(self._asked.architectures.setup(self._engine.setup, self._search.current.cells))
+        self._engine.switch_setup(self._asked.architectures.setup(self._engine.setup, self._search.current.cells))
 
     def _result(self, outcome: str, sentence: str, total_s: float, wall_s: float) -> tuple[RunResult, Timeline]:
         result, timeline = super()._result(outcome, sentence, total_s, wall_s)

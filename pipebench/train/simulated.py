@@ -4,17 +4,17 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
-from pipebench.simulate.steady import Totals, simulate_segment
+from pipebench.simulate.steady import SegmentTotals, simulate_segment
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.metrics import byte_metrics, describe, describe_stages, recipe_notes
 from pipebench.train.profiled_model import left_over_note
 from pipebench.train.request import plan_request
 from pipebench.train.result import COMPLETED, RunResult
-from pipebench.train.watch import Watch
 
 
-def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
+def simulate_epoch(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate one epoch, fill and drain included; totals are those of one epoch.
 
     Args:
@@ -36,7 +36,7 @@ def simulate_epoch(job: Job, watch: Watch | None = None) -> tuple[RunResult, Tim
     return watch.with_peaks(result) if watch else result, meter.timeline()
 
 
-def shares(job: Job, totals: Totals) -> list[dict[str, float]]:
+def shares(job: Job, totals: SegmentTotals) -> list[dict[str, float]]:
     """Return what share of its workers' time each stage is busy, forwards that are computed again apart.
 
     Nothing where lengths vary: then units don't take equally long.
@@ -87,13 +87,13 @@ def predicted_metrics(setup: Setup, num_minibatches: int, meter: Meter | None = 
     return _metrics(setup, num_minibatches, simulate_segment(setup, num_minibatches, meter))
 
 
-def _metrics(setup: Setup, num_minibatches: int, totals: Totals) -> dict[str, float]:
+def _metrics(setup: Setup, num_minibatches: int, totals: SegmentTotals) -> dict[str, float]:
     sampler = setup.sampler  # a segment's last minibatch is the epoch's last, which may be short
     samples = sampler.samples_before(num_minibatches - 1) + sampler.size(sampler.minibatches_per_epoch - 1)
     return totalled(setup, samples, totals)
 
 
-def totalled(setup: Setup, samples: int, totals: Totals) -> dict[str, float]:
+def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, float]:
     """Return metrics of so many samples, under the names a trained run's metrics have."""
     sampler, num_workers = setup.sampler, setup.pipeline.num_workers
     return {
@@ -111,7 +111,7 @@ def totalled(setup: Setup, samples: int, totals: Totals) -> dict[str, float]:
     }  # fmt: skip
 
 
-def epoch_notes(job: Job, totals: Totals, num_minibatches: int) -> dict[str, str]:
+def epoch_notes(job: Job, totals: SegmentTotals, num_minibatches: int) -> dict[str, str]:
     """Return of how many minibatches an epoch's time is known, and how well; and what isn't part of it."""
     told = [left_over_note(job.left_over)] if job.left_over else []
     if totals.num_simulated:
@@ -119,7 +119,7 @@ def epoch_notes(job: Job, totals: Totals, num_minibatches: int) -> dict[str, str
     return {EPOCHS: "; ".join(told)} if told else {}
 
 
-def _estimated(setup: Setup, totals: Totals, num_minibatches: int) -> str:
+def _estimated(setup: Setup, totals: SegmentTotals, num_minibatches: int) -> str:
     why = "lengths vary" if setup.sampler.varies else "no state repeats itself"
     return (
         f"{why}: {totals.num_simulated:,} of {num_minibatches:,} minibatches simulated, the mean of their kind "

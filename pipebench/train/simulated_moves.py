@@ -13,13 +13,14 @@ from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.formats import num_bytes
 from pipebench.model.plan import Plan
 from pipebench.schedule.operations import MIGRATION
-from pipebench.schedule.repartitions import Repartition
-from pipebench.simulate.memory_meter import Moment, highest
+from pipebench.schedule.repartitions import RepartitionRecord
+from pipebench.simulate.memory_meter import MemoryPeak, highest
 from pipebench.simulate.meter import MEMORY, Meter, sum_by
 from pipebench.simulate.steady import simulate_segment
 from pipebench.simulate.throughput import Mark
 from pipebench.simulate.timeline import TRAINING_KINDS, Timeline
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast, Moved
 from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
 from pipebench.train.moves import PlannedMove, plan_after
 from pipebench.train.periods import Periods
@@ -27,10 +28,9 @@ from pipebench.train.profiled_model import input_bytes
 from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import epoch_notes, planned_metrics, shares, totalled
-from pipebench.train.watch import Moved, Watch
 
 
-def simulate_moving(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
+def simulate_moving(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate all epochs of a job whose layers move, or may; evaluations and checkpoints drain, and take no time.
 
     Args:
@@ -97,18 +97,18 @@ def _rates(before: Mark, mark: Mark) -> dict[str, float]:
     }
 
 
-def watch_of(job: Job, moves: Sequence[Repartition]) -> Watch:
+def watch_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
     """Return what there is to see of a job that has run, on any engine, and in which layers have moved, or haven't."""
     if not moves or job.search is not None:
-        return Watch.over(job)
+        return MemoryForecast.over(job)
     planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
-    watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
+    watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
     simulate_moving(replace(job, moves=tuple(planned), setup=replace(job.setup, balances=False)), watch)
     return watch
 
 
-def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[Moment]) -> RunResult:
-    """Return a result with the peaks that are foretold: under all cuts that a run goes through, and between them.
+def _with_peaks(job: Job, watch: MemoryForecast, result: RunResult, moving: Sequence[MemoryPeak]) -> RunResult:
+    """Return a result with the peaks that are predicted: under all cuts that a run goes through, and between them.
 
     Args:
         job: what is simulated.
@@ -119,7 +119,7 @@ def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[Mome
     per_epoch, found = job.setup.sampler.minibatches_per_epoch, [watch]
     simulate_segment(job.setup, per_epoch, Meter(job.setup.pipeline, *watch.listeners))
     for setup in _setups(job.setup, result.moves):
-        found.append(Watch(replace(job, setup=setup), per_epoch))
+        found.append(MemoryForecast(replace(job, setup=setup), per_epoch))
         simulate_segment(setup, per_epoch, Meter(setup.pipeline, *found[-1].listeners))
     if result.moves:
         between = [*([moving] if moving else ()), *(each.memory.peaks for each in found[1:-1])]
@@ -144,7 +144,7 @@ def _with_peaks(job: Job, watch: Watch, result: RunResult, moving: Sequence[Mome
     return replace(result, stages=stages, metrics=metrics, notes=notes)
 
 
-def _setups(setup: Setup, moves: Iterable[Repartition]) -> Iterable[Setup]:
+def _setups(setup: Setup, moves: Iterable[RepartitionRecord]) -> Iterable[Setup]:
     """Yield what a run is after each of its moves."""
     plan: Plan = setup.plan
     for move in moves:

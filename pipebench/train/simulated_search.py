@@ -3,7 +3,7 @@
 Every change is at a drain, under the cuts there are: what the work in a stage comes to changes with its cells, the cuts
 don't. With vPipe every stage then decides anew what its layers do so that they fit in memory; where it repartitions,
 Algorithm 1 moves layers while the next phase goes on, or at drains of their own, as in any simulated run. Memory is
-foretold of every architecture, under the cuts that it begins and ends with.
+predicted of every architecture, under the cuts that it begins and ends with.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +24,7 @@ from pipebench.simulate.throughput import Finishes, throughput
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
 from pipebench.train.largest import most_within
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.metrics import describe, describe_stages, move_metrics, recipe_notes
 from pipebench.train.moves import cuts_of
 from pipebench.train.periods import Periods
@@ -31,13 +32,12 @@ from pipebench.train.plan import choose_plan
 from pipebench.train.repartitioning import Repartitioning
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import totalled
-from pipebench.train.watch import Watch
 
 _WINDOW_S = 10.0  # while layers may move, how often throughput is told
 _RATE, _IDEAL = "throughput_samples_per_s", "ideal_throughput_samples_per_s"
 
 
-class Phase(NamedTuple):
+class ArchitecturePeriod(NamedTuple):
     """What is simulated between two changes.
 
     Attributes:
@@ -59,12 +59,12 @@ class Phase(NamedTuple):
     windows: Sequence[float]
 
 
-def simulate_search(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
+def simulate_search(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate a recipe's trace from its first change to the end of the run.
 
     Args:
         job: has a search with a trace.
-        watch: watches a segment of the first architecture; then memory is foretold of all.
+        watch: watches a segment of the first architecture; then memory is predicted of all.
     """
     search, sampler = job.search, job.setup.sampler
     assert search is not None
@@ -116,7 +116,7 @@ def architectures_of(job: Job) -> Iterator[Job]:
 
 def _phases(
     job: Job, search: SearchSetup, engine: SimulatedEngine, moves: Repartitioning, finishes: Finishes
-) -> Iterator[Phase]:
+) -> Iterator[ArchitecturePeriod]:
     """Yield the phases of a run."""
     assert search.steps is not None
     total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
@@ -130,10 +130,12 @@ def _phases(
             played = [unit._replace(end_s=unit.end_s - begins_s) for unit in finishes.units[before:]]
             length_s = played[-1].end_s if setup.balances and played else 0.0
             windows = throughput(played, _WINDOW_S, length_s)
-            yield Phase(cells, (setup, engine.setup), begins_s, engine.clock_s, first, done - first, windows)
+            yield ArchitecturePeriod(
+                cells, (setup, engine.setup), begins_s, engine.clock_s, first, done - first, windows
+            )
         if done < total:
             cells = step.cells
-            engine.take_up(_chosen(job, search.architectures.setup(engine.setup, cells)))
+            engine.switch_setup(_chosen(job, search.architectures.setup(engine.setup, cells)))
 
 
 def _train(job: Job, engine: SimulatedEngine, moves: Repartitioning, done: int, stop: int) -> int:
@@ -208,7 +210,7 @@ def _ideal_samples_per_s(setup: Setup) -> float:
     return pipeline.num_workers / sample_s
 
 
-def _points(phase: Phase, seen: int, rate: float, known: Mapping[str, float]) -> Iterator[Point]:
+def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[str, float]) -> Iterator[Point]:
     """Yield what there is to tell of a phase: its pace while layers may move, and then.
 
     Args:
@@ -225,13 +227,15 @@ def _points(phase: Phase, seen: int, rate: float, known: Mapping[str, float]) ->
     yield Point(round(last), phase.ends_s, {_RATE: (last - samples) / (phase.ends_s - clock_s), **known})
 
 
-def _with_peaks(job: Job, watch: Watch, phases: Sequence[Phase], layers: Sequence[int], result: RunResult) -> RunResult:
-    """Return a result with the peaks that are foretold of all architectures, and from when on there is no room."""
+def _with_peaks(
+    job: Job, watch: MemoryForecast, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult
+) -> RunResult:
+    """Return a result with the peaks that are predicted of all architectures, and from when on there is no room."""
     simulate_segment(job.setup, phases[0].num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
     for phase, count in zip(phases, layers, strict=True):
         begins, ends = phase.setups
         for setup in (begins, ends) if ends is not begins else (begins,):
-            found = Watch.over(replace(job, setup=setup))
+            found = MemoryForecast.over(replace(job, setup=setup))
             result = found.with_peaks(result)
             if found.out_of_memory and MEMORY not in result.notes:
                 where = f"with the {count} layers that there are from {seconds(phase.begins_s)} on"
@@ -239,7 +243,9 @@ def _with_peaks(job: Job, watch: Watch, phases: Sequence[Phase], layers: Sequenc
     return result
 
 
-def _file(search: SearchSetup, phases: Sequence[Phase], samples: Sequence[int], layers: Sequence[int]) -> SearchFile:
+def _file(
+    search: SearchSetup, phases: Sequence[ArchitecturePeriod], samples: Sequence[int], layers: Sequence[int]
+) -> SearchFile:
     """Return the phases as a history without scores."""
     names = search.architectures.names
     before = [phases[0].cells, *(phase.cells for phase in phases)]

@@ -2,14 +2,14 @@
 
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
 from pipebench.train.simulated_moves import simulate_moving
 from pipebench.train.simulated_search import simulate_search
-from pipebench.train.watch import Watch
 
 
-def simulate(job: Job, watch: Watch | None = None) -> tuple[RunResult, Timeline]:
+def simulate(job: Job, watch: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Return what a job comes to by its durations alone, and the recorded part of its timeline.
 
     Args:

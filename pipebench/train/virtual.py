@@ -1,6 +1,6 @@
 """The virtual engine, made for the training loop."""
 
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network

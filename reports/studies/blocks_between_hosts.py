@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from pipebench.distributed.channel import LANES, Link, Receiver, Sender
+from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.ends import Message, ReceivingEnd, SendingEnd
-from pipebench.distributed.launch_join import Place
+from pipebench.distributed.launch_join import HostSlot
 from pipebench.distributed.sockets import open_sockets, opened_since
 from pipebench.distributed.world import join
 from pipebench.distributed.yielding import FOR_EVER_S, YieldingReceiver, YieldingSender, until_gone
@@ -55,7 +55,7 @@ def main() -> None:
 def host(address: str, file: Path, rank: int) -> None:
     """Be one of the hosts: the first sends, the other one measures."""
     torch.set_num_threads(1)
-    place = Place(rank, 2, 0, 1, address, _PORT, agent_store=False, attempt=None)
+    place = HostSlot(rank, 2, 0, 1, address, _PORT, agent_store=False, attempt=None)
     world = join("cpu", limit_s=100, place=place, shares_memory=False)
     before = open_sockets()
     activations = _link(1 - rank, [world.new_group("gloo") for _ in range(LANES)], 2)
@@ -67,14 +67,14 @@ def host(address: str, file: Path, rank: int) -> None:
         world.barrier()
         block: SendingEnd | ReceivingEnd | None = None
         if way == "shares":
-            block = Sender(sharing, 0) if rank == 0 else Receiver(sharing, 0)
+            block = ChannelSender(sharing, 0) if rank == 0 else Receiver(sharing, 0)
         elif way == "gives way" and rank == 0:
             block = YieldingSender(yielding, give_way)
         elif way == "gives way":
             block = YieldingReceiver(yielding, world.operation_limit_s)
         if rank == 0:
             assert not isinstance(block, ReceivingEnd)
-            _send(Sender(activations, ACTIVATION_BYTES), block)
+            _send(ChannelSender(activations, ACTIVATION_BYTES), block)
         else:
             assert not isinstance(block, SendingEnd)
             _measure(Receiver(activations, ACTIVATION_BYTES), block, *found[way])
@@ -84,8 +84,8 @@ def host(address: str, file: Path, rank: int) -> None:
     world.close()
 
 
-def _link(peer: int, lanes: list[object], tag: int) -> Link:
-    return Link(peer, lanes, tag, None, torch.device("cpu"), time.perf_counter)
+def _link(peer: int, lanes: list[object], tag: int) -> ChannelLink:
+    return ChannelLink(peer, lanes, tag, None, torch.device("cpu"), time.perf_counter)
 
 
 def _send(activations: SendingEnd, block: SendingEnd | None) -> None:

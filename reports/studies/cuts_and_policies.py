@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipebench.planner.stage_problem import Outcome, StageProblem
+from pipebench.planner.stage_problem import StageOutcome, StageProblem
 from pipebench.planner.swap_recompute import best_policies
 
 StageOf = Callable[[int, int, int], StageProblem]  # the stage of an index, its first layer, the layer after its last
@@ -26,7 +26,7 @@ class CutsAndPolicies:
     """
 
     slowest_s: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[StageOutcome, ...]
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class CutsAndPolicies:
         return all(outcome.is_exact for outcome in self.outcomes)
 
 
-def lasts_s(outcome: Outcome) -> float:
+def lasts_s(outcome: StageOutcome) -> float:
     """Return the seconds of a stage's forward and backward, with what its policies add."""
     return outcome.problem.window_s + outcome.extra_s
 

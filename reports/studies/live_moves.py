@@ -17,10 +17,10 @@ from pipebench.model.plan import recut
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP
-from pipebench.schedule.moves import Layout, Move, Starts, layout_problems
+from pipebench.schedule.moves import CutLayout, Repartition, Starts, layout_problems
 from pipebench.schedule.operations import MIGRATION
 from pipebench.simulate.meter import Meter
-from pipebench.simulate.steady import Totals
+from pipebench.simulate.steady import SegmentTotals
 from pipebench.simulate.throughput import Finished, Finishes, throughput
 from pipebench.train.prepare import prepare
 
@@ -97,13 +97,13 @@ def steps(before: Starts, after: Starts, num_layers: int) -> list[Starts]:
         old = [0, *now, num_layers]
         # Each boundary goes as far as leaves its neighbours a layer of their own.
         now = tuple(min(max(to, old[i] + 1), old[i + 2] - 1) if to != old[i + 1] else to for i, to in enumerate(after))
-        problems = [*layout_problems(Layout(tuple(old[1:-1]), (KEEP,) * num_layers), Move(0, now))]
+        problems = [*layout_problems(CutLayout(tuple(old[1:-1]), (KEEP,) * num_layers), Repartition(0, now))]
         assert not problems, problems
         found.append(now)
     return found
 
 
-def played(setup: Setup, moves: Sequence[Move], first: int, count: int) -> tuple[Totals, list[Finished]]:
+def played(setup: Setup, moves: Sequence[Repartition], first: int, count: int) -> tuple[SegmentTotals, list[Finished]]:
     """Simulate a segment; return its totals and when its units were through."""
     finishes = Finishes(setup.pipeline)
     totals = simulate_moves(setup, moves, first, count, Meter(setup.pipeline, finishes))
@@ -116,16 +116,16 @@ def courses(setup: Setup, before: Starts, path: Sequence[Starts]) -> list[Course
     def under(starts: Starts) -> Setup:
         return setup.under(recut(setup.graph, setup.plan, starts))
 
-    def course(name: str, of: Setup, moves: Sequence[Move]) -> Course:
+    def course(name: str, of: Setup, moves: Sequence[Repartition]) -> Course:
         totals, units = played(of, moves, 0, COUNT)
         return Course(name, units, totals.end_s, _moved(totals))
 
     depth = setup.pipeline.depth
-    live = [Move(AT + 2 * depth * index, starts) for index, starts in enumerate(path)]
+    live = [Repartition(AT + 2 * depth * index, starts) for index, starts in enumerate(path)]
     made = [course("never moved", under(before), []), course("live", under(before), live)]
     drained, now, units, moved = 0.0, under(before), list[Finished](), 0
     for index, starts in enumerate(path):  # at one drain
-        totals, found = played(now, [Move(AT + 2 * depth, starts)], 0, AT if index == 0 else 0)
+        totals, found = played(now, [Repartition(AT + 2 * depth, starts)], 0, AT if index == 0 else 0)
         units += [replace_end(unit, drained) for unit in found]
         drained, moved, now = drained + totals.end_s, moved + _moved(totals), under(starts)
     totals, found = played(now, [], AT, COUNT - AT)
@@ -139,7 +139,7 @@ def replace_end(unit: Finished, by_s: float) -> Finished:
     return unit._replace(end_s=unit.end_s + by_s)
 
 
-def _moved(totals: Totals) -> int:
+def _moved(totals: SegmentTotals) -> int:
     return sum(num_bytes for (kind, _), num_bytes in totals.num_bytes.items() if kind == MIGRATION)
 
 

@@ -17,7 +17,7 @@ from pipebench.planner.flat import FlatProblem, SearchStage, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.predict import Course, arranged, course_of
+from pipebench.planner.predict import PlannedWorkload, arranged, course_of
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.programs import programs
 from pipebench.simulate.agenda import Action
@@ -123,7 +123,7 @@ class _Instant(Network):
         return super().send(Connection(connection.kind, connection.ends, level, ()), 0, now_s, label)
 
 
-def steady_s(course: Course, count: int, network: type[Network]) -> float:
+def steady_s(course: PlannedWorkload, count: int, network: type[Network]) -> float:
     """Return the seconds per minibatch after `count` of them."""
     size, ends = course.sampler.size(0), []
     for number in (count, 2 * count):

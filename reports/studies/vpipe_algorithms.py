@@ -27,7 +27,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.partition.consecutive import Line, algorithm_3_consecutive, best_consecutive
+from pipebench.planner.partition.consecutive import LayerChain, algorithm_3_consecutive, best_consecutive
 from pipebench.planner.partition.graph import TimedGraph, timed_graph
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
@@ -303,12 +303,12 @@ def regret_3(subjects: Sequence[Subject], instances: int) -> str:
         kinds[subject.name] = [(graph, parts) for graph in subject.graphs for parts in (8, 16)]
     rows = []
     for kind, cases in kinds.items():
-        over, own_s, best_s = zip(*(compared(Line(graph), parts) for graph, parts in cases), strict=True)
+        over, own_s, best_s = zip(*(compared(LayerChain(graph), parts) for graph, parts in cases), strict=True)
         rows.append(Regret(kind, over, statistics.mean(own_s), statistics.mean(best_s)).row)
     return table(("graphs", "cuts", "mean", "median", "95 %", "worst", "Alg. 3, ms", "best, ms"), rows)
 
 
-def compared(line: Line, parts: int) -> tuple[float, float, float]:
+def compared(line: LayerChain, parts: int) -> tuple[float, float, float]:
     """Return how much slower the slowest part of Algorithm 3 is than the best, and the CPU seconds of both."""
     (own_s, starts), (best_s, exact) = timed(
         1, lambda: algorithm_3_consecutive(line, parts), lambda: best_consecutive(line, parts)

@@ -22,12 +22,12 @@ from pipebench.model.heap import keep_freed_blocks
 from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Sampler
 from pipebench.model.stage import Stage, cut_stage
-from pipebench.planner.predict import Course
+from pipebench.planner.predict import PlannedWorkload
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.schedule.notation import format_plan
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Bucket, Costs, Crossing, StageCosts
+from pipebench.simulate.costs import Costs, Crossing, SimulatedBucket, StageCosts
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation
 from pipebench.simulate.steady import simulate_segment
@@ -154,13 +154,22 @@ def largest_clusters() -> list[tuple[str, float]]:
     found = []
     for replicas in ((4096,), (4095, 1)):
         stages = tuple(
-            StageCosts({1: 1e-3}, {1: 2e-3}, {1: 1e-3}, {1: 1e-5}, 1e-5, (Bucket(1 << 20, 0.3), Bucket(25 << 20, 1.0)))
+            StageCosts(
+                {1: 1e-3},
+                {1: 2e-3},
+                {1: 1e-3},
+                {1: 1e-5},
+                1e-5,
+                (SimulatedBucket(1 << 20, 0.3), SimulatedBucket(25 << 20, 1.0)),
+            )
             for _ in replicas
         )
         pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", False, 2)
         sizes: Crossing = {(e.source, e.target): {1: 100_000} for e in pipeline.edges}
         cluster = Cluster("large", "unit", None, (Level("server", 8, 1e10, 1e-5), Level("cluster", 512, 1.25e9, 5e-5)))
-        course = Course(pipeline, Costs(stages, sizes, sizes), cluster, tuple(range(4096)), Sampler(10**9, 1, 0))
+        course = PlannedWorkload(
+            pipeline, Costs(stages, sizes, sizes), cluster, tuple(range(4096)), Sampler(10**9, 1, 0)
+        )
         started = time.perf_counter()
         simulate_segment(course, 100 * pipeline.period)
         found.append((format_plan(replicas), time.perf_counter() - started))

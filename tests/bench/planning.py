@@ -11,7 +11,7 @@ from typing import TypeVar
 from rich.table import Table
 
 from pipebench.cluster import Cluster, Level
-from pipebench.planner.cost_models import COST_MODELS, Work
+from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.flat import FlatProblem, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.planner import Planner
@@ -78,7 +78,7 @@ def seconds(profile: Profile, model: str, levels: tuple[Level, ...]) -> tuple[fl
     """Return the seconds to sum the states, to search, and of the whole planner with its simulations."""
     cost_model = COST_MODELS[model]
     states_s, states = _timed(lambda: prefixes(profile.layers[1]))
-    work = Work(states)
+    work = UnitWork(states)
     if len(levels) == 1:
         search_s, _ = _timed(lambda: plan_flat(FlatProblem(work, cost_model, levels[0], levels[0].count)))
     else:

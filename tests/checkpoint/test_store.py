@@ -15,7 +15,7 @@ import torch
 
 from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.store import MANIFEST, Checkpoints, Part
+from pipebench.checkpoint.store import MANIFEST, CheckpointFile, Checkpoints
 from tests.patience import PATIENCE_S
 
 FIRST, SECOND = 10, 20
@@ -30,11 +30,11 @@ def state(step: int, stage: int = 0, size: int = 40) -> ModelState:
     )
 
 
-def write(store: Checkpoints, step: int, num_stages: int = 2, **options: Any) -> list[Part]:
+def write(store: Checkpoints, step: int, num_stages: int = 2, **options: Any) -> list[CheckpointFile]:
     return [store.write_part(step, f"stage-{stage}", state(step, stage, **options)) for stage in range(num_stages)]
 
 
-def save(store: Checkpoints, step: int, **options: Any) -> list[Part]:
+def save(store: Checkpoints, step: int, **options: Any) -> list[CheckpointFile]:
     parts = write(store, step, **options)
     store.commit(step, parts, {"epoch": step / 4, "points": [1.5, None]})
     return parts
@@ -214,7 +214,7 @@ def test_consistent_tampering_doesnt_get_in(saved: Saved, tmp_path: Path, make: 
     target = tmp_path / "exploded"
     path = saved.folder / "stage-0.000000000000.pt"
     torch.save(make(target), path)
-    part = Part(path.name, path.stat().st_size, files.sha256_of(path))
+    part = CheckpointFile(path.name, path.stat().st_size, files.sha256_of(path))
     saved.store.commit(SECOND, [part], {})
     check_skipped(saved, path, reason)
     assert not target.exists()

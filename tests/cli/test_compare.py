@@ -12,7 +12,7 @@ from pipebench.cli.main import cli
 from pipebench.show import differences
 from pipebench.show.differences import labelled
 from pipebench.tracking import RunLog, Tracking
-from pipebench.tracking.record import Entry, RecordFolder, Start
+from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from pipebench.tracking.results import Recorded
 from pipebench.train.result import Point, RunResult
 from tests.results import DP, PIPEDREAM
@@ -58,8 +58,10 @@ def runs(folder: Path) -> list[RunLog]:
         parent = tracking.start("dp, pipedream", params={}, tags={"kind": "comparison"})
         parent.finish(None, status="FINISHED")
     record = RecordFolder(folder / "pipebench-runs" / "gpipe-0a1b2c3d" / "record")
-    record.append(Entry(start=Start("gpipe straight", virtual=True), params={"name": "gpipe"}))
-    record.append(Entry(result=result(replace(PIPEDREAM, name="gpipe", mode="gpipe"), {"parallelism.mode": "gpipe"})))
+    record.append(LogEntry(start=Start("gpipe straight", virtual=True), params={"name": "gpipe"}))
+    record.append(
+        LogEntry(result=result(replace(PIPEDREAM, name="gpipe", mode="gpipe"), {"parallelism.mode": "gpipe"}))
+    )
     return logs
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from pipebench.cli import planning
 from pipebench.cli.main import cli
 from pipebench.cli.parameters import MOST_WORKERS, parse_levels
-from pipebench.planner import thinning
+from pipebench.planner import coarsening
 from pipebench.planner.cost_models import COST_MODELS
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate
@@ -330,9 +330,9 @@ def test_a_thinned_search_says_how_far_from_the_best_it_can_be(graph: str, monke
     assert "at most" not in invoke(*asked).output
     numbers = {"MOST_EXACT": 50, "_MOST_EXACT_BRANCHES": 50, "_COARSE": 20, "_BACKDROP": 20, "_FINE": 20}
     for name, value in {**numbers, "NUM_GROUPS": 25}.items():
-        monkeypatch.setattr(thinning, name, value)
-    thinned = answer(*asked)
-    assert thinned["bottleneck_at_most"] > 1.0
+        monkeypatch.setattr(coarsening, name, value)
+    coarsened = answer(*asked)
+    assert coarsened["bottleneck_at_most"] > 1.0
     assert "61 places to cut are too many to try all" in " ".join(invoke(*asked).output.split())
 
 

@@ -24,7 +24,7 @@ from pipebench.model.optimizer import make_optimizer
 from pipebench.model.plan import recut
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.orders import ALL_FORWARDS, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.pushes import Pushes
@@ -65,7 +65,7 @@ class Case:
     optimizer: OptimizerRecipe | None = None
     shares_memory: bool = True
     recuts: tuple[tuple[int, ...], ...] = ()
-    moves: tuple[Move, ...] = ()
+    moves: tuple[Repartition, ...] = ()
     left_out: tuple[str, ...] = ()
 
 
@@ -205,7 +205,7 @@ def in_processes(
     control: Control | None = None,
     on_unit: Any = None,
     recuts: Sequence[Sequence[int]] = (),
-    moves: Sequence[Move] = (),
+    moves: Sequence[Repartition] = (),
     left_out: Sequence[str] = (),
 ) -> Outcome:
     """Run a setup on the processes; return this one's share."""
@@ -249,7 +249,7 @@ def leave_out(engine: VirtualEngine | DistributedEngine, whole: Setup, left_out:
     """Let an engine go on without the cells that are given before a segment, under the cuts that it has."""
     if 0 < index <= len(left_out):
         found = leaving_out(replace(whole, device=engine.setup.device), left_out[index - 1])
-        engine.take_up(found.under(engine.setup.plan))
+        engine.switch_setup(found.under(engine.setup.plan))
 
 
 def on_virtual_engine(
@@ -257,7 +257,7 @@ def on_virtual_engine(
     segments: Sequence[int],
     recuts: Sequence[Sequence[int]] = (),
     left_out: Sequence[str] = (),
-    moves: Sequence[Move] = (),
+    moves: Sequence[Repartition] = (),
 ) -> Outcome:
     """Run a setup on the virtual engine."""
     losses: list[tuple[float, float]] = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipebench.distributed import channel, reducer, rehearsal
+from pipebench.distributed import channel, reducer, warm_up
 from pipebench.distributed import collectives as together
 from pipebench.distributed import engine as distributed
 from pipebench.distributed.world import World
@@ -56,14 +56,14 @@ def first_calls_wait(world: World, case: Case, name: str) -> Outcome:
 
 
 def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
-    """Run cases after a rehearsal, as on GPUs; the random state is asserted to be what it was."""
+    """Run cases after a warm_up, as on GPUs; the random state is asserted to be what it was."""
     found = []
     times = [0]
 
     def watched(setup: Setup, world: World, index: int) -> None:
         torch.default_generator.manual_seed(world.rank)
         before = torch.get_rng_state()
-        rehearsal.rehearse(setup, world, index)
+        warm_up.warm_up(setup, world, index)
         assert torch.equal(torch.get_rng_state(), before)
         times[0] += 1
 
@@ -78,7 +78,7 @@ def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
 
 
 def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
-    """Return what an engine has counted, measured and holds when its clock starts, with and without a rehearsal."""
+    """Return what an engine has counted, measured and holds when its clock starts, with and without a warm_up."""
     found: list[Any] = []
     for gains in (False, True):
         with _replaced(distributed, "gains_by_rehearsal", lambda device, gains=gains: gains):
@@ -108,13 +108,13 @@ def directly(world: World, case: Case) -> tuple[Outcome, int]:
     """Run a case whose tensors travel by themselves; return also the largest buffer of a message."""
     there = {**{each.name: getattr(world, each.name) for each in fields(world)}, "direct": True}
     sizes: list[int] = []
-    buffer = channel.Link.buffer
+    buffer = channel.ChannelLink.buffer
 
-    def noting(link: channel.Link, num_bytes: int) -> torch.Tensor:
+    def noting(link: channel.ChannelLink, num_bytes: int) -> torch.Tensor:
         sizes.append(num_bytes)
         return buffer(link, num_bytes)
 
-    with _replaced(channel.Link, "buffer", noting):
+    with _replaced(channel.ChannelLink, "buffer", noting):
         outcome = in_processes(GlooForNccl(**there), small_setup(case), case.segments)
     return outcome, max(sizes, default=0)
 

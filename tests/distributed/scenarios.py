@@ -24,13 +24,13 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, read_header
 from pipebench.distributed.shared_memory import SharedSender
 from pipebench.distributed.world import World
-from pipebench.engine.balancing import Balancing
+from pipebench.engine.balancing import RepartitionController
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.model.plan import recut
 from pipebench.model.sampling import InOrder
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
 from tests.patience import PATIENCE_S
@@ -271,15 +271,15 @@ def decided_late(
     coming, depth, execute = itertools.cycle(courses), setup.pipeline.depth, Worker.execute
     slow, chance = random.Random(seed).randrange(world.size), random.Random(f"{seed} {world.rank}")
 
-    def decide(planner: Any, minibatch: int, reports: Any) -> Move:
-        return Move(minibatch + 3 * depth + 1, tuple(next(coming)))
+    def decide(planner: Any, minibatch: int, reports: Any) -> Repartition:
+        return Repartition(minibatch + 3 * depth + 1, tuple(next(coming)))
 
     def delayed(worker: Worker, it: Instruction, *others: Any) -> Any:
         if it.op in (Op.FORWARD, Op.BACKWARD) and (world.rank == slow or chance.random() < 0.2):
             time.sleep(0.003 * chance.random())
         return execute(worker, it, *others)
 
-    with patch.object(Balancing, "decide", decide), patch.object(Worker, "execute", delayed):
+    with patch.object(RepartitionController, "decide", decide), patch.object(Worker, "execute", delayed):
         there = replace(world, shares_memory=case.shares_memory)
         engine = DistributedEngine(replace(setup, device=world.device), there)
         engine.start_clock()

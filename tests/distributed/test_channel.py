@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipebench.distributed import channel as channel_module
-from pipebench.distributed.channel import AHEAD, Link, Receiver, Sender
+from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, form_of, read_header
 from tests.patience import PATIENCE_S
@@ -94,16 +94,16 @@ class Ends:
     def __init__(self, wire: Wire, first_bytes: int) -> None:
         self.wire = wire
         self.num_buffers = 0
-        link = Link(0, [None], _TAG, None, torch.device("cpu"), lambda: 0.0)
+        link = ChannelLink(0, [None], _TAG, None, torch.device("cpu"), lambda: 0.0)
         buffer = link.buffer
 
         def counted(num_bytes: int) -> torch.Tensor:
             self.num_buffers += 1
             return buffer(num_bytes)
 
-        sending = Link(0, [None], _TAG, None, torch.device("cpu"), lambda: 0.0)
+        sending = ChannelLink(0, [None], _TAG, None, torch.device("cpu"), lambda: 0.0)
         object.__setattr__(sending, "buffer", counted)
-        self.sender, self.receiver = Sender(sending, first_bytes), Receiver(link, first_bytes)
+        self.sender, self.receiver = ChannelSender(sending, first_bytes), Receiver(link, first_bytes)
 
     def all_left(self) -> bool:
         return not self.wire.sends[_TAG]
@@ -329,7 +329,7 @@ class Device:
 def test_tensors_come_in_while_the_gpu_computes(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.1.0: they were asked for on the computing stream, behind everything that the GPU had been given."""
     gpu = Device()
-    link = Link(0, [None], _TAG, "pair", torch.device("cpu"), lambda: 0.0, idle="idle")
+    link = ChannelLink(0, [None], _TAG, "pair", torch.device("cpu"), lambda: 0.0, idle="idle")
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.current)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: gpu.used_on.append(stream))
@@ -345,5 +345,5 @@ def test_headers_alone_need_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[bool] = []
     monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory))
     for direct in (None, "pair"):
-        Link(0, [None], _TAG, direct, torch.device("cuda"), lambda: 0.0).buffer(8)
+        ChannelLink(0, [None], _TAG, direct, torch.device("cuda"), lambda: 0.0).buffer(8)
     assert asked == [True, False]

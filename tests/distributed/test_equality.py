@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipebench.recipe.schema import LossScaleRecipe
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
 from tests.model.test_optimizer import OPTIMIZERS, named
 from tests.processes import Processes
@@ -94,8 +94,8 @@ TWO = {
     "cut anew, sockets": Case("skip", (4,), (1, 1), {}, (7, 5, 6), shares_memory=False, recuts=((7,), (2,))),
     "cut anew, a flush": Case("conv", (4,), (1, 1), {"weights": "one", "microbatches": 3}, recuts=((2,),)),
     "cut anew, bf16": Case("conv", (4,), (1, 1), {"precision": "bf16"}, recuts=((2,),)),
-    "a layer moves to the left": Case("conv", (3,), (1, 1), {}, (17, 5), moves=(Move(6, (5,)),)),
-    "a layer moves to the right": Case("skip", (7,), (1, 1), {}, (17, 5), moves=(Move(6, (4,)),)),
+    "a layer moves to the left": Case("conv", (3,), (1, 1), {}, (17, 5), moves=(Repartition(6, (5,)),)),
+    "a layer moves to the right": Case("skip", (7,), (1, 1), {}, (17, 5), moves=(Repartition(6, (4,)),)),
     "layers move to and fro, sockets": Case(
         "conv",
         (3,),
@@ -103,14 +103,14 @@ TWO = {
         {"recompute": {3, 4}},
         (25, 5),
         shares_memory=False,
-        moves=(Move(6, (5,)), Move(14, (2,))),
+        moves=(Repartition(6, (5,)), Repartition(14, (2,))),
     ),
     "a layer moves between flushes": Case(
-        "conv", (3,), (1, 1), {"weights": "one", "microbatches": 2}, (12, 5), moves=(Move(4, (5,)),)
+        "conv", (3,), (1, 1), {"weights": "one", "microbatches": 2}, (12, 5), moves=(Repartition(4, (5,)),)
     ),
-    "a segment ends while a layer moves": Case("skip", (7,), (1, 1), {}, (6, 5), moves=(Move(7, (4,)),)),
+    "a segment ends while a layer moves": Case("skip", (7,), (1, 1), {}, (6, 5), moves=(Repartition(7, (4,)),)),
     "layers move and change policies": Case(
-        "skip", (7,), (1, 1), {"memory": SOME}, (17, 5), moves=(Move(6, (4,), (*SOME[:20][::-1],)),)
+        "skip", (7,), (1, 1), {"memory": SOME}, (17, 5), moves=(Repartition(6, (4,), (*SOME[:20][::-1],)),)
     ),
     "layers change policies where they are, then move, sockets": Case(
         "skip",
@@ -119,7 +119,7 @@ TWO = {
         {"memory": SOME},
         (25, 5),
         shares_memory=False,
-        moves=(Move(6, (7,), (*SOME[:20][::-1],)), Move(14, (9,), (*SOME[:20],))),
+        moves=(Repartition(6, (7,), (*SOME[:20][::-1],)), Repartition(14, (9,), (*SOME[:20],))),
     ),
     "a named tuple of the user's crosses": Case("structures", (9,), (1, 1), {"weights": "one", "microbatches": 3}),
     "cells left out and put back": Case(
@@ -149,7 +149,7 @@ THREE = {
     ),
     "three stages, cut anew, both ways": Case("skip", (3, 6), (1, 1, 1), {}, (7, 5, 6), recuts=((1, 8), (5, 6))),
     "three stages, layers move both ways": Case(
-        "skip", (5, 12), (1, 1, 1), {}, (30, 5), moves=(Move(8, (7, 9)), Move(17, (4, 14)))
+        "skip", (5, 12), (1, 1, 1), {}, (30, 5), moves=(Repartition(8, (7, 9)), Repartition(17, (4, 14)))
     ),
     "three stages, layers move, adam, sockets": Case(
         "conv",
@@ -158,7 +158,7 @@ THREE = {
         {},
         (20, 5),
         shares_memory=False,
-        moves=(Move(8, (2, 5)),),
+        moves=(Repartition(8, (2, 5)),),
         optimizer=named("adam"),
     ),
     "2-1": Case("conv", (4,), (2, 1)),

@@ -16,8 +16,8 @@ from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.pictures import draw_timeline, text_picture
 from pipebench.show.trace import write_trace
-from pipebench.simulate.meter import RECORDED_SPANS, Measured
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.meter import RECORDED_SPANS, RunMeasurements
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import EVALUATE, Transfer
 from pipebench.typed_json import read
 
@@ -31,7 +31,7 @@ def play(meter: MeasuredMeter, worker: int, text: str, start_s: float = 0.0, sta
     for word in text.split():
         instruction, duration = word.split(":")
         end_s = start_s + float(duration)
-        meter.event(Event(start_s, end_s, worker, parse(f"0{instruction}"), stall_s))
+        meter.event(TimelineEvent(start_s, end_s, worker, parse(f"0{instruction}"), stall_s))
         start_s = end_s
     return start_s
 
@@ -45,7 +45,7 @@ def bucket(start_s: float, end_s: float, num_bytes: int = 101, level: str = "clu
 
 
 @pytest.fixture
-def two() -> Measured:
+def two() -> RunMeasurements:
     """Two stages, 10 s of training: 6 s and 5 s of work; evaluation doesn't count."""
     first, second = MeasuredMeter(STRAIGHT, 0, rank=1), MeasuredMeter(STRAIGHT, 1, rank=0)
     play(first, 0, "L0:0.5 F0:1 SA0>1:0.25 RG0<1:3 B0:4 U0:1")
@@ -59,7 +59,7 @@ def two() -> Measured:
     return merge([json.loads(json.dumps(meter.share())) for meter in (second, first)], STRAIGHT, 10.0)
 
 
-def test_every_second_of_a_worker_is_in_its_row(two: Measured) -> None:
+def test_every_second_of_a_worker_is_in_its_row(two: RunMeasurements) -> None:
     row = two.workers[0]
     assert (row["worker"], row["rank"], row["stage"], row["replica"]) == (0, 1, 0, 0)
     assert (row["forward_s"], row["backward_s"], row["update_s"], row["compute_s"]) == (1, 4, 1, 6)
@@ -71,7 +71,7 @@ def test_every_second_of_a_worker_is_in_its_row(two: Measured) -> None:
     assert (other["waiting_activation_s"], other["waiting_norm_s"], other["stall_s"]) == (2, 0.25, 6 * 0.125)
 
 
-def test_copies_are_in_the_row_where_a_stage_swaps(two: Measured) -> None:
+def test_copies_are_in_the_row_where_a_stage_swaps(two: RunMeasurements) -> None:
     meter = MeasuredMeter(replace(SINGLE, swaps=(0,)), 0, rank=0)
     play(meter, 0, "F0:1 SO0:0.25 SI0:0.5 B0:4 U0:1")
     found = merge([json.loads(json.dumps(meter.share()))], replace(SINGLE, swaps=(0,)), 7.0)
@@ -81,7 +81,7 @@ def test_copies_are_in_the_row_where_a_stage_swaps(two: Measured) -> None:
     assert "swapping_s" not in two.metrics
 
 
-def test_the_run_has_the_sums_and_fractions_of_training(two: Measured) -> None:
+def test_the_run_has_the_sums_and_fractions_of_training(two: RunMeasurements) -> None:
     metrics = two.metrics
     assert (two.busy_s, two.stall_s) == (11.0, 0.75)
     assert metrics["bubble_fraction"] == pytest.approx(1 - 11 / 20)
@@ -93,7 +93,7 @@ def test_the_run_has_the_sums_and_fractions_of_training(two: Measured) -> None:
     assert two.num_bytes == {(ACTIVATION, "server"): 100, ("gradient", "server"): 60}
 
 
-def test_the_timeline_has_all_workers_work_waits_and_sends(two: Measured) -> None:
+def test_the_timeline_has_all_workers_work_waits_and_sends(two: RunMeasurements) -> None:
     timeline = two.timeline
     assert timeline.worker_names == ("stage 0", "stage 1")
     spans = [(span.worker, span.kind, span.label, span.start_s) for span in timeline.spans]
@@ -106,7 +106,7 @@ def test_the_timeline_has_all_workers_work_waits_and_sends(two: Measured) -> Non
     assert not timeline.truncated
 
 
-def test_pictures_and_traces_are_made_of_it(two: Measured, tmp_path: Path) -> None:
+def test_pictures_and_traces_are_made_of_it(two: RunMeasurements, tmp_path: Path) -> None:
     draw_timeline(two.timeline, tmp_path / "timeline.png")
     write_trace(two.timeline, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -181,7 +181,7 @@ def test_a_share_that_is_missing_is_told() -> None:
 
 def test_an_event_costs_little() -> None:
     meter = MeasuredMeter(STRAIGHT, 0, rank=0)
-    event: Any = Event(0.0, 1.0, 0, parse("0F0"))
+    event: Any = TimelineEvent(0.0, 1.0, 0, parse("0F0"))
     begin_s = time.thread_time()  # of the processor, which others may be using
     for _ in range(20_000):
         meter.event(event)
@@ -222,6 +222,6 @@ def test_a_run_partly_on_gpus_has_no_times_of_transfers() -> None:
     assert measured.metrics["comm_transfers_activation"] == 4
 
 
-def test_on_processors_nothing_is_left_out(two: Measured) -> None:
+def test_on_processors_nothing_is_left_out(two: RunMeasurements) -> None:
     assert two.notes == {}
     assert two.workers[0]["all_reduce_s"] == 0

@@ -12,7 +12,7 @@ from pipebench.distributed.message import (
     ALIGNMENT,
     HEADER_BYTES,
     Header,
-    Layout,
+    MessageLayout,
     aligned,
     form_of,
     read_header,
@@ -32,7 +32,7 @@ def through_bytes(values: Any) -> Any:
     buffer = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
     for place, tensor in zip(layout.views(buffer.numpy()), tensors, strict=True):
         place.copy_(tensor.detach())
-    read = Layout.from_text(layout.to_text())
+    read = MessageLayout.from_text(layout.to_text())
     assert read == layout
     return read.values([place.clone() for place in read.views(buffer.numpy())])
 
@@ -79,7 +79,7 @@ def test_plain_values_keep_their_type(value: Any) -> None:
 def test_types_and_devices_arrive_and_the_senders_gpu_is_the_receivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.current_device", lambda: 2)
     form, _ = form_of((torch.bfloat16, torch.device("cpu"), torch.device("cuda", 5)))
-    arrived = Layout.from_text(form.layout().to_text()).values([])
+    arrived = MessageLayout.from_text(form.layout().to_text()).values([])
     assert arrived == (torch.bfloat16, torch.device("cpu"), torch.device("cuda", 2))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipebench.distributed import pipes
 from pipebench.distributed.launch_join import PeerLostError
-from pipebench.distributed.pipes import Line, _opened
+from pipebench.distributed.pipes import PipePair, _opened
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
@@ -25,8 +25,8 @@ class Ends:
     def __init__(self, limit_s: float = 60.0) -> None:
         records, tokens = os.pipe(), os.pipe()
         own = os.getpid()
-        self.sender = SharedSender(Line(own, tokens[0], records[1], limit_s), lambda: 1.5)
-        self.receiver = SharedReceiver(Line(own, records[0], tokens[1], limit_s), lambda: 2.5)
+        self.sender = SharedSender(PipePair(own, tokens[0], records[1], limit_s), lambda: 1.5)
+        self.receiver = SharedReceiver(PipePair(own, records[0], tokens[1], limit_s), lambda: 2.5)
 
     def close(self) -> None:
         self.sender.close()

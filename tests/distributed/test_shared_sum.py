@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipebench.distributed.launch_join import PeerLostError
-from pipebench.distributed.pipes import Line
+from pipebench.distributed.pipes import PipePair
 from pipebench.distributed.reducer import Reducer, shared_bytes
 from pipebench.distributed.shared_sum import SharedSum, Sharing, room_bytes
 from tests.patience import PATIENCE_S
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 
 def replicas(count: int, num_bytes: int, limit_s: float = PATIENCE_S) -> list[Sharing]:
     """Return replicas that share files, a line between any two of them."""
-    lines: list[dict[int, Line]] = [{} for _ in range(count)]
+    lines: list[dict[int, PipePair]] = [{} for _ in range(count)]
     for a, b in itertools.combinations(range(count), 2):
         there, back = os.pipe(), os.pipe()
-        lines[a][b] = Line(os.getpid(), back[0], there[1], limit_s)
-        lines[b][a] = Line(os.getpid(), there[0], back[1], limit_s)
+        lines[a][b] = PipePair(os.getpid(), back[0], there[1], limit_s)
+        lines[b][a] = PipePair(os.getpid(), there[0], back[1], limit_s)
     found = [Sharing(position, own, num_bytes) for position, own in enumerate(lines)]
     for each in found:
         each.files = {position: line.open(found[position].file) for position, line in each.lines.items()}

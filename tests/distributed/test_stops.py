@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed.control import STOP_KEY, Control
-from pipebench.engine.gate import Gate, Position, admitted_program
+from pipebench.engine.admission import AdmissionControl, Position, admitted_program
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam
@@ -88,25 +88,25 @@ def test_what_ran_before_the_stop_is_the_beginning_of_the_shorter_program(pipeli
 
 
 def test_a_gate_lets_in_what_has_begun_and_nothing_else_until_the_cut_is_known() -> None:
-    gate = Gate(2)
+    gate = AdmissionControl(2)
     gate.begin(3, 9)
     assert gate.admit(2)
     assert gate.close() == Position(3, 4)
     assert gate.admit(3)
     assert gate.close() == Position(3, 4)
     assert [gate.is_undecided(minibatch) for minibatch in (3, 4, 8)] == [False, True, True]
-    gate.settle(Position(3, 6))
+    gate.sync_clock(Position(3, 6))
     assert gate.limit == 6
     assert [gate.admit(minibatch) for minibatch in (4, 5, 6)] == [True, True, False]
 
 
 def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
     for cut, limits in ((Position(1, 5), (5, 0)), (Position(2, 2), (5, 2)), (Position(2, 0), (5, 0))):
-        gate = Gate(2)
+        gate = AdmissionControl(2)
         gate.begin(1, 5)
         assert gate.admit(4)
         assert gate.close() == Position(1, 5)
-        gate.settle(cut)
+        gate.sync_clock(cut)
         assert gate.limit == limits[0]
         gate.begin(2, 5)
         assert gate.limit == limits[1]
@@ -116,11 +116,11 @@ def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
 
 
 def test_a_closed_gate_holds_back_the_next_segment() -> None:
-    gate = Gate(1)
+    gate = AdmissionControl(1)
     assert gate.close() == Position(-1, 0)
     gate.begin(0, 4)
     assert gate.is_undecided(0)
-    gate.settle(Position(0, 2))
+    gate.sync_clock(Position(0, 2))
     assert gate.admit(1)
     assert not gate.admit(2)
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from pipebench.distributed import launch_join, nccl, world
 from pipebench.distributed.launch_join import (
+    HostSlot,
     PeerLostError,
-    Place,
     connect,
     lost,
     meet,
@@ -32,9 +32,9 @@ from pipebench.run import processes as process_run
 from tests.patience import PATIENCE_S
 
 
-def place(rank: int = 0, size: int = 1, port: int = 1, **changes: Any) -> Place:
+def place(rank: int = 0, size: int = 1, port: int = 1, **changes: Any) -> HostSlot:
     values = {"local_rank": rank, "local_size": size, "address": "127.0.0.1", "agent_store": True, "attempt": None}
-    return Place(**{"rank": rank, "size": size, "port": port, **values, **changes})
+    return HostSlot(**{"rank": rank, "size": size, "port": port, **values, **changes})
 
 
 @contextlib.contextmanager
@@ -83,11 +83,11 @@ ENVIRONMENT = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node-1", "MASTER_
 
 def test_places_are_read_from_the_environment() -> None:
     bare = read_place(ENVIRONMENT)
-    assert bare == Place(3, 4, 0, 1, "node-1", 29500, agent_store=False, attempt=None)
+    assert bare == HostSlot(3, 4, 0, 1, "node-1", 29500, agent_store=False, attempt=None)
     assert not bare.one_host
     torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ours = read_place({**ENVIRONMENT, **torchrun, "PIPEBENCH_ATTEMPT": "2", "PIPEBENCH_STORE": "7"})
-    assert ours == Place(3, 4, 1, 4, "", 0, agent_store=True, attempt=2, connection=7)
+    assert ours == HostSlot(3, 4, 1, 4, "", 0, agent_store=True, attempt=2, connection=7)
     assert ours.one_host
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipebench.distributed import yielding
-from pipebench.distributed.channel import Link
+from pipebench.distributed.channel import ChannelLink
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES
 from pipebench.distributed.sockets import open_sockets, opened_since
@@ -74,7 +74,7 @@ class Ends:
     """A sender and its receiver."""
 
     def __init__(self, give_way: Callable[[], None] = lambda: None, limit_s: float = PATIENCE_S) -> None:
-        link = Link(1, [None], 2, None, torch.device("cpu"), lambda: 1.5)
+        link = ChannelLink(1, [None], 2, None, torch.device("cpu"), lambda: 1.5)
         self.sender, self.receiver = YieldingSender(link, give_way), YieldingReceiver(link, limit_s)
 
     def close(self) -> None:

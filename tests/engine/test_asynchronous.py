@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pipebench.checkpoint.progress import Facts
 from pipebench.cluster import Cluster, Level
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import RecipeError
@@ -25,7 +25,7 @@ from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import programs
 from pipebench.schedule.pushes import Pushes, histogram, to_text
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.train.prepare import prepare
 from pipebench.typed_json import read
@@ -152,7 +152,7 @@ def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
     cluster = Cluster("slow", "unit", None, (Level("server", 4, weights / 100.0, 0.0),))
     ends: dict[tuple[Op, int, int], float] = {}
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         if event.instruction.op in (Op.PUSH, Op.PULL):
             ends[event.instruction.op, event.instruction.number, event.worker] = event.end_s
 

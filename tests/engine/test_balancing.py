@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.engine.balancing import Balancing, Report
-from pipebench.engine.foresight import Foresight
-from pipebench.engine.monitor import Monitor
+from pipebench.engine.balancing import RepartitionController, StageReport
+from pipebench.engine.feasibility import FeasibilityCheck
+from pipebench.engine.monitor import StageMonitor
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.model.plan import layout_of, recut
-from pipebench.planner.rebalancing import Proposal, Rebalancing, problems_of
+from pipebench.planner.rebalancing import Proposal, RepartitionSearch, problems_of
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.memory import stage_memories
@@ -96,7 +96,7 @@ def test_what_was_decided_can_be_done_again_by_hand(live: bool) -> None:
     done = 0
     if live:
         for at, starts in made:
-            again.announce(Move(at, starts))
+            again.announce(Repartition(at, starts))
     for at, starts in [] if live else made:
         again.train(done, at - done)
         again.replan(recut(setup.graph, again.setup.plan, starts))
@@ -173,7 +173,7 @@ def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> 
         done += engine.train(done, 120 - done)
         for move in engine.take_decisions():
             assert move.memory is not None
-            moves.append((first + move.at, Move(move.at, move.starts, move.memory)))
+            moves.append((first + move.at, Repartition(move.at, move.starts, move.memory)))
             if not live:
                 engine.replan(recut(setup.graph, engine.setup.plan, move.starts, move.memory))
     assert moves
@@ -184,7 +184,7 @@ def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> 
     done = 0
     for at, move in moves:
         if live:
-            kept.announce(Move(at, move.starts))
+            kept.announce(Repartition(at, move.starts))
         else:
             kept.train(done, at - done)
             kept.replan(recut(setup.graph, kept.setup.plan, move.starts))
@@ -221,7 +221,7 @@ def test_stages_have_room_while_layers_move(
     engine, found = played(choosing(starts, limit), 160)
     assert [where for _, where in found] == made
     assert max(worker.peak_bytes for worker in engine.workers) <= limit
-    monkeypatch.setattr(Foresight, "excess_on_the_way", lambda *_: [0.0] * 4)
+    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 4)
     careless, _ = played(choosing(starts, limit), 160)
     assert max(worker.peak_bytes for worker in careless.workers) > limit
 
@@ -232,12 +232,12 @@ def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(mo
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)).under(setup.plan)
     setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
     assert not played(setup, 120)[1]
-    monkeypatch.setattr(Foresight, "excess_on_the_way", lambda *_: [0.0] * 3)
+    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 3)
     _, ((at, starts), *_) = played(setup, 120)
     peaks = []
     for cuts in (starts, (1, 3)):
         simulated = SimulatedEngine(replace(setup, balances=False))
-        simulated.announce(Move(at, cuts))
+        simulated.announce(Repartition(at, cuts))
         simulated.train(0, 60)
         peaks.append(max(peak.num_bytes for peak in simulated.peaks))
     assert max(simulated_peaks(setup)) <= limit < min(peaks)
@@ -245,13 +245,13 @@ def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(mo
 
 def test_where_nothing_better_was_found_nobody_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are unbalanced, and no cuts on the way to better ones fit."""
-    looked, best = [], Rebalancing.best
+    looked, best = [], RepartitionSearch.best
 
-    def counted(stages: Rebalancing) -> Proposal | None:
+    def counted(stages: RepartitionSearch) -> Proposal | None:
         looked.append(stages)
         return best(stages)
 
-    monkeypatch.setattr(Rebalancing, "best", counted)
+    monkeypatch.setattr(RepartitionSearch, "best", counted)
     _, made = played(choosing([1, 2, 3], 3200), 120)
     assert not made
     assert len(looked) == 1
@@ -266,14 +266,14 @@ def test_what_stages_hold_is_reported_with_what_they_take() -> None:
     reports = [monitor.reports[-1] for monitor in monitors if monitor is not None]
     assert [report.stage for report in reports] == [0, 1, 2]
     assert [report.peak_bytes for report in reports] == [worker.peak_bytes for worker in engine.workers]
-    monitor = Monitor(setup, 0, None, lambda move: None)
+    monitor = StageMonitor(setup, 0, None, lambda move: None)
     monitor.hold(100)
     assert monitor.reports[-1].peak_bytes == 0
     monitor.note(Instruction(Op.BACKWARD, 0, 0), 1.0)
     monitor.hold(70)
     monitor.hold(60)
     assert monitor.reports[-1].peak_bytes == 70
-    monitor.hear(3, Move(8, (3, 4)))
+    monitor.hear(3, Repartition(8, (3, 4)))
     assert monitor.reports[-1].peak_bytes == 0
 
 
@@ -287,9 +287,11 @@ def test_a_stage_that_holds_too_much_makes_room_though_all_are_balanced() -> Non
     fullest = max(range(3), key=predicted.__getitem__)
     capped = replace(setup, cluster=replace(setup.cluster, memory_bytes=int(1.1 * predicted[fullest])))
 
-    def decided(more: float) -> Move | None:
+    def decided(more: float) -> Repartition | None:
         held = [size * (more if stage == fullest else 1.0) for stage, size in enumerate(predicted)]
-        return Balancing(capped).decide(7, [Report(stage, 0, 8, 2.0, 4.0, held[stage]) for stage in range(3)])
+        return RepartitionController(capped).decide(
+            7, [StageReport(stage, 0, 8, 2.0, 4.0, held[stage]) for stage in range(3)]
+        )
 
     assert decided(1.09) is None
     move = decided(1.15)

@@ -85,14 +85,14 @@ def test_what_is_idle_stays_as_it_is_to_the_bit_and_trains_on_when_it_is_back(ca
     engine = make_engine(setup)
     engine.train(0, 6)
     before = captured(engine)
-    engine.take_up(leaving_out(setup, "bc"))
+    engine.switch_setup(leaving_out(setup, "bc"))
     assert bits(captured(engine)) == bits(before)
     engine.train(6, 6)
     during = captured(engine)
     assert of_cells(during, "bc") == of_cells(before, "bc") != {}
     for name in "ad":
         assert all(of_cells(during, name)[key] != value for key, value in of_cells(before, name).items() if "up" in key)
-    engine.take_up(setup)
+    engine.switch_setup(setup)
     assert bits(captured(engine)) == bits(during)
     engine.train(12, 6)
     assert of_cells(captured(engine), "bc") != of_cells(before, "bc")
@@ -104,7 +104,7 @@ def test_cells_that_begin_idle_keep_their_initial_weights() -> None:
     initial = captured(make_engine(setup))
     engine.train(0, 6)
     assert of_cells(captured(engine), "ad") == of_cells(initial, "ad")
-    engine.take_up(setup)
+    engine.switch_setup(setup)
     engine.train(6, 6)
     assert of_cells(captured(engine), "ad") != of_cells(initial, "ad")
 
@@ -135,7 +135,7 @@ def test_cuts_move_with_cells_left_out_and_nothing_is_lost() -> None:
     engine, other = make_engine(setup), make_engine(setup)
     for each in (engine, other):
         each.train(0, 6)
-        each.take_up(leaving_out(setup, "bc"))
+        each.switch_setup(leaving_out(setup, "bc"))
         each.train(6, 6)
     graph = engine.setup.graph
     starts = [graph.index_of("cells_a_up"), graph.index_of("cells_b_drop")]
@@ -144,7 +144,7 @@ def test_cuts_move_with_cells_left_out_and_nothing_is_lost() -> None:
     assert bits(captured(engine)) == bits(before)
     engine.train(12, 6)
     again = leaving_out(setup, "").under(recut(setup.graph, setup.plan, starts))
-    engine.take_up(again)
+    engine.switch_setup(again)
     assert of_cells(captured(engine), "bc") == of_cells(before, "bc")
     engine.train(18, 6)
 
@@ -173,7 +173,7 @@ def test_cells_without_momentum_step_beside_others_that_have_some() -> None:
     setup = whole(cuts=(), weights="one", make_optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True))
     engine = make_engine(leaving_out(setup, "b"))
     engine.train(0, 3)
-    engine.take_up(setup)
+    engine.switch_setup(setup)
     before = captured(engine)
     engine.train(3, 1)
     after = captured(engine)

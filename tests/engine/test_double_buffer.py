@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from pipebench.schedule.operations import Op
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from tests.engine.test_staleness import OPTIMIZERS
 from tests.oracles import double_buffer
 from tests.support import Blobs, Mlp, make_engine, make_setup
@@ -28,7 +28,7 @@ def test_every_version_is_the_formula_s(plan: tuple[list[int], list[int]], optim
     )  # fmt: skip
     seen: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(sum(replicas))]
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         if event.instruction.op is Op.UPDATE:
             store = engine.replicas[event.worker].weights
             now = {n: p.detach().clone() for n, p in zip(store.names, store.newest.parameters, strict=True)}

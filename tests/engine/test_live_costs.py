@@ -13,11 +13,11 @@ from pipebench.cluster import Cluster, Level
 from pipebench.engine.simulated_moves import simulate_moves
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.plan import recut
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import MIGRATION, Op
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.throughput import Finishes, throughput
 from tests.engine.test_live_moves import SEVERAL
 from tests.models import ConvNet
@@ -29,14 +29,14 @@ FAST = 1e12  # bytes/s: nothing to wait for
 
 def timed(
     starts: Starts,
-    moves: Sequence[Move],
+    moves: Sequence[Repartition],
     count: int,
     *,
     bytes_per_s: float = FAST,
     update_s_per_byte: float = 0.0,
     model: Any = None,
     **more: Any,
-) -> tuple[VirtualEngine, list[Event], Meter]:
+) -> tuple[VirtualEngine, list[TimelineEvent], Meter]:
     """Train with a forward of 1 s and a backward of 2 s per layer; return what happened when."""
     p = len(starts) + 1
     cluster = Cluster("flat", "unit", None, (Level("server", p, bytes_per_s, 0.0),))
@@ -47,7 +47,7 @@ def timed(
     profile = replace(setup.profile, update_floor_s=0.0, update_s_per_byte=update_s_per_byte, state_bytes_per_byte=1)
     setup = replace(setup, profile=profile, repartitions=True)
     setup = setup.under(setup.plan)
-    events: list[Event] = []
+    events: list[TimelineEvent] = []
     meter = Meter(setup.pipeline)
     engine = VirtualEngine(setup, Network(cluster, setup.devices, meter.transfer), events.append, meter=meter)
     for move in moves:
@@ -56,7 +56,7 @@ def timed(
     return engine, events, meter
 
 
-def done_s(events: Sequence[Event]) -> list[float]:
+def done_s(events: Sequence[TimelineEvent]) -> list[float]:
     """Return when minibatches were through: when their backward on the input stage ended."""
     return [e.end_s for e in events if e.instruction.op is Op.BACKWARD and e.instruction.stage == 0]
 
@@ -65,7 +65,7 @@ def done_s(events: Sequence[Event]) -> list[float]:
 def test_bytes_are_those_that_the_shapes_foretell(before: Starts, after: Starts) -> None:
     """And a third statement of what moves: with each unit a version and what layers read, then all there is of them."""
     at, d = 9, len(before) + 1
-    engine, events, _ = timed(before, [Move(at, after)], 20)
+    engine, events, _ = timed(before, [Repartition(at, after)], 20)
     assert engine.num_bytes == Counter({key: n for key, n in engine.network.num_bytes.items() if n})
     rows = engine.setup.profile.layers[4]
     wanted = 0
@@ -83,7 +83,7 @@ def test_bytes_are_those_that_the_shapes_foretell(before: Starts, after: Starts)
 def test_buffers_move_too() -> None:
     data = Blobs(num_train=80, shape=(2, 8, 8))
     data._x = data._x.float()
-    engine, _, _ = timed((3, 6), [Move(9, (1, 4))], 20, model=ConvNet(), dataset=data)
+    engine, _, _ = timed((3, 6), [Repartition(9, (1, 4))], 20, model=ConvNet(), dataset=data)
     counted = {key: n for key, n in engine.network.num_bytes.items() if n}
     assert engine.num_bytes == Counter(counted)
     assert engine.num_bytes[MIGRATION, "server"] > 0
@@ -91,8 +91,8 @@ def test_buffers_move_too() -> None:
 
 def test_throughput_before_and_after() -> None:
     """Of 7 layers, 5 stand on the first worker: a minibatch takes 15 s; then 4, 12 s; then 3, 9 s."""
-    _, events, _ = timed((5, 6), [Move(15, (4, 6))], 60)
-    _, more, _ = timed((5, 6), [Move(15, (4, 6)), Move(30, (3, 5))], 60)
+    _, events, _ = timed((5, 6), [Repartition(15, (4, 6))], 60)
+    _, more, _ = timed((5, 6), [Repartition(15, (4, 6)), Repartition(30, (3, 5))], 60)
     once, twice = done_s(events), done_s(more)
     assert once[:10] == twice[:10]
     took, later = ([b - a for a, b in itertools.pairwise(done)] for done in (once, twice))
@@ -105,7 +105,7 @@ def test_throughput_before_and_after() -> None:
 def test_nothing_waits_but_for_what_runs_again(before: Starts, after: Starts) -> None:
     """Where links are fast, no worker does worse than the worse plan and its forwards that are made again."""
     at, count = 15, 40
-    _, events, meter = timed(before, [Move(at, after)], count)
+    _, events, meter = timed(before, [Repartition(at, after)], count)
     stayed = max(done_s(timed(cuts, [], count)[1])[-1] for cuts in (before, after))
     again_s = sum(e.end_s - e.start_s for e in events if e.instruction.op is Op.FORWARD_AGAIN)
     assert again_s > 0
@@ -114,7 +114,7 @@ def test_nothing_waits_but_for_what_runs_again(before: Starts, after: Starts) ->
 
 
 def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
-    slow, events, meter = timed((2, 4), [Move(15, (3, 4))], 40, bytes_per_s=100.0)
+    slow, events, meter = timed((2, 4), [Repartition(15, (3, 4))], 40, bytes_per_s=100.0)
     waits = [e for e in events if e.instruction.op in (Op.TAKE, Op.TAKE_UNIT) and e.end_s > e.start_s]
     assert [str(e.instruction) for e in waits] == ["0T15<1"]
     assert waits[0].stall_s > 0
@@ -127,7 +127,7 @@ def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_what_is_only_simulated_takes_as_long(before: Starts, after: Starts) -> None:
     """The same clock, bytes and busy time as of what trains; from any minibatch of the run on."""
-    moves = [Move(9, after), Move(17, before)]
+    moves = [Repartition(9, after), Repartition(17, before)]
     engine, _, meter = timed(before, moves, 25, bytes_per_s=1000.0)
     setup = replace(engine.setup.under(recut(engine.setup.graph, engine.setup.plan, before)))
     totals = simulate_moves(setup, moves, 0, 25)
@@ -140,7 +140,7 @@ def test_throughput_over_time() -> None:
     """Four samples in 15 s on the first worker's 5 layers, then in 9 s on its 3."""
     setup = timed((5, 6), [], 1, dataset=Blobs(num_train=240))[0].setup
     finishes = Finishes(setup.pipeline)
-    moves = [Move(15, (4, 6)), Move(21, (3, 5))]
+    moves = [Repartition(15, (4, 6)), Repartition(21, (3, 5))]
     totals = simulate_moves(setup, moves, 0, 60, Meter(setup.pipeline, finishes))
     assert sum(unit.samples for unit in finishes.units) == 240
     rates = throughput(finishes.units, 45.0, totals.end_s)
@@ -151,7 +151,7 @@ def test_throughput_over_time() -> None:
 
 def test_updates_take_as_long_as_what_is_updated() -> None:
     """1 s per byte: from the first update that its backward leads to, a layer counts where it is now."""
-    engine, events, _ = timed((2, 6), [Move(15, (3, 4))], 30, update_s_per_byte=1.0)
+    engine, events, _ = timed((2, 6), [Repartition(15, (3, 4))], 30, update_s_per_byte=1.0)
     rows = engine.setup.profile.layers[4]
     for stage, (before, after, first) in enumerate((((0, 2), (0, 3), 13), ((2, 6), (3, 4), 13), ((6, 7), (4, 7), 14))):
         took = [e.end_s - e.start_s for e in events if e.instruction.op is Op.UPDATE and e.instruction.stage == stage]

@@ -10,7 +10,7 @@ from torch import nn
 from pipebench.model.graph import trace
 from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Streams, mix, name_hash, seed_default_generator
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import SWAP_IN, SWAP_OUT
 from tests.engine.test_live_moves import TRAINED, check
 from tests.engine.test_streams import LENGTH, ROWS, STREAMS, LanguageModel, Text
@@ -43,7 +43,7 @@ def test_running_statistics_and_draws(before: tuple[int, ...], after: tuple[int,
     graph = trace(model)
     memory = [policy if index % 3 else "keep" for index in range(len(graph.layers))]
     plan = make_plan(graph, before, [1] * (len(before) + 1), memory=memory)
-    moves = [Move(8, after), Move(15, before)]
+    moves = [Repartition(8, after), Repartition(15, before)]
     engine = check(before, moves, model=model, dataset=IMAGES, plan=plan, wraps=seeded)
     copied = {kind for kind, _ in engine.num_bytes if kind in (SWAP_OUT, SWAP_IN)}
     assert copied == ({SWAP_OUT, SWAP_IN} if policy == "swap" else set())
@@ -69,14 +69,14 @@ def test_values_that_skip_stages(number: int) -> None:
         stay = all(max(a, c) < min(b, d) for a, b, c, d in zip(bounds, bounds[1:], others, others[1:], strict=False))
         if stay and before != after:
             break
-    check(before, [Move(9, after), Move(17, before)], model=model, tolerance=1e-12)
+    check(before, [Repartition(9, after), Repartition(17, before)], model=model, tolerance=1e-12)
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [((5, 10), (8, 12)), ((8, 12), (5, 10)), ((3, 9), (6, 10)), ((4,), (9,)), ((9,), (4,))]
 )
 def test_values_that_are_overwritten(before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    check(before, [Move(9, after)], model=SkipNet(), tolerance=1e-12)
+    check(before, [Repartition(9, after)], model=SkipNet(), tolerance=1e-12)
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 3), (2, 4)), ((2, 3), (1, 2 + 1)), ((2, 4), (1, 3)), ((1,), (3,))])
@@ -95,6 +95,6 @@ def test_states_that_are_carried_on(before: tuple[int, ...], after: tuple[int, .
         return loss
 
     check(
-        before, [Move(9, after)], model=LanguageModel(), dataset=data, minibatch_size=ROWS, loss=carrying,
+        before, [Repartition(9, after)], model=LanguageModel(), dataset=data, minibatch_size=ROWS, loss=carrying,
         sampler=Streams(data.num_train, ROWS, STREAMS), held_out=Streams(data.num_eval, ROWS, STREAMS, covers=True),
     )  # fmt: skip

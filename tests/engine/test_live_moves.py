@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.migration import Migrating
+from pipebench.engine.migration import MigratingReplica
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import layout_of, recut
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import Op
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from tests.oracles import migration
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
@@ -33,13 +33,13 @@ Loss = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], int], torch.
 def newest_of_all(engine: VirtualEngine, stage: int) -> dict[str, torch.Tensor]:
     """Return the newest parameters of a stage, wherever layers are on their way."""
     running = engine.workers[stage]._running[stage]
-    replicas = [part.replica for part in running._parts] if isinstance(running, Migrating) else [running]
+    replicas = [part.replica for part in running._parts] if isinstance(running, MigratingReplica) else [running]
     return {n: p for r in replicas for n, p in zip(r.weights.names, r.weights.newest.parameters, strict=True)}
 
 
 def run(
     starts: Starts,
-    moves: Sequence[Move],
+    moves: Sequence[Repartition],
     *,
     model: nn.Module | None = None,
     plan: Any = None,
@@ -59,7 +59,7 @@ def run(
     )  # fmt: skip
     seen: dict[tuple[str, int], torch.Tensor] = {}
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         op, stage, number, *_ = event.instruction
         if op is Op.UPDATE:
             for name, tensor in newest_of_all(engine, stage).items():
@@ -91,7 +91,7 @@ def mean_loss(engine: VirtualEngine) -> Loss:
 
 def check(
     starts: Starts,
-    moves: Sequence[Move],
+    moves: Sequence[Repartition],
     *,
     model: nn.Module | None = None,
     wraps: Callable[[nn.Module, Callable[[], int]], nn.Module] = lambda model, k: model,
@@ -147,31 +147,31 @@ SEVERAL = [
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), ONE_BOUNDARY)
 def test_a_boundary_moves(before: Starts, after: Starts, optimizer: str) -> None:
-    check(before, [Move(9, after)], optimizer=optimizer)
+    check(before, [Repartition(9, after)], optimizer=optimizer)
 
 
 @pytest.mark.parametrize("at", [8, 13])
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_several_boundaries_move_at_once(before: Starts, after: Starts, at: int) -> None:
-    check(before, [Move(at, after)])
+    check(before, [Repartition(at, after)])
 
 
 def test_moves_follow_each_other() -> None:
     """There and back again, as close as they may."""
-    check((2, 4), [Move(6, (3, 5)), Move(12, (2, 4)), Move(18, (1, 3))])
-    check((1, 3, 5), [Move(8, (2, 4, 6)), Move(16, (1, 3, 5))], optimizer="adam")
+    check((2, 4), [Repartition(6, (3, 5)), Repartition(12, (2, 4)), Repartition(18, (1, 3))])
+    check((1, 3, 5), [Repartition(8, (2, 4, 6)), Repartition(16, (1, 3, 5))], optimizer="adam")
 
 
 @pytest.mark.parametrize("told_at", [0, 3, 8])
 def test_a_move_is_announced_while_training_goes_on(told_at: int) -> None:
-    check((2, 4), [Move(told_at + 7, (3, 5))], told_at=told_at)
+    check((2, 4), [Repartition(told_at + 7, (3, 5))], told_at=told_at)
 
 
 @pytest.mark.parametrize("at", range(10, 19))
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5), (3, 4)])
 def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> None:
     """After 13 minibatches, so that the pipeline drains while layers move, or before they would."""
-    check((2, 4) if after != (3, 4) else (2, 5), [Move(at, after)], count=13)
+    check((2, 4) if after != (3, 4) else (2, 5), [Repartition(at, after)], count=13)
 
 
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
@@ -181,17 +181,17 @@ def test_a_stop_in_mid_move_ends_it_first(after: Starts, at: int) -> None:
     starts = (2, 4)
     setup = replace(make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=4 * 22)), repartitions=True)
 
-    def stop(event: Event) -> None:
+    def stop(event: TimelineEvent) -> None:
         if event.instruction.op is Op.FORWARD and event.instruction[1:3] == (0, 9):
             engine._stop.reason = "asked to"
 
     engine = make_engine(setup, stop)
-    engine.announce(Move(at, after))
+    engine.announce(Repartition(at, after))
     done = engine.train(0, 22)
     assert 9 < done < 14
     assert [stage.start for stage in engine.setup.plan.stages[1:]] == [*after]
     again = make_engine(setup)
-    again.announce(Move(at, after))
+    again.announce(Repartition(at, after))
     again.train(0, done)
     mine, theirs = parameters_of(engine), parameters_of(again)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -205,7 +205,7 @@ def test_a_move_at_a_drain_is_a_run_that_is_planned_anew(after: Starts) -> None:
         setup = make_setup(Mlp(), ((2, 4), [1] * 3), make_optimizer=OPTIMIZERS["adam"], dataset=Blobs(num_train=80))
         engine = make_engine(replace(setup, repartitions=True))
         if live:
-            engine.announce(Move(9, after))
+            engine.announce(Repartition(9, after))
         engine.train(0, 9)
         if not live:
             engine.replan(recut(setup.graph, setup.plan, after))
@@ -225,7 +225,7 @@ def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: di
     starts = (2, 5) if after == (3, 4) else (2, 4)
     columns |= {"weights": "one", "microbatches": 2, "make_optimizer": OPTIMIZERS["adam"]}
     found = []
-    for moves in ([], [Move(6, after), Move(12, starts), Move(30, after)]):
+    for moves in ([], [Repartition(6, after), Repartition(12, starts), Repartition(30, after)]):
         setup = make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=80), **columns)
         engine = make_engine(replace(setup, repartitions=True))
         for move in moves:
@@ -239,12 +239,12 @@ def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: di
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) -> None:
     """No more versions than in flight, and afterwards what a run has that never did otherwise."""
-    moved, _ = run(before, [Move(9, after)])
+    moved, _ = run(before, [Repartition(9, after)])
     stayed, _ = run(after, [])
     for mine, theirs in zip(moved.workers, stayed.workers, strict=True):
         assert mine.versions_max <= moved.setup.pipeline.warmups[mine.index]
         assert [r.live_bytes() for r in mine.replicas.values()] == [r.live_bytes() for r in theirs.replicas.values()]
-        assert not any(isinstance(each, Migrating) for each in mine._running.values())
+        assert not any(isinstance(each, MigratingReplica) for each in mine._running.values())
         crossing, given = mine._crossing, mine._handing_over._given_units
         assert not any((crossing._outgoing, crossing._received, crossing._arriving, crossing._returning, given))
 
@@ -254,7 +254,9 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
 def test_layers_move_whose_activations_are_swapped(after: Starts, memory: str) -> None:
     """On the host with their unit, wherever that runs backward."""
     words = {"k": "keep", "s": "swap", "r": "recompute"}
-    engine = check((2, 4), [Move(9, after), Move(16, (2, 4))], memory=[words[letter] for letter in memory])
+    engine = check(
+        (2, 4), [Repartition(9, after), Repartition(16, (2, 4))], memory=[words[letter] for letter in memory]
+    )
     assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"] > 0
 
 
@@ -285,7 +287,7 @@ def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimize
     """The oracle knows nothing of it; units in flight do what they began with, and all that is copied comes back."""
     starts, changes = POLICIES[name]
     depth = len(starts) + 1
-    moves = [Move(2 * depth * (i + 1), cuts, policies(letters)) for i, (cuts, letters) in enumerate(changes)]
+    moves = [Repartition(2 * depth * (i + 1), cuts, policies(letters)) for i, (cuts, letters) in enumerate(changes)]
     engine = check(starts, moves, optimizer=optimizer, count=2 * depth * (len(moves) + 1))
     assert layout_of(engine.setup.plan).memory == moves[-1].memory
     swaps = any("s" in letters for _, letters in changes)
@@ -293,7 +295,7 @@ def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimize
     assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"]
     for worker in engine.workers:
         assert worker.versions_max <= engine.setup.pipeline.warmups[worker.index]
-        assert not any(isinstance(each, Migrating) for each in worker._running.values())
+        assert not any(isinstance(each, MigratingReplica) for each in worker._running.values())
 
 
 @pytest.mark.parametrize("at", range(9, 15))
@@ -303,17 +305,17 @@ def test_a_stop_around_new_policies(after: Starts, at: int) -> None:
     setup = make_setup(Mlp(), ((2, 4), [1] * 3), make_optimizer=OPTIMIZERS["momentum"], dataset=Blobs(num_train=88))
     engine = make_engine(replace(setup, repartitions=True), lambda event: stop(event))
 
-    def stop(event: Event) -> None:
+    def stop(event: TimelineEvent) -> None:
         if event.instruction.op is Op.FORWARD and event.instruction[1:3] == (0, 9):
             engine._stop.reason = "asked to"
 
-    engine.announce(Move(at, after, policies("srksrks")))
+    engine.announce(Repartition(at, after, policies("srksrks")))
     done = engine.train(0, 22)
     assert 9 < done < 14
     assert layout_of(engine.setup.plan) == (after, policies("srksrks"))
     again = make_engine(replace(setup, repartitions=True))
     if after != (2, 4):
-        again.announce(Move(at, after))
+        again.announce(Repartition(at, after))
     again.train(0, done)
     mine, theirs = parameters_of(engine), parameters_of(again)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -322,7 +324,7 @@ def test_a_stop_around_new_policies(after: Starts, at: int) -> None:
 @pytest.mark.parametrize("columns", [{"order": "1f1b"}, {"order": "all-forwards"}], ids=str)
 def test_with_a_flush_policies_change_between_two_updates(columns: dict[str, Any]) -> None:
     columns |= {"weights": "one", "microbatches": 2, "make_optimizer": OPTIMIZERS["adam"]}
-    moves = [Move(3, (2, 4), policies("sssrrrk")), Move(9, (3, 5), policies("rrkksss"))]
+    moves = [Repartition(3, (2, 4), policies("sssrrrk")), Repartition(9, (3, 5), policies("rrkksss"))]
     found, copied = [], []
     for made in ([], moves):
         engine = make_engine(replace(make_setup(Mlp(), ((2, 4), [1] * 3), dataset=Blobs(num_train=56), **columns),
@@ -340,33 +342,34 @@ def test_layers_that_compute_again_from_a_move_on_take_the_time_for_it() -> None
     """Seven layers of 1 s forward and 2 s backward: from then on 4 s each, and what swaps takes none."""
     times = []
     for letters in ("kkkkkkk", "rrrrrrr", "sssssss"):
-        engine, _ = run((2, 4), [Move(9, (2, 5), policies(letters))], count=40)
+        engine, _ = run((2, 4), [Repartition(9, (2, 5), policies(letters))], count=40)
         times.append(engine.clock_s)
     assert times[1] - times[0] == pytest.approx((40 - 9) * 3, abs=3 * 3)
     assert times[2] - times[0] < 1
 
 
+At = Repartition  # so that a row is a line
 REFUSED = {
-    "too few": ({}, [Move(9, (3, 5), (KEEP,) * 6)], "says of every layer what it does, of 7; got 6 policies"),
-    "too early": ({}, [Move(5, (3, 5))], "comes too early: 0 minibatches have begun, .* from 6 on"),
-    "too close": ({}, [Move(6, (3, 5)), Move(11, (2, 4))], "the move before is from minibatch 6 on.* from 12 on"),
-    "replicated": ({"plan": ((2, 4), (1, 2, 1))}, [Move(9, (3, 5))], "one replica, and stage 1 has 2; set vpipe.live"),
-    "one stage": ({"plan": ((), (1,))}, [Move(9, ())], "there are several stages, and there is one"),
-    "far": ({}, [Move(9, (5, 6))], "stage 1, 2 to 3, stays; go there in two moves"),
-    "empty": ({}, [Move(9, (4, 4))], "leaves stage 1 without layers"),
-    "fewer": ({}, [Move(9, (4,))], "keeps the number of stages, 3; got cuts for 2"),
-    "nothing": ({}, [Move(9, (2, 4))], "moves nothing"),
-    "vertical sync": ({"weights": "stash-vertical-sync"}, [Move(9, (3, 5))], "weights: stash, or every update flushes"),
-    "no stash": ({"weights": "none"}, [Move(9, (3, 5))], "weights: stash, or every update flushes; got none"),
-    "depth": ({"depth": 2}, [Move(9, (3, 5))], "in flight as there are stages, 3, .* got depth: 2"),
-    "split": ({"weights": "one", "backward": "split", "order": "zero-bubble"}, [Move(9, (3, 5))], "backward: whole"),
-    "flush": ({"weights": "one", "accumulate": 4}, [Move(10, (3, 5))], "from 4 on, a multiple of 4"),
-    "relay": ({"relay": True}, [Move(9, (3, 5))], "set relay: false"),
+    "too few": ({}, [At(9, (3, 5), (KEEP,) * 6)], "says of every layer what it does, of 7; got 6 policies"),
+    "too early": ({}, [At(5, (3, 5))], "comes too early: 0 minibatches have begun, .* from 6 on"),
+    "too close": ({}, [At(6, (3, 5)), At(11, (2, 4))], "the move before is from minibatch 6 on.* from 12 on"),
+    "replicated": ({"plan": ((2, 4), (1, 2, 1))}, [At(9, (3, 5))], "one replica, and stage 1 has 2; set vpipe.live"),
+    "one stage": ({"plan": ((), (1,))}, [At(9, ())], "there are several stages, and there is one"),
+    "far": ({}, [At(9, (5, 6))], "stage 1, 2 to 3, stays; go there in two moves"),
+    "empty": ({}, [At(9, (4, 4))], "leaves stage 1 without layers"),
+    "fewer": ({}, [At(9, (4,))], "keeps the number of stages, 3; got cuts for 2"),
+    "nothing": ({}, [At(9, (2, 4))], "moves nothing"),
+    "vertical sync": ({"weights": "stash-vertical-sync"}, [At(9, (3, 5))], "weights: stash, or every update flushes"),
+    "no stash": ({"weights": "none"}, [At(9, (3, 5))], "weights: stash, or every update flushes; got none"),
+    "depth": ({"depth": 2}, [At(9, (3, 5))], "in flight as there are stages, 3, .* got depth: 2"),
+    "split": ({"weights": "one", "backward": "split", "order": "zero-bubble"}, [At(9, (3, 5))], "backward: whole"),
+    "flush": ({"weights": "one", "accumulate": 4}, [At(10, (3, 5))], "from 4 on, a multiple of 4"),
+    "relay": ({"relay": True}, [At(9, (3, 5))], "set relay: false"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("columns", "moves", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_refusals(columns: dict[str, Any], moves: Sequence[Move], sentence: str) -> None:
+def test_refusals(columns: dict[str, Any], moves: Sequence[Repartition], sentence: str) -> None:
     plan = columns.pop("plan", ((2, 4), (1, 1, 1)))
     engine = make_engine(replace(make_setup(Mlp(), plan, **columns), repartitions=True))
     for move in moves[:-1]:
@@ -377,4 +380,4 @@ def test_refusals(columns: dict[str, Any], moves: Sequence[Move], sentence: str)
 
 def test_a_move_may_come_too_late_to_be_announced() -> None:
     with pytest.raises(PlanError, match=r"6 minibatches have begun, .* from 12 on"):
-        run((2, 4), [Move(11, (3, 5))], told_at=5)
+        run((2, 4), [Repartition(11, (3, 5))], told_at=5)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.engine.prediction import Move
+from pipebench.engine.prediction import Displacement
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from tests.oracles import moved_weights, staleness
 from tests.oracles.moved_weights import Rules
 from tests.support import Blobs, Mlp, make_engine, make_setup
@@ -53,7 +53,7 @@ def worst_difference(plan: Plan, optimizer: str, rules: Rules) -> tuple[float, V
     )  # fmt: skip
     versions: dict[int, list[dict[str, torch.Tensor]]] = {w: [] for w in range(sum(replicas))}
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         if event.instruction.op is Op.UPDATE:
             store = engine.replicas[event.worker].weights
             now = {n: p.detach().clone() for n, p in zip(store.names, store.newest.parameters, strict=True)}
@@ -130,7 +130,7 @@ def test_a_replica_keeps_one_version_and_as_many_copies_as_the_planner_says(
     )
     most = [0.0] * 3
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         replica = engine.replicas[event.worker]
         own = 0 if replica.moved is None else replica.moved.num_bytes
         most[event.worker] = max(most[event.worker], own / replica.weights.version_bytes)
@@ -152,7 +152,7 @@ def test_without_a_step_to_go_by_the_weights_are_the_version_s() -> None:
     setup = make_setup(Mlp(), STRAIGHT[0], weights="predict", make_optimizer=OPTIMIZERS["momentum"][0])
     replica = make_engine(setup).replicas[0]
     assert replica.moved is not None
-    moved = replica.moved.for_forward(0, Move(3, 0.1))
+    moved = replica.moved.for_forward(0, Displacement(3, 0.1))
     for mine, newest in zip(moved.parameters, replica.weights.newest.parameters, strict=True):
         assert torch.equal(mine, newest)
         assert mine.untyped_storage().data_ptr() != newest.untyped_storage().data_ptr()
@@ -163,7 +163,7 @@ def test_a_drain_starts_versions_over_but_keeps_what_predicts() -> None:
     setup = make_setup(Mlp(), STRAIGHT[0], weights="predict", make_optimizer=OPTIMIZERS["momentum"][0])
     moves: list[tuple[int, bool]] = []
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         it = event.instruction
         if it.op is Op.FORWARD and it.stage == 0:
             replica = engine.replicas[0]

@@ -14,7 +14,7 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.precision import LOW_TYPES, in_precision, lower
 from pipebench.schedule.operations import Op
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import TRAINING_KINDS
 from tests.checkpoint.support import captured, restored
 from tests.evaluations import MODES, mode_setup, trained
@@ -111,7 +111,7 @@ def test_stale_versions_are_the_rounded_masters_of_the_formula(vertical_sync: bo
     )  # fmt: skip
     versions: dict[int, list[dict[str, torch.Tensor]]] = {0: [], 1: [], 2: []}
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         if event.instruction.op is Op.UPDATE:
             store = engine.replicas[event.worker].weights
             versions[event.worker].append({n: p.detach().clone() for n, p in store.trained().items()})

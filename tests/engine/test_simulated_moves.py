@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pipebench.engine.balancing import Balancing, Report
+from pipebench.engine.balancing import RepartitionController, StageReport
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine, simulate_moves
 from pipebench.model.plan import recut
 from pipebench.schedule.modes import RECOMPUTE
-from pipebench.schedule.moves import Move
-from pipebench.simulate.steady import Totals
+from pipebench.schedule.moves import Repartition
+from pipebench.simulate.steady import SegmentTotals
 from tests.engine.test_balancing import balancing, with_momentum
 from tests.models import SkipNet
 from tests.support import Blobs, Mlp, make_engine, make_setup
@@ -82,9 +82,9 @@ def test_the_same_is_decided_where_memory_is_limited(
 ) -> None:
     """Stages that aren't trained say what they hold, too: to the byte, whenever they are asked."""
     told: list[list[tuple[int, ...]]] = []
-    decide = Balancing.decide
+    decide = RepartitionController.decide
 
-    def noted(balancing: Balancing, minibatch: int, reports: Sequence[Report]) -> Move | None:
+    def noted(balancing: RepartitionController, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:
         told[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
         return decide(balancing, minibatch, reports)
 
@@ -93,7 +93,7 @@ def test_the_same_is_decided_where_memory_is_limited(
     played(engine, [60])
     cluster = replace(free.cluster, memory_bytes=int(share * max(engine.peak_bytes)))
     setup = replace(free, cluster=cluster, chooses=chooses)
-    monkeypatch.setattr(Balancing, "decide", noted)
+    monkeypatch.setattr(RepartitionController, "decide", noted)
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     made = []
     for each in (trained, simulated):
@@ -101,13 +101,13 @@ def test_the_same_is_decided_where_memory_is_limited(
         made.append(played(each, [120]))
     assert made[0] == made[1]
     assert simulated.setup.plan == trained.setup.plan
-    measured, foretold = told
-    assert len(foretold) > 20
-    assert foretold == measured[: len(foretold)]  # no more is played than anything may change in
-    assert any(peak_bytes for *_, peak_bytes in foretold)
+    measured, predicted = told
+    assert len(predicted) > 20
+    assert predicted == measured[: len(predicted)]  # no more is played than anything may change in
+    assert any(peak_bytes for *_, peak_bytes in predicted)
 
 
-def numbers(totals: Totals) -> list[float]:
+def numbers(totals: SegmentTotals) -> list[float]:
     return [totals.end_s, totals.busy_s, totals.stall_s, totals.again_s, totals.swap_stall_s]
 
 
@@ -132,7 +132,7 @@ def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, m
     def run() -> tuple[SimulatedEngine, int]:
         counter, done = Counted(), 0
         engine = SimulatedEngine(uneven([1, 2], **columns), counter)
-        engine.announce(Move(32, (1, 3)))
+        engine.announce(Repartition(32, (1, 3)))
         for count in segments:
             done += engine.train(done, count)
         assert done == sum(segments)
@@ -140,7 +140,7 @@ def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, m
 
     (short, few) = run()
 
-    def steady(engine: SimulatedEngine, first: int, count: int) -> Totals:
+    def steady(engine: SimulatedEngine, first: int, count: int) -> SegmentTotals:
         return simulate_moves(engine.setup, [], first, count, engine._meter)
 
     monkeypatch.setattr(SimulatedEngine, "_enough", lambda self: 0)

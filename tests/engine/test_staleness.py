@@ -11,7 +11,7 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.large_batch import LAMB, LARS
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.schedule.operations import Op
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from tests.oracles import large_batch, staleness
 from tests.support import Blobs, Mlp, make_engine, make_setup
 
@@ -57,7 +57,7 @@ def worst_difference(
     )  # fmt: skip
     versions: dict[int, list[dict[str, torch.Tensor]]] = {w: [] for w in range(sum(replicas))}
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         if event.instruction.op is Op.UPDATE:
             store = engine.replicas[event.worker].weights
             now = {n: p.detach().clone() for n, p in zip(store.names, store.newest.parameters, strict=True)}

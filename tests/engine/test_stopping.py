@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.simulate.network import Network

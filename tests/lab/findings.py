@@ -119,7 +119,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class LinkFinding:
     """Where a pipeline and data parallelism are predicted to be equally fast.
 
     Attributes:
@@ -156,7 +156,7 @@ class Findings:
     wires: tuple[Wire, ...]
     curves: Mapping[str, Sequence[tuple[float, Predicted]]]
     runs: tuple[Run, ...]
-    crossing: Crossing | None
+    crossing: LinkFinding | None
     climbed: tuple[Run, ...]
 
 

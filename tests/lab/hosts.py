@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 
 from pipebench.distributed import launch_child
 from pipebench.errors import UserError
-from tests.lab import inside, watcher, wires
+from tests.lab import cleaner, inside, wires
 from tests.lab.names import host_name, lab_name, left_behind, namespaces, this_process
 
 _NUMBERS = itertools.count()
@@ -78,8 +78,8 @@ def why_not() -> str:
 
 def clean() -> list[str]:
     """Remove what labs have left whose owners are gone; return the names of the namespaces."""
-    there = sorted(os.listdir(watcher.NETNS)) if watcher.NETNS.is_dir() else []
-    return watcher.remove(left_behind(there))
+    there = sorted(os.listdir(cleaner.NETNS)) if cleaner.NETNS.is_dir() else []
+    return cleaner.remove(left_behind(there))
 
 
 class Lab:
@@ -110,7 +110,7 @@ class Lab:
             raise UserError(refused)
         clean()
         names = namespaces(self.name, self.num_hosts)
-        command = [sys.executable, "-I", "-S", watcher.__file__, *names]
+        command = [sys.executable, "-I", "-S", cleaner.__file__, *names]
         self._watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._watcher.stdout is not None
         self._watcher.stdout.readline()  # from here on, it is on guard
@@ -132,7 +132,7 @@ class Lab:
 
     def close(self) -> None:
         """Remove everything, and end what still runs there."""
-        watcher.remove(namespaces(self.name, self.num_hosts))
+        cleaner.remove(namespaces(self.name, self.num_hosts))
         self._watcher.communicate()
 
     def limit(self, bandwidth_bytes_per_s: float) -> None:
@@ -168,11 +168,11 @@ class Lab:
     def destroy(self, index: int) -> None:
         """Take a host away, with all that runs on it: its wire first, so that it says no last word."""
         self.unplug(index)
-        watcher.remove([f"{self.name}-{host_name(index)}"])
+        cleaner.remove([f"{self.name}-{host_name(index)}"])
 
     def kill(self, index: int) -> None:
         """End all processes of a host; its kernel closes their connections, which tells their peers."""
-        watcher.kill([f"{self.name}-{host_name(index)}"])
+        cleaner.kill([f"{self.name}-{host_name(index)}"])
 
     def counters(self, index: int) -> Counters:
         """Return what has passed a host's interface."""

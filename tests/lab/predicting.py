@@ -36,7 +36,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Course:
+class LabSchedule:
     """How a recipe gets to its target, which no bandwidth changes: both engines end with the same weights.
 
     Attributes:

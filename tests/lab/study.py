@@ -15,10 +15,10 @@ from pipebench.run.suite import Suite
 from pipebench.tracking import Tracking
 from pipebench.train.result import INTERRUPTED
 from tests.lab import measuring
-from tests.lab.findings import Case, Crossing, Findings, Options, Run, Wire, label
+from tests.lab.findings import Case, Findings, LinkFinding, Options, Run, Wire, label
 from tests.lab.hosts import Lab
 from tests.lab.ladder import STEP, crossing, rungs
-from tests.lab.predicting import Course, Predicted, Predictor, at_bandwidth, read_measured
+from tests.lab.predicting import LabSchedule, Predicted, Predictor, at_bandwidth, read_measured
 from tests.lab.trials import Trials
 
 _FOR_THROUGHPUT = ("train.target=null", "train.max_epochs=2")
@@ -95,20 +95,20 @@ class Study:
         self._predictor = Predictor(timed, hosts)
         return {name: str(path) for name, path in profiles.items()}
 
-    def _course(self, case: Case) -> Course:
+    def _course(self, case: Case) -> LabSchedule:
         """Train a recipe on the virtual clock, to know how many epochs its target takes; nothing without a target."""
         loaded = self._loaded(case, *self._words(case, "virtual"), "engine.kind=virtual")
         if loaded.recipe.train.target is None:
-            return Course(None, 0.0)
+            return LabSchedule(None, 0.0)
         self._say(f"{loaded.recipe.name}: how many epochs to the target, on the virtual clock")
         request = RunRequest(loaded, loaded.recipe.name, Suite(self._suite))
         result = RUNS["virtual"].run(request, Tracking(self._suite)).result
         if result.outcome == INTERRUPTED:
             raise WorkersFailedError(_INTERRUPTED)
         metrics = result.metrics
-        return Course(metrics.get("epochs_to_target"), float(metrics["evaluation_time_s"]))
+        return LabSchedule(metrics.get("epochs_to_target"), float(metrics["evaluation_time_s"]))
 
-    def _crossing(self) -> Crossing | None:
+    def _crossing(self) -> LinkFinding | None:
         """Return where the fastest pipeline and the fastest data parallelism are predicted to be equally fast."""
 
         def fastest(bandwidth: float, *, pipelined: bool) -> tuple[float, str]:
@@ -125,9 +125,9 @@ class Study:
         if where is None:
             return None
         pipeline, whole = (fastest(where, pipelined=pipelined)[1] for pipelined in (True, False))
-        return Crossing(pipeline, whole, where, tuple(rungs(where)))
+        return LinkFinding(pipeline, whole, where, tuple(rungs(where)))
 
-    def _write_predictions(self, bandwidths: Sequence[float], found: Crossing | None) -> None:
+    def _write_predictions(self, bandwidths: Sequence[float], found: LinkFinding | None) -> None:
         rows = [
             {"bandwidth": label(each), "recipe": case.name, **asdict(self._predictor.predict(case.name, each))}
             for each in bandwidths

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.run.export import export
-from tests.lab import crew
+from tests.lab import launcher
 from tests.lab.findings import Options
 from tests.lab.hosts import Lab
 from tests.lab.machine import needs_a_lab, wait_for
@@ -74,7 +74,7 @@ class Training:
         before = Path.cwd()
         os.chdir(folder)
         try:
-            self.agents = crew.start(lab, 1, ["pipebench", "run", *words], files)
+            self.agents = launcher.start(lab, 1, ["pipebench", "run", *words], files)
         finally:
             os.chdir(before)
             for file in files:

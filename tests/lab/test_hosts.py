@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.lab import watcher
+from tests.lab import cleaner
 from tests.lab.hosts import Lab, LabError, clean
 from tests.lab.machine import needs_a_lab, wait_for
 from tests.lab.names import begun_ticks, namespaces
@@ -21,7 +21,7 @@ pytestmark = needs_a_lab
 _OWNER = """
 import sys
 from tests.lab.hosts import Lab, ended_by_signals
-from tests.lab.watcher import processes_in
+from tests.lab.cleaner import processes_in
 with ended_by_signals(), Lab(3) as lab:
     busy = lab.start(1, [sys.executable, "-I", "-S", "-c", "input()"], stdin=-1)
     while busy.pid not in processes_in(f"{lab.name}-host1"):
@@ -32,7 +32,7 @@ with ended_by_signals(), Lab(3) as lab:
 
 
 def there(lab: str) -> list[str]:
-    return [name for name in os.listdir(watcher.NETNS) if name.startswith(f"{lab}-")]
+    return [name for name in os.listdir(cleaner.NETNS) if name.startswith(f"{lab}-")]
 
 
 def is_running(pid: int) -> bool:
@@ -41,7 +41,7 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def owner() -> Iterator[tuple["subprocess.Popen[str]", str, int, int]]:
-    """A process that has a lab; its name, the process in it, and its watcher."""
+    """A process that has a lab; its name, the process in it, and its cleaner."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", _OWNER], text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -94,7 +94,7 @@ def test_wires_are_limited_changed_and_freed() -> None:
 def test_a_destroyed_host_takes_its_processes_with_it() -> None:
     with Lab(3) as lab:
         process = lab.start(2, [sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
-        wait_for(lambda: process.pid in watcher.processes_in(f"{lab.name}-host2"), "the process to enter its host")
+        wait_for(lambda: process.pid in cleaner.processes_in(f"{lab.name}-host2"), "the process to enter its host")
         lab.destroy(2)
         assert process.wait() == -signal.SIGKILL
         assert len(there(lab.name)) == 3

@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipebench.train.result import COMPLETED, RunResult
-from tests.lab.findings import Case, Crossing, Findings, Options, Passed, Run, Wire, label
+from tests.lab.findings import Case, Findings, LinkFinding, Options, Passed, Run, Wire, label
 from tests.lab.ladder import rungs
 from tests.lab.picture import figure
-from tests.lab.predicting import Course, Predicted
+from tests.lab.predicting import LabSchedule, Predicted
 from tests.lab.report import markdown
 
 PIPELINE = Case("pipe", Path("pipe.yaml"), (), "pipedream")
@@ -42,7 +42,7 @@ def findings(factor: float) -> Findings:
         wires=(Wire(1.25e7, 1.19e7, 1e-5),),
         curves={case.name: [(each, predicted(case, each)) for each in BANDWIDTHS] for case in (PIPELINE, WHOLE)},
         runs=tuple(run(case, each, factors[case]) for each in BANDWIDTHS for case in (PIPELINE, WHOLE)),
-        crossing=Crossing("pipe", "whole", WHERE, ladder),
+        crossing=LinkFinding("pipe", "whole", WHERE, ladder),
         climbed=tuple(run(case, each, factors[case]) for each in ladder for case in (PIPELINE, WHOLE)),
     )
 
@@ -83,8 +83,8 @@ def test_the_picture_has_a_line_and_points_for_every_recipe() -> None:
 
 def test_a_target_that_is_not_reached_predicts_no_time() -> None:
     epoch = predicted(PIPELINE, 1.25e7)
-    assert Course(None, 1.0).time_to_accuracy_s(epoch) is None
-    assert Course(3.0, 1.5).time_to_accuracy_s(epoch) == 31.5
+    assert LabSchedule(None, 1.0).time_to_accuracy_s(epoch) is None
+    assert LabSchedule(3.0, 1.5).time_to_accuracy_s(epoch) == 31.5
 
 
 def test_labels_are_what_the_command_line_takes() -> None:

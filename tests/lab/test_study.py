@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipebench.distributed.launch_command import python_module
-from tests.lab import watcher
+from tests.lab import cleaner
 from tests.lab.machine import needs_a_lab, wait_for
 from tests.patience import PATIENCE_S
 
@@ -31,7 +31,7 @@ def said(folder: Path) -> str:
 
 
 def namespaces_of(pid: int) -> list[str]:
-    return [name for name in os.listdir(watcher.NETNS) if name.startswith(f"pipebench-lab-{pid}.")]
+    return [name for name in os.listdir(cleaner.NETNS) if name.startswith(f"pipebench-lab-{pid}.")]
 
 
 def test_two_recipes_across_a_wire(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_whatever_stops_it_nothing_stays(tmp_path: Path, number: signal.Signals)
     process = start(tmp_path, "lab/pipedream", *SMALL, "train.max_epochs=1000", "--bandwidth", "300Mbit")
     log = tmp_path / "pipebench-lab" / "logs" / "lab-pipedream-300Mbit.log"
     wait_for(lambda: "training" in (log.read_text() if log.exists() else ""), "training to begin")
-    inside = [pid for name in namespaces_of(process.pid) for pid in watcher.processes_in(name)]
+    inside = [pid for name in namespaces_of(process.pid) for pid in cleaner.processes_in(name)]
     assert len(inside) >= 4
     if number == signal.SIGINT:
         os.killpg(process.pid, number)

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipebench.errors import PipebenchError, WorkersFailedError, printable_lines
 from pipebench.run.folder import RUNS, RunFolder
 from pipebench.train.result import RunResult
-from tests.lab import crew, probe, wires
+from tests.lab import launcher, probe, wires
 from tests.lab.cluster_file import LEVEL, cluster_text
 from tests.lab.findings import Case, Options, Passed, Wire, label
 from tests.lab.hosts import Lab
@@ -105,7 +105,7 @@ class Trials:
 
     def _crew(self, words: Sequence[str], log: Path, name: str | None = None) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        code = crew.run(self._lab, self._options.workers_per_host, words, log, name)
+        code = launcher.run(self._lab, self._options.workers_per_host, words, log, name)
         if code != 0:
             raise self._failure(f"`{' '.join(words[:3])}` ended with exit code {code}", log)
 

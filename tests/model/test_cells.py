@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipebench.errors import GraphError
-from pipebench.model.cells import Cell, find_cells, without
+from pipebench.model.cells import SkippableCell, find_cells, without
 from pipebench.model.graph import LayerGraph, run_node, trace
 from pipebench.model.plan import make_plan
 from pipebench.model.stage import cut_stage
@@ -50,7 +50,7 @@ class Stack(nn.Module):
         return output
 
 
-def traced(names: str = "abcd") -> tuple[LayerGraph, tuple[Cell, ...]]:
+def traced(names: str = "abcd") -> tuple[LayerGraph, tuple[SkippableCell, ...]]:
     torch.default_generator.manual_seed(1)
     graph = trace(Stack(names))
     return graph, find_cells(graph, ["cells.*"], output_forms(graph, Blobs(), 4))

@@ -252,7 +252,7 @@ class Constant(nn.Module):
 
 def test_tensors_made_in_forward_are_no_difference() -> None:
     model = made(Constant)
-    assert trace(model).evaluated.twins == (0, 1, 2)
+    assert trace(model).evaluated.evaluation_map == (0, 1, 2)
     assert not [name for name in model.__dict__ if name.startswith("_tensor_constant")]
     assert_scores_are_the_weights(trained(mode_setup(made(Constant), "pipedream", [1])), made(Constant))
 

@@ -152,7 +152,7 @@ def test_functional_dropout_follows_train_and_eval() -> None:
     graph = trace(FunctionalDropout())
     assert [layer.kind for layer in graph.layers] == ["Linear", "dropout", "dropout", "Linear"]
     assert graph.evaluation is not None
-    assert graph.evaluation.twins == (0, 1, 2, 3)
+    assert graph.evaluation.evaluation_map == (0, 1, 2, 3)
     x = torch.ones(3, 6)
     assert torch.equal(graph.evaluation.root(x), graph.evaluation.root(x))
     assert not torch.equal(graph.root(x), graph.root(x))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipebench.model.sampling import InOrder, Sampler, Shape, Streams, Varying
+from pipebench.model.sampling import InOrder, Sampler, Streams, UnitShape, Varying
 
 
 class TestStreams:
@@ -78,8 +78,8 @@ class TestVarying:
     def test_microbatches_are_as_long_as_their_minibatch(self) -> None:
         sampler = Varying(4003, 4, 3, self.LENGTHS)
         columns = sampler.columns(7)
-        assert sampler.sizes(7, 3) == [Shape(2, columns), Shape(1, columns), Shape(1, columns)]
-        assert sampler.sizes(1000, 4)[:2] == [Shape(1, sampler.columns(1000)), Shape(1, sampler.columns(1000))]
+        assert sampler.sizes(7, 3) == [UnitShape(2, columns), UnitShape(1, columns), UnitShape(1, columns)]
+        assert sampler.sizes(1000, 4)[:2] == [UnitShape(1, sampler.columns(1000)), UnitShape(1, sampler.columns(1000))]
         assert sampler.sizes(1000, 4)[3] == 0
         assert Sampler(4003, 4, 3).sizes(1000, 4) == [1, 1, 1, 0]
 

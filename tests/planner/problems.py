@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import COST_MODELS, CostModel, Work
+from pipebench.planner.cost_models import COST_MODELS, CostModel, UnitWork
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import States, antichains, prefixes
 from pipebench.profile.model import LayerProfile
@@ -76,7 +76,7 @@ def _layer(draw: Any, index: int, reads: tuple[int, ...], *, busy: bool) -> Laye
 class Case:
     """One problem, twice."""
 
-    work: Work
+    work: UnitWork
     model: CostModel
     memory: MemoryRule | None
     search: planning.Search
@@ -104,7 +104,7 @@ def cases(draw: Any, model: str, max_layers: int = 7) -> Case:
     given = planning.Given(rows, model, *constants)
     rule = draw(memories(given))
     memory = None if rule is None else MemoryRule(rule.limit_bytes, rule.versions, *rule[3:])
-    return Case(Work(states, *constants), COST_MODELS[model], memory, planning.Search(given, frozenset(cuts), rule))
+    return Case(UnitWork(states, *constants), COST_MODELS[model], memory, planning.Search(given, frozenset(cuts), rule))
 
 
 @st.composite

@@ -12,7 +12,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.model.plan import StagePlan, as_they_run
 from pipebench.planner.activations import MOST_ON_DEVICE, Activations
-from pipebench.planner.cost_models import COST_MODELS, StageGrid, Work
+from pipebench.planner.cost_models import COST_MODELS, StageGrid, UnitWork
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.planner import Planner
@@ -111,7 +111,7 @@ def test_the_fewest_replicas_with_which_swapping_stages_fit_are_the_fewest(seed:
         num_bytes = in_flight_bytes(made, StagePlan(start, stop, 1, (0,), memory[start:stop]), pcie, 1)
         for in_flight in (1, 2, 3, 4, 9):
             assert rule.num_bytes(states, start, stop, in_flight) == pytest.approx(num_bytes(in_flight))
-        parts = rule.parts(StageGrid(Work(states), np.array([start]), stop))
+        parts = rule.parts(StageGrid(UnitWork(states), np.array([start]), stop))
         for after in (0, 3, 11):
             fitting = (m for m in range(1, 13) if num_bytes(1 + -(-after // m)) <= rule.limit_bytes)
             assert rule.least(parts, np.full(LAYERS + 1 - stop, float(after)))[0] == next(fitting, np.inf)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipebench.cluster import Level
-from pipebench.planner.cost_models import COST_MODELS, Work
+from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.flat import FlatProblem, bottleneck_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchical
 from pipebench.planner.states import antichains
@@ -90,7 +90,7 @@ def _check_flat(rows: Rows, num_workers: int, bandwidth: float) -> None:
     """Assert the optimizer's bottleneck, and a plan that costs so much by its own rule, on the fewest workers."""
     optimizer = Optimizer(rows)
     found = optimizer.best([Machines(num_workers, bandwidth)], fewer=True)
-    work = Work(antichains(rows))
+    work = UnitWork(antichains(rows))
     assert {as_set(each) for each in work.states.members[1:]} == set(map(optimizer.members, optimizer.states))
     problem = FlatProblem(work, ARTIFACT, Level("level", num_workers, bandwidth, 0.0), num_workers)
     plan = plan_flat(problem)
@@ -114,7 +114,7 @@ def _check_nested(rows: Rows, counts: Sequence[int], bandwidths: Sequence[float]
     optimizer = Optimizer(rows)
     found = optimizer.best([Machines(*each) for each in links], fewer=True)
     levels = tuple(Level("level", count, bandwidth, 0.0) for count, bandwidth in links)
-    plan = plan_hierarchical(HierarchicalProblem(Work(antichains(rows)), ARTIFACT, levels))
+    plan = plan_hierarchical(HierarchicalProblem(UnitWork(antichains(rows)), ARTIFACT, levels))
     assert plan is not None
     assert plan.bottleneck_s == pytest.approx(found.seconds, rel=1e-9)
 
@@ -161,7 +161,7 @@ def test_what_has_readers_in_two_branches_counts_although_nobody_beyond_reads_it
 
 def test_a_value_that_skips_a_layer_is_paid_for() -> None:
     """0.1.0: only the output of the last layer was, so that AlexNet was cut behind a `Size(0)` of 4 bytes."""
-    work = Work(antichains(graph(ALEXNET, 0)))
+    work = UnitWork(antichains(graph(ALEXNET, 0)))
     behind_size = [as_set(each) for each in work.states.members].index(frozenset(range(9)))
     assert work.states.antichain_bytes[behind_size] == sum(work.states.rows[index].output_bytes for index in (7, 8))
 

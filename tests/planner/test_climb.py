@@ -233,7 +233,7 @@ def test_a_glimpse_is_short_and_about_right() -> None:
     made = planner("pipedream", slow_links(request([0.1, 0.2, 0.3, 0.1] * 2)))
     for depth in (noam((1,) * 4), noam((1,) * 4) + 1):
         asked = made.estimate("", STRAIGHT, depth=depth)
-        seconds, taken = made.glimpse(asked, 2000)
+        seconds, taken = made.estimate_rate(asked, 2000)
         assert seconds == pytest.approx(made.with_prediction(asked).minibatch_s, rel=0.02)
         assert 0 < taken <= 2000
-        assert made.glimpse(asked, 10) == (float("inf"), 10)  # says nothing yet
+        assert made.estimate_rate(asked, 10) == (float("inf"), 10)  # says nothing yet

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipebench.cluster import Level
 from pipebench.planner import hierarchical
-from pipebench.planner.cost_models import COST_MODELS, Work
+from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.states import antichains, prefixes
@@ -81,7 +81,7 @@ def test_many_workers_cost_a_plan_nothing(model: str, data: st.DataObject) -> No
 @pytest.mark.parametrize("model", MODELS)
 def test_coarser_cuts_for_a_start_lose_nothing(model: str) -> None:
     """From 128 cuts on the search starts from the best plan over every other one; the other planner does not."""
-    work = Work(prefixes(chain(130, seed=3)), 1e-11, 1e-5, 1e-4)
+    work = UnitWork(prefixes(chain(130, seed=3)), 1e-11, 1e-5, 1e-4)
     level = Level("level", 6, 1e10, 1e-5, 0.9)
     problem = FlatProblem(work, COST_MODELS[model], level, 6)
     plan = plan_flat(problem)
@@ -98,7 +98,7 @@ def test_coarser_cuts_for_a_start_lose_nothing(model: str) -> None:
 def test_a_model_that_takes_no_time(model: str, limit_bytes: float | None) -> None:
     """There is no bound below a bottleneck of zero; the search has to end."""
     rows = tuple(LayerProfile(f"l{i}", "ReLU", 0.0, 0.0, 0, 0, (i - 1,) if i else ()) for i in range(5))
-    work = Work(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (4,)))))
+    work = UnitWork(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (4,)))))
     memory = None if limit_bytes is None else MemoryRule(limit_bytes)
     plan = plan_flat(FlatProblem(work, COST_MODELS[model], Level("level", 8, 1e9, 0.0), 8, memory))
     assert plan == (SearchStage(0, 5, 1),)
@@ -112,7 +112,7 @@ def test_a_bottleneck_of_nothing_that_takes_more_workers_is_found(model: str) ->
         LayerProfile(f"l{i}", "ReLU", 0.0, 0.0, size, size, (i - 1,) if i else (), saved_bytes=1000)
         for i, size in enumerate(sizes)
     ]
-    work = Work(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (3,)))))
+    work = UnitWork(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (3,)))))
     memory = MemoryRule(3500.0, in_flight=1)
     plan = plan_flat(FlatProblem(work, COST_MODELS[model], Level("level", 8, 1e9, 0.0), 8, memory))
     assert plan == (SearchStage(0, 3, 1), SearchStage(3, 4, 1))
@@ -122,7 +122,7 @@ def test_a_bottleneck_of_nothing_that_takes_more_workers_is_found(model: str) ->
 @pytest.mark.parametrize("scale", [1e-300, 1e-150, 1e9])
 def test_times_of_any_size_end(model: str, scale: float) -> None:
     rows = [LayerProfile(f"l{i}", "ReLU", scale, 2 * scale, 0, 0, (i - 1,) if i else ()) for i in range(4)]
-    work = Work(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (3,)))))
+    work = UnitWork(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (3,)))))
     problem = FlatProblem(work, COST_MODELS[model], Level("level", 4, 1e9, 0.0), 4)
     plan = plan_flat(problem)
     assert plan is not None
@@ -133,7 +133,7 @@ def test_times_of_any_size_end(model: str, scale: float) -> None:
 @pytest.mark.parametrize("bandwidth", [1e-3, 1.0, 1e15])
 def test_links_that_are_nearly_nothing_or_everything(model: str, bandwidth: float) -> None:
     rows = chain(6, seed=1)
-    work, level = Work(prefixes(rows)), Level("level", 4, bandwidth, 0.0)
+    work, level = UnitWork(prefixes(rows)), Level("level", 4, bandwidth, 0.0)
     search = planning.Search(planning.Given(rows, model), frozenset(planning.in_order(rows)))
     problem = FlatProblem(work, COST_MODELS[model], level, 4)
     plan = plan_flat(problem)
@@ -147,7 +147,7 @@ def test_links_that_are_nearly_nothing_or_everything(model: str, bandwidth: floa
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 16, 16384])
 def test_240_cuts_are_planned_within_a_second(model: str, limited: bool, num_workers: int) -> None:
-    work = Work(prefixes(chain(239, seed=5)), 1e-11, 1e-5, 1e-4)
+    work = UnitWork(prefixes(chain(239, seed=5)), 1e-11, 1e-5, 1e-4)
     memory = MemoryRule(2e9) if limited else None
     problem = FlatProblem(work, COST_MODELS[model], Level("level", num_workers, 1e10, 1e-5, 0.9), num_workers, memory)
     began_s = time.process_time()
@@ -174,7 +174,7 @@ def test_published_profiles_give_the_artifacts_bottlenecks(
     if not path.exists():
         pytest.skip(f"the PipeDream artifact's {path.name} isn't here")
     (rows,) = read_graph_txt(path.read_text(), path.name).layers.values()
-    work = Work(antichains(rows))
+    work = UnitWork(antichains(rows))
     problem = FlatProblem(work, COST_MODELS["artifact"], Level("level", num_workers, bandwidth, 0.0), num_workers)
     plan = plan_flat(problem)
     assert plan is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipebench.cluster import Level
 from pipebench.planner import hierarchical
-from pipebench.planner.cost_models import COST_MODELS, Work
+from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalPlan, HierarchicalProblem, plan_hierarchical
 from pipebench.planner.memory import MemoryRule
@@ -82,7 +82,7 @@ def test_nor_with_ranges_left_out_for_a_coarser_plan_that_is_known(model: str, d
 def test_leaving_ranges_out_changes_nothing_with_100_cuts(
     model: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Work(prefixes(chain(99, seed=7)), 1e-11, 1e-5, 1e-4)
+    work = UnitWork(prefixes(chain(99, seed=7)), 1e-11, 1e-5, 1e-4)
     bandwidths = (1e11, 1e10, 1e9)
     clusters = tuple(
         Level("level", count, bandwidth, 1e-5) for count, bandwidth in zip(counts, bandwidths, strict=False)
@@ -109,7 +109,7 @@ def test_a_range_on_all_servers_of_three_racks_is_not_left_out(monkeypatch: pyte
     rows.append(LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (11,)))
     # Within a server no layer can have replicas; further up only the first two can.
     clusters = (Level("server", 2, 1.0, 0.0), Level("rack", 2, 1e12, 0.0), Level("row", 4, 1e12, 0.0))
-    problem = HierarchicalProblem(Work(prefixes(rows)), COST_MODELS["sosp19"], clusters)
+    problem = HierarchicalProblem(UnitWork(prefixes(rows)), COST_MODELS["sosp19"], clusters)
     monkeypatch.setattr(hierarchical, "_FEW_STATES", 7)
     monkeypatch.setattr(hierarchical, "_THINNING", 2)
     plan = plan_hierarchical(problem)
@@ -143,7 +143,7 @@ def test_replicas_of_nested_stages_stay_in_their_component() -> None:
         LayerProfile(f"l{i}", "Linear", 1.0, 2.0, 0, 0, (i - 1,) if i else (), parameter_sizes={f"w{i}": 1 << 20})
         for i in range(2)
     ]
-    work = Work(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (1,)))))
+    work = UnitWork(prefixes((*rows, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (1,)))))
     clusters = (Level("server", 2, 1.0, 0.0), Level("cluster", 3, 1e15, 0.0))
     plan = plan_hierarchical(HierarchicalProblem(work, COST_MODELS["sosp19"], clusters))
     assert plan is not None
@@ -154,7 +154,9 @@ def test_replicas_of_nested_stages_stay_in_their_component() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_that_takes_no_time(model: str) -> None:
-    work = Work(prefixes((LayerProfile("l", "ReLU", 0.0, 0.0, 0, 0), LayerProfile("loss", "loss", 0, 0, 0, 0, (0,)))))
+    work = UnitWork(
+        prefixes((LayerProfile("l", "ReLU", 0.0, 0.0, 0, 0), LayerProfile("loss", "loss", 0, 0, 0, 0, (0,))))
+    )
     clusters = (Level("server", 2, 1e9, 0.0), Level("cluster", 2, 1e9, 0.0))
     plan = plan_hierarchical(HierarchicalProblem(work, COST_MODELS[model], clusters))
     assert plan == HierarchicalPlan(0.0, (SearchStage(0, 1, 1),), ((0,),))
@@ -164,7 +166,7 @@ def test_a_model_that_takes_no_time(model: str) -> None:
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("counts", [(2, 8), (8, 2), (2, 2, 4)])
 def test_240_cuts_are_planned_without_crawling(model: str, limited: bool, counts: tuple[int, ...]) -> None:
-    work = Work(prefixes(chain(239, seed=5)), 1e-11, 1e-5, 1e-4)
+    work = UnitWork(prefixes(chain(239, seed=5)), 1e-11, 1e-5, 1e-4)
     clusters = tuple(Level("level", count, 1e10 / (index + 1), 1e-5, 0.9) for index, count in enumerate(counts))
     problem = HierarchicalProblem(work, COST_MODELS[model], clusters, MemoryRule(2e9) if limited else None)
     began_s = time.process_time()

@@ -8,7 +8,7 @@ import pytest
 
 from pipebench.errors import PlanError
 from pipebench.planner.partition.coarsen import NODES_PER_PART, coarsen
-from pipebench.planner.partition.consecutive import Line, algorithm_3_consecutive, best_consecutive, repartition
+from pipebench.planner.partition.consecutive import LayerChain, algorithm_3_consecutive, best_consecutive, repartition
 from pipebench.planner.partition.graph import TimedGraph, timed_graph
 from tests.planner.problems import chain
 
@@ -78,7 +78,7 @@ def test_the_best_consecutive_parts_are_those_of_all_there_are(seed: int) -> Non
     def fits(part: int, start: int, stop: int) -> bool:
         return not small or stop - start <= (4 if part else 3)
 
-    line = Line(given, may_start, fits)
+    line = LayerChain(given, may_start, fits)
     every = [
         starts
         for starts in itertools.combinations(may_start, num_parts - 1)
@@ -104,7 +104,7 @@ def test_the_best_consecutive_parts_are_those_of_all_there_are(seed: int) -> Non
 def test_a_repartition_is_never_worse_than_what_there_was(seed: int) -> None:
     draw = random.Random(seed)
     given, num_parts = graph(seed, 60), draw.randrange(2, 9)
-    line = Line(given)
+    line = LayerChain(given)
     starts = tuple(sorted(draw.sample(range(1, 60), num_parts - 1)))
     found = repartition(line, starts)
     assert slowest(given.seconds, found) <= slowest(given.seconds, starts) * (1 + 1e-9)
@@ -114,26 +114,26 @@ def test_a_repartition_is_never_worse_than_what_there_was(seed: int) -> None:
 
 def test_a_repartition_follows_a_part_that_became_slow() -> None:
     given = TimedGraph((3.0,) * 4 + (1.0,) * 12, tuple((layer, layer + 1, 8) for layer in range(15)))
-    assert repartition(Line(given), (4, 8, 12)) == (2, 4, 10)
+    assert repartition(LayerChain(given), (4, 8, 12)) == (2, 4, 10)
 
 
 def test_of_balanced_cuts_the_one_that_sends_least_is_taken() -> None:
     links = [(layer, layer + 1, 1 if layer == 10 else 100) for layer in range(19)]
     given = TimedGraph((1.0,) * 20, tuple(links))
-    assert algorithm_3_consecutive(Line(given), 2, tolerance=0.05) == (10,)
-    assert algorithm_3_consecutive(Line(given), 2, tolerance=0.2) == (11,)
+    assert algorithm_3_consecutive(LayerChain(given), 2, tolerance=0.05) == (10,)
+    assert algorithm_3_consecutive(LayerChain(given), 2, tolerance=0.2) == (11,)
 
 
 def test_a_repartition_fits_if_any_does() -> None:
     given = TimedGraph((1.0,) * 12, tuple((layer, layer + 1, 8) for layer in range(11)))
-    line = Line(given, fits=lambda part, start, stop: stop - start <= 3 + part)
+    line = LayerChain(given, fits=lambda part, start, stop: stop - start <= 3 + part)
     found = repartition(line, (4, 8))
     assert found == (3, 7)
 
 
 def test_a_value_with_several_readers_crosses_once() -> None:
     given = TimedGraph((1.0,) * 4, ((0, 1, 5), (0, 3, 5), (1, 2, 7), (2, 3, 9)))
-    assert Line(given).passing_bytes[1:4] == (5, 12, 14)
+    assert LayerChain(given).passing_bytes[1:4] == (5, 12, 14)
 
 
 def test_a_profile_as_a_graph() -> None:
@@ -147,4 +147,4 @@ def test_a_profile_as_a_graph() -> None:
 
 def test_too_many_parts_are_refused() -> None:
     with pytest.raises(PlanError, match="4 stages were asked for, but the model can be cut in 3"):
-        repartition(Line(graph(0, 9), may_start=(2, 5)), (1, 2, 3))
+        repartition(LayerChain(graph(0, 9), may_start=(2, 5)), (1, 2, 3))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipebench.planner.rebalancing import UNBALANCED, WORTHWHILE, Measured, Rebalancing, as_measured, one_step
+from pipebench.planner.rebalancing import UNBALANCED, WORTHWHILE, RepartitionSearch, StageTimes, as_measured, one_step
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Layout
+from pipebench.schedule.moves import CutLayout
 
 
 def chain(seconds: Sequence[float], saved: Sequence[int] = ()) -> list[LayerProfile]:
@@ -36,16 +36,16 @@ def running(
     memory: Sequence[str] = (),
     chooses: tuple[str, ...] = (),
     pcie: float | None = None,
-) -> Rebalancing:
+) -> RepartitionSearch:
     """Return stages of which the first of p has p units in flight and the last one, nothing but activations kept."""
     num_layers, num_stages = len(rows) - 1, len(starts) + 1
-    measured = [Measured(*each) for each in zip(stage_s, held or [0.0] * num_stages, strict=True)]
+    measured = [StageTimes(*each) for each in zip(stage_s, held or [0.0] * num_stages, strict=True)]
 
     def problem_of(stage: int, start: int, stop: int) -> StageProblem:
         return StageProblem(rows, start, stop, num_stages - stage, limit, pcie_bytes_per_s=pcie, chooses=chooses)
 
-    layout = Layout(tuple(starts), tuple(memory) or (KEEP,) * num_layers)
-    return Rebalancing(rows, layout, measured, problem_of)
+    layout = CutLayout(tuple(starts), tuple(memory) or (KEEP,) * num_layers)
+    return RepartitionSearch(rows, layout, measured, problem_of)
 
 
 def better_cuts(rows: Sequence[LayerProfile], starts: Sequence[int], stage_s: Sequence[float]) -> Any:
@@ -111,9 +111,9 @@ def test_little_gain_isn_t_worth_a_move() -> None:
 
 
 def test_layers_take_their_share_of_what_their_stage_took() -> None:
-    layout = Layout((2,), (KEEP,) * 3)
+    layout = CutLayout((2,), (KEEP,) * 3)
 
-    def seconds(rows: Sequence[LayerProfile], stage_s: Sequence[float], layout: Layout = layout) -> list[float]:
+    def seconds(rows: Sequence[LayerProfile], stage_s: Sequence[float], layout: CutLayout = layout) -> list[float]:
         return [row.forward_s + row.backward_s for row in as_measured(rows, layout, stage_s)]
 
     assert seconds(chain([1.0, 3.0, 2.0]), [8.0, 1.0]) == pytest.approx([2.0, 6.0, 1.0, 0.0])

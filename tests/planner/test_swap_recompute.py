@@ -10,7 +10,7 @@ import pytest
 
 from pipebench.model.plan import StagePlan
 from pipebench.planner.activations import MOST_ON_DEVICE
-from pipebench.planner.stage_problem import Outcome, StageProblem
+from pipebench.planner.stage_problem import StageOutcome, StageProblem
 from pipebench.planner.swap_recompute import algorithm_2, best_policies
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
@@ -114,7 +114,7 @@ def savers(made: Sequence[LayerProfile], holder: int, size: int) -> list[int]:
     return found
 
 
-def every(stage: StageProblem) -> list[Outcome]:
+def every(stage: StageProblem) -> list[StageOutcome]:
     return [stage.outcome(memory) for memory in itertools.product(stage.choices, repeat=stage.num_layers)]
 
 

@@ -11,10 +11,10 @@ from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe, faults_of, load
 from pipebench.simulate.memory import stage_memories
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.watch import Watch
 
 RECIPE = """
 name: small-gnmt
@@ -123,7 +123,7 @@ def test_a_run_says_what_its_epoch_is_known_from(recipe: Path, mode: str) -> Non
     loaded = load(str(recipe), keys)
     with faults_of(loaded):
         job = prepare(loaded.recipe, loaded.cluster)
-    watch = Watch(job, job.setup.sampler.minibatches_per_epoch)
+    watch = MemoryForecast(job, job.setup.sampler.minibatches_per_epoch)
     result, _ = simulate_epoch(job, watch)
     assert "of 50,001 minibatches simulated" in result.notes["epochs"]
     assert "standard error 0." in result.notes["epochs"]

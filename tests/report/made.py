@@ -4,7 +4,17 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from pipebench.report.definition import Calibration, Claim, Column, Constant, Measure, Picture, Published, Report, Row
+from pipebench.report.definition import (
+    Calibration,
+    Column,
+    Constant,
+    Measure,
+    Picture,
+    Published,
+    PublishedClaim,
+    Report,
+    Row,
+)
 from pipebench.report.evaluated import (
     ALL,
     KEPT,
@@ -13,10 +23,10 @@ from pipebench.report.evaluated import (
     NOT_BY_CONSTRUCTION,
     UNTESTABLE,
     YES,
-    Cell,
     Evaluated,
     Origin,
     Score,
+    TableCell,
     Verdict,
 )
 from pipebench.train.result import Point, RunResult
@@ -62,7 +72,10 @@ REPORT = Report(
     ROWS,
     paper="PipeDream (SOSP'19)",
     where="Table 1",
-    claims=(Claim("never slower", "Section 5.2"), Claim("on real wires", untestable="needs 256 GPUs")),
+    claims=(
+        PublishedClaim("never slower", "Section 5.2"),
+        PublishedClaim("on real wires", untestable="needs 256 GPUs"),
+    ),
     pictures=PICTURES,
     calibration=Calibration(
         "calibrated",
@@ -81,17 +94,17 @@ def origin(name: str, seed: int = 0, run_id: str = "", reused: str | None = None
     )
 
 
-def cells() -> tuple[Cell, ...]:
+def cells() -> tuple[TableCell, ...]:
     """Return the cells, in the report's order."""
     made = []
     for row, (name, _, _, _, *values) in zip(ROWS, _GIVEN, strict=True):
         for column, (plan, speedup) in zip((IDEAL, CALIBRATED), values, strict=True):
             origins = (origin("dp", run_id=f"<{name}>"), origin("pipedream"))
-            common = Cell(name, "plan", column.name, plan, published=row.published["plan"], origins=origins[1:])
+            common = TableCell(name, "plan", column.name, plan, published=row.published["plan"], origins=origins[1:])
             differs = (name, column) == ("gnmt", IDEAL)
             made.append(replace(common, reason="15-1 takes +41 % time: stage 1 computes 9.4 ms" if differs else None))
             made.append(
-                Cell(
+                TableCell(
                     name,
                     "speedup",
                     column.name,
@@ -105,9 +118,9 @@ def cells() -> tuple[Cell, ...]:
             )
     seeds = tuple(origin("dp_small", seed, reused=KEPT) for seed in (0, 1, 2))
     made += [
-        Cell("vgg", "memory", "ideal", 3e9, 2.5e9, 3.5e9, remarks=("2 of 3 seeds",), origins=seeds),
-        Cell("vgg", "memory", "calibrated", problem=MISSED, origins=seeds),
-        Cell("awd", "memory", "ideal", problem="did not fit in memory: stage 0 needs 20 GB of 16 GB"),
+        TableCell("vgg", "memory", "ideal", 3e9, 2.5e9, 3.5e9, remarks=("2 of 3 seeds",), origins=seeds),
+        TableCell("vgg", "memory", "calibrated", problem=MISSED, origins=seeds),
+        TableCell("awd", "memory", "ideal", problem="did not fit in memory: stage 0 needs 20 GB of 16 GB"),
     ]
     return tuple(made)
 

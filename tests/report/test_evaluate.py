@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from pipebench.report.definition import Report
-from pipebench.report.evaluate import Outcome, evaluate_report
-from pipebench.report.evaluated import NO, UNTESTABLE, YES, Cell, Evaluated, Origin
+from pipebench.report.evaluate import CellOutcome, evaluate_report
+from pipebench.report.evaluated import NO, UNTESTABLE, YES, Evaluated, Origin, TableCell
 from pipebench.report.load import read_report
 from pipebench.report.reasons import reason_for_plan
 from pipebench.simulate.meter import MEMORY
@@ -30,9 +30,9 @@ def result(plan: str = "4", epoch_s: float = 10.0, outcome: str = COMPLETED, **m
     )
 
 
-def outcome(name: str, found: RunResult | str) -> Outcome:
+def outcome(name: str, found: RunResult | str) -> CellOutcome:
     origin = Origin(name, ("dp.yaml",), "simulated", "a roofline", "", 0)
-    return Outcome(origin, None, found) if isinstance(found, str) else Outcome(origin, found)
+    return CellOutcome(origin, None, found) if isinstance(found, str) else CellOutcome(origin, found)
 
 
 def evaluated(report: Report, found: Mapping[tuple[str, str, str], list[RunResult | str]]) -> Evaluated:
@@ -40,7 +40,7 @@ def evaluated(report: Report, found: Mapping[tuple[str, str, str], list[RunResul
     return evaluate_report(report, outcomes, command="pipebench report small")
 
 
-def cell(of: Evaluated, row: str, measure: str, column: str = "ideal") -> Cell:
+def cell(of: Evaluated, row: str, measure: str, column: str = "ideal") -> TableCell:
     found = of.cell(row, measure, column)
     assert found is not None
     return found

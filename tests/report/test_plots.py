@@ -15,7 +15,7 @@ from matplotlib.text import Annotation
 from PIL import Image
 
 from pipebench.report.definition import Picture, Published, RunReference
-from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.plot_bars import bars_figure
 from pipebench.report.plot_curves import curves_figure
 from pipebench.report.plot_lines import lines_figure
@@ -72,7 +72,7 @@ def test_bars_are_as_long_as_the_values() -> None:
 
 def test_bounds_are_dotted_and_seeds_have_their_range() -> None:
     rows = (replace(REPORT.rows[0], published={"speedup": Published(2.0, "at_least")}),)
-    made = Evaluated(replace(REPORT, rows=rows), (Cell("vgg", "speedup", "ideal", 3.0, 2.5, 3.5),))
+    made = Evaluated(replace(REPORT, rows=rows), (TableCell("vgg", "speedup", "ideal", 3.0, 2.5, 3.5),))
     figure = bars_figure(made, BARS)
     assert figure is not None
     axes = only(figure.axes)
@@ -98,7 +98,7 @@ def test_names_in_a_scatter_hide_nothing() -> None:
     rows = tuple(replace(REPORT.rows[0], name=f"r{n}", title=f"a row with number {n}") for n in range(40))
     values = [2 * (1 + 0.02 * math.sin(7 * n)) for n in range(40)]
     made = tuple(
-        Cell(row.name, "speedup", "ideal", value, published=Published(2 + 0.03 * math.cos(5 * n)))
+        TableCell(row.name, "speedup", "ideal", value, published=Published(2 + 0.03 * math.cos(5 * n)))
         for n, (row, value) in enumerate(zip(rows, values, strict=True))
     )
     figure = scatter_figure(Evaluated(replace(REPORT, rows=rows, columns=REPORT.columns[:1]), made), SCATTER)
@@ -221,7 +221,7 @@ def test_what_has_nothing_to_show_is_not_drawn(tmp_path: Path) -> None:
 def test_a_bound_stands_across_every_bar_where_its_own_cell_is() -> None:
     bound = {(row, column): value * 2 for (row, column), value in SPEEDUPS.items() if isinstance(value, float)}
     made = evaluated()
-    memories = [Cell(row, "memory", column, value) for (row, column), value in bound.items()]
+    memories = [TableCell(row, "memory", column, value) for (row, column), value in bound.items()]
     others = tuple(cell for cell in made.cells if cell.measure != "memory")
     figure = bars_figure(replace(made, cells=(*others, *memories)), replace(BARS, bound="memory"))
     assert figure is not None
@@ -238,7 +238,7 @@ def test_a_bound_stands_across_every_bar_where_its_own_cell_is() -> None:
 
 def test_a_bound_that_columns_share_is_one_line() -> None:
     made = evaluated()
-    cells = [Cell(row.name, "memory", column.name, 3.0 + row_index) for row_index, row in enumerate(REPORT.rows)
+    cells = [TableCell(row.name, "memory", column.name, 3.0 + row_index) for row_index, row in enumerate(REPORT.rows)
              for column in REPORT.columns]  # fmt: skip
     others = tuple(cell for cell in made.cells if cell.measure != "memory")
     figure = lines_figure(replace(made, cells=(*others, *cells)), replace(LINES, bound="memory"))
@@ -266,8 +266,8 @@ def test_stages_of_runs_that_tell_nothing_of_them_are_left_out() -> None:
 
 def test_panels_of_one_unit_have_one_scale() -> None:
     twice, other = replace(SPEEDUP, name="twice"), replace(SPEEDUP, name="memory", unit="bytes")
-    made = [Cell(row.name, "twice", "ideal", 20.0) for row in REPORT.rows]
-    made += [Cell(row.name, "memory", "ideal", 1e9) for row in REPORT.rows]
+    made = [TableCell(row.name, "twice", "ideal", 20.0) for row in REPORT.rows]
+    made += [TableCell(row.name, "memory", "ideal", 1e9) for row in REPORT.rows]
     report = replace(REPORT, measures=(SPEEDUP, twice, other))
     figure = bars_figure(
         Evaluated(report, (*evaluated().cells, *made)), replace(BARS, measures=("speedup", "twice", "memory"))
@@ -287,8 +287,8 @@ def test_no_bound_crosses_a_value() -> None:
         rows=tuple(replace(row, name=name, title=name, published={}) for name in values),
         columns=REPORT.columns[:1],
     )
-    cells = [Cell(name, "speedup", "ideal", value) for name, value in values.items()]
-    bounds = [Cell(name, "memory", "ideal", 1.0) for name in values]
+    cells = [TableCell(name, "speedup", "ideal", value) for name, value in values.items()]
+    bounds = [TableCell(name, "memory", "ideal", 1.0) for name in values]
     figure = bars_figure(Evaluated(report, (*cells, *bounds)), replace(BARS, bound="memory"))
     assert figure is not None
     axes = only(figure.axes)

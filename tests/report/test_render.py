@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipebench.report.definition import Measure, Published, Report, Row, RunReference
-from pipebench.report.evaluated import Cell, Evaluated
+from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.expressions import value_expression
 from pipebench.report.render import Rendered, render
 from pipebench.report.wording import compared_text, plan_class, published_text, reproduced_text
@@ -145,14 +145,14 @@ def test_the_summary_is_the_tables(rendered: Rendered) -> None:
 )
 def test_values_are_written_in_their_unit(unit: str, value: float, reproduced: str, published: str) -> None:
     measure = Measure("m", "m", unit)
-    assert reproduced_text(Cell("r", "m", "c", value), measure) == reproduced
+    assert reproduced_text(TableCell("r", "m", "c", value), measure) == reproduced
     assert published_text(Published(value), measure) == published
 
 
 def test_seeds_problems_and_nothing_are_said() -> None:
-    assert reproduced_text(Cell("r", "m", "c", 2.0, 1.5, 2.5), SPEEDUP) == "2.00x [1.50x to 2.50x]"
-    assert reproduced_text(Cell("r", "m", "c", 2.0, 2.0, 2.0), SPEEDUP) == "2.00x"
-    assert reproduced_text(Cell("r", "m", "c", problem="missed"), SPEEDUP) == "missed"
+    assert reproduced_text(TableCell("r", "m", "c", 2.0, 1.5, 2.5), SPEEDUP) == "2.00x [1.50x to 2.50x]"
+    assert reproduced_text(TableCell("r", "m", "c", 2.0, 2.0, 2.0), SPEEDUP) == "2.00x"
+    assert reproduced_text(TableCell("r", "m", "c", problem="missed"), SPEEDUP) == "missed"
     assert reproduced_text(None, SPEEDUP) == "-"
 
 
@@ -170,7 +170,7 @@ def test_seeds_problems_and_nothing_are_said() -> None:
 )
 def test_published_values_and_bounds_are_compared(value: float, published: Published, text: str, compared: str) -> None:
     assert published_text(published, SPEEDUP) == text
-    assert compared_text(Cell("r", "m", "c", value, published=published)) == compared
+    assert compared_text(TableCell("r", "m", "c", value, published=published)) == compared
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_a_table_of_one_s_own_has_no_published_column(tmp_path: Path) -> None:
     measures = (SPEEDUP, Measure("sent", "sent per sample", "bytes"))
     report = Report("own", Path("own.yaml"), "Own", (CALIBRATED,), measures, (Row("a", "A", {}), Row("b", "B", {})))
     cells = (
-        Cell("a", "speedup", "calibrated", 2.0),
-        Cell("a", "sent", "calibrated", 1e6),
-        Cell("b", "sent", "calibrated", 5.0),
+        TableCell("a", "speedup", "calibrated", 2.0),
+        TableCell("a", "sent", "calibrated", 1e6),
+        TableCell("b", "sent", "calibrated", 5.0),
     )
     text = render(Evaluated(report, cells), tmp_path).files[0].read_text()
     assert "| A | 2.00x | 1.00 MB |\n| B | - | 5 B |" in text
@@ -208,7 +208,7 @@ def test_what_columns_do_not_change_is_shown_once_and_what_only_serves_not_at_al
     )
     rows = (Row("a", "A", runs),)
     report = Report("own", Path("own.yaml"), "Own", REPORT.columns, measures, rows)
-    made = [Cell("a", measure.name, column.name, 2.0) for measure in measures for column in REPORT.columns]
+    made = [TableCell("a", measure.name, column.name, 2.0) for measure in measures for column in REPORT.columns]
     text = render(Evaluated(report, tuple(made)), tmp_path).files[0].read_text()
     assert "|  | epoch, ideal hardware | epoch, clusters of 2019 | best epoch |\n" in text
     assert "what is drawn" not in text
@@ -219,7 +219,7 @@ def test_a_remark_is_made_once(tmp_path: Path) -> None:
     rows = tuple(Row(name, name.upper(), {}, {measure.name: Published(1.0) for measure in measures}) for name in "ab")
     report = Report("own", Path("own.yaml"), "Own", (CALIBRATED,), measures, rows)
     made = [
-        Cell(row.name, measure.name, "calibrated", 2.0, published=Published(1.0), remarks=("out of memory",))
+        TableCell(row.name, measure.name, "calibrated", 2.0, published=Published(1.0), remarks=("out of memory",))
         for measure in measures
         for row in rows
         if row.name == "a" or measure.name == "three"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipebench.report.definition import Column, Measure, Published, Report
-from pipebench.report.evaluated import ALL, NOT_BY_CONSTRUCTION, NOT_FITTED, Cell
+from pipebench.report.evaluated import ALL, NOT_BY_CONSTRUCTION, NOT_FITTED, TableCell
 from pipebench.report.scores import geometric_mean_error, rank_correlation, scores_of
 
 
@@ -44,8 +44,8 @@ def test_rank_correlation_by_hand(one: list[float], other: list[float], wanted: 
 def test_scores_are_of_all_cells_and_then_of_those_that_say_more() -> None:
     report = Report("small", Path("small.yaml"), "Small", (Column("c", "C"),), (Measure("m", "M"),), ())
 
-    def cell(row: str, value: float | None, published: Published | None, **more: object) -> Cell:
-        return Cell(row, "m", "c", value, published=published, **more)  # type: ignore[arg-type]
+    def cell(row: str, value: float | None, published: Published | None, **more: object) -> TableCell:
+        return TableCell(row, "m", "c", value, published=published, **more)  # type: ignore[arg-type]
 
     cells = [
         cell("a", 2.0, Published(1.0)),

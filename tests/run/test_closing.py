@@ -9,7 +9,7 @@ from pipebench.distributed.launch import INTERRUPTED
 from pipebench.run import closing
 from pipebench.run.folder import RunFacts, RunFolder, create
 from pipebench.tracking import Tracking
-from pipebench.tracking.record import Entry, RecordFolder, Start
+from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from tests.patience import PATIENCE_S
 
 
@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     made = create(RunFacts("run-12345678", "begun", "suite", 0, (), None, False, None), "name: begun\n")
-    RecordFolder(made.record_path).append(Entry(start=Start("begun", virtual=False)))
+    RecordFolder(made.record_path).append(LogEntry(start=Start("begun", virtual=False)))
     return made
 
 

@@ -81,12 +81,12 @@ def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[
     peaks: dict[int, int] = {}
     for stage in range(setup.pipeline.num_stages):
         peaks[stage] = max(engine.peak_bytes[worker] for worker in setup.pipeline.workers_of(stage))
-    for index, foretold in enumerate(planned.stages):
+    for index, predicted in enumerate(planned.stages):
         sent = planner.work.states.sent_bytes
         stops = [setup.plan.stages[index].start, setup.plan.stages[index].stop]
         buffers = 2 * sum(sent[cut] for cut in stops if 0 < cut < len(sent) - 1)
         # On a CPU, dropout keeps a number per value, where the profile of a GPU has a byte.
-        assert foretold.memory_bytes - buffers == pytest.approx(peaks[index], rel=0.05)
+        assert predicted.memory_bytes - buffers == pytest.approx(peaks[index], rel=0.05)
 
 
 def test_memory_decides_depth_and_refusal() -> None:
@@ -160,6 +160,6 @@ def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: 
     for sign, count in ((1, 96), (-1, 48)):  # whole rounds and flushes; what 48 more minibatches send
         for (kind, _), num_bytes in simulate_all(setup, count).num_bytes.items():
             sent[kind] += sign * num_bytes
-    for kind, foretold in planned.num_bytes.items():
+    for kind, predicted in planned.num_bytes.items():
         # A ring's members may send a few bytes more or less each: chunks are whole numbers.
-        assert sent[kind] / 48 == pytest.approx(foretold, rel=1e-6), kind
+        assert sent[kind] / 48 == pytest.approx(predicted, rel=1e-6), kind

@@ -14,7 +14,7 @@ from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import device_of
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.schema import OptimizerRecipe
-from pipebench.recipe.search_trace import Event
+from pipebench.recipe.search_trace import ArchitectureChange
 from pipebench.search.architectures import Architectures
 from pipebench.search.trace import steps_of
 from pipebench.simulate.costs import stage_costs
@@ -84,8 +84,9 @@ def test_layers_come_and_go_by_whole_cells_of_a_stage() -> None:
     there = architectures()
     plan = make_plan(computed()[0], [there.cells[2].layers[0]], [1, 1])
     events = [
-        Event(10, delete=8, stage=0), Event(20, add=1, stage=0), Event(30, delete=7, stage=1),
-        Event(40, cells=["cells.[ab]"]),
+        ArchitectureChange(10, delete=8, stage=0), ArchitectureChange(20, add=1, stage=0),
+        ArchitectureChange(30, delete=7, stage=1),
+        ArchitectureChange(40, cells=["cells.[ab]"]),
     ]  # fmt: skip
     steps = steps_of(events, there, there.all, plan, "t.json")
     assert [step.minibatch for step in steps] == [10, 20, 30, 40]
@@ -95,13 +96,22 @@ def test_layers_come_and_go_by_whole_cells_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (Event(1, add=1, stage=0), r"t.json: events\[0\]: got 1 layers to add, .* stage 0 that are left out have 0"),
-        (Event(1, delete=15, stage=0), r"got 15 layers to delete, and the cells of stage 0 that are there have 14"),
-        (Event(1, delete=1, stage=2), r"events\[0\].stage: got 2, allowed are 0 to 1"),
-        (Event(1, cells=["cell.a"]), r"events\[0\].cells: no cell of the search is called 'cell.a'; did you mean"),
+        (
+            ArchitectureChange(1, add=1, stage=0),
+            r"t.json: events\[0\]: got 1 layers to add, .* stage 0 that are left out have 0",
+        ),
+        (
+            ArchitectureChange(1, delete=15, stage=0),
+            r"got 15 layers to delete, and the cells of stage 0 that are there have 14",
+        ),
+        (ArchitectureChange(1, delete=1, stage=2), r"events\[0\].stage: got 2, allowed are 0 to 1"),
+        (
+            ArchitectureChange(1, cells=["cell.a"]),
+            r"events\[0\].cells: no cell of the search is called 'cell.a'; did you mean",
+        ),
     ],
 )
-def test_a_trace_that_the_model_can_not_follow_is_refused(event: Event, message: str) -> None:
+def test_a_trace_that_the_model_can_not_follow_is_refused(event: ArchitectureChange, message: str) -> None:
     there = architectures()
     plan = make_plan(computed()[0], [there.cells[2].layers[0]], [1, 1])
     with pytest.raises(GraphError, match=message):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipebench.checkpoint.store import Checkpoints
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
 from pipebench.model.plan import Plan

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.show.cuts_over_time import cuts_markdown, cuts_over_time, draw_cuts
 
 LAYERS = ["a", "b", "c", "d", "e"]
 MOVES = [
-    Repartition(10, ("c", "d"), was=("b", "c"), why="to balance the stages", live=True),
-    Repartition(30, ("b", "e"), {"a": "swap", "d": "recompute", "e": "swap"}, was=("c", "d"), stall_s=0.002),
+    RepartitionRecord(10, ("c", "d"), was=("b", "c"), why="to balance the stages", live=True),
+    RepartitionRecord(30, ("b", "e"), {"a": "swap", "d": "recompute", "e": "swap"}, was=("c", "d"), stall_s=0.002),
 ]
 
 

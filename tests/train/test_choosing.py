@@ -9,7 +9,7 @@ from pipebench.cli.main import cli
 from pipebench.errors import PlanError, RecipeError
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP
-from pipebench.train.watch import Watch
+from pipebench.train.memory_forecast import MemoryForecast
 from tests.train.test_capped import CLUSTER, RECIPE, has_the_bits_of_endless_devices, job_of
 
 CHOOSES = "parallelism.vpipe={swap: true, recompute: true, repartition: false}"
@@ -22,7 +22,7 @@ def test_what_the_planner_refuses_trains_where_stages_choose(tmp_path: Path) -> 
     job = job_of(tmp_path, "1500 kB", [CHOOSES])
     assert {*job.setup.plan.replicas} == {1}
     assert KEEP in {policy for stage in job.setup.plan.stages for policy in stage.memory}
-    assert Watch.over(job).out_of_memory == ""
+    assert MemoryForecast.over(job).out_of_memory == ""
     assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
 
 

@@ -9,9 +9,9 @@ from pipebench.errors import PlanError
 from pipebench.recipe.load import load
 from pipebench.train.job import Job
 from pipebench.train.largest import most_within
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.watch import Watch
 
 RECIPE = """\
 name: small
@@ -42,7 +42,7 @@ def job_of(folder: Path, accumulate: object, *, plan: str, recompute: str, memor
 
 
 def peak_bytes(job: Job) -> float:
-    result, _ = simulate_epoch(job, Watch(job, job.setup.sampler.minibatches_per_epoch))
+    result, _ = simulate_epoch(job, MemoryForecast(job, job.setup.sampler.minibatches_per_epoch))
     return result.metrics["peak_memory_bytes_max"]
 
 

@@ -11,9 +11,9 @@ from pipebench.cli.main import cli
 from pipebench.errors import PlanError
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.train.largest_minibatch import Trial, largest_minibatch, trial
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.simulated import simulate_epoch
-from pipebench.train.watch import Watch
 from tests.train.test_largest import CLUSTER, RECIPE
 
 
@@ -27,7 +27,7 @@ def peak_bytes(folder: Path, size: int, *overrides: str) -> float:
     """What a whole simulated epoch keeps at most, which the search never looks at."""
     loaded = recipe_of(folder, "1 GB", *overrides, f"train.minibatch_size={size}")
     job = prepare(loaded.recipe, loaded.cluster)
-    result, _ = simulate_epoch(job, Watch(job, job.setup.sampler.minibatches_per_epoch))
+    result, _ = simulate_epoch(job, MemoryForecast(job, job.setup.sampler.minibatches_per_epoch))
     return result.metrics["peak_memory_bytes_max"]
 
 

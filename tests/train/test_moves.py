@@ -15,7 +15,7 @@ from pipebench.model.plan_layers import form_of
 from pipebench.recipe.moves import AskedMove, asked_moves, load_moves
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.modes import RECOMPUTE
-from pipebench.schedule.moves import Move
+from pipebench.schedule.moves import Repartition
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.repartitions import FILE_NAME, to_text
 from pipebench.train.checkpointing import NO_CHECKPOINTS, CheckpointPolicy, resume_point
@@ -260,7 +260,7 @@ def test_layers_move_while_the_run_goes_on() -> None:
     result, weights = run(given)
     engine = make_engine(given.setup)
     for at, starts in ((8, (3, 5)), (20, (2, 4))):
-        engine.announce(Move(at, starts))
+        engine.announce(Repartition(at, starts))
     engine.train(0, 24)
     engine.train(24, 24)
     engine.replan(recut(given.setup.graph, engine.setup.plan, (3, 4)))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from pipebench.schedule.repartitions import FILE_NAME, Repartition, to_text
+from pipebench.schedule.repartitions import FILE_NAME, RepartitionRecord, to_text
 from pipebench.simulate.meter import MEMORY
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.simulated_moves import simulate_moving, watch_of
 from pipebench.train.simulation import simulate
-from pipebench.train.watch import Watch
 from tests.train.test_moves import LIVE, WRITTEN, job, run
 
 
-def made(moves: tuple[Repartition, ...]) -> list[Repartition]:
+def made(moves: tuple[RepartitionRecord, ...]) -> list[RepartitionRecord]:
     """Return moves as far as they don't depend on what evaluations take, which a simulated run has none of."""
     return [replace(move, clock_s=0.0) for move in moves]
 
@@ -76,7 +76,7 @@ def test_a_long_run_ends_as_fast_as_the_last_cuts_are() -> None:
 def test_what_there_is_to_see_of_a_run_that_trained_is_that_of_the_same_run_simulated(asked: Any) -> None:
     """Whoever has decided on its moves; a run whose layers stay has one part."""
     given = job(**asked)
-    watch, seen = Watch(given, given.setup.sampler.minibatches_per_epoch), watch_of(given, run(given)[0].moves)
+    watch, seen = MemoryForecast(given, given.setup.sampler.minibatches_per_epoch), watch_of(given, run(given)[0].moves)
     simulate_moving(given, watch)
     assert seen.moved is not None
     assert watch.moved is not None
@@ -118,7 +118,7 @@ def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
 
 def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
     given = job(LIVE, every=60, epochs=5, live=True)
-    watch = Watch(given, 12)
+    watch = MemoryForecast(given, 12)
     result, _ = simulate_moving(given, watch)
     assert watch.moved is not None
     parts = [watch.memory.peaks, watch.moved.between, watch.moved.last.peaks]
@@ -126,13 +126,13 @@ def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
         row["peak_memory_bytes"] for row in result.stages
     ]
     stayed = replace(given, moves=(), setup=replace(given.setup, repartitions=False))
-    first, _ = simulate(stayed, Watch(given, 12))
+    first, _ = simulate(stayed, MemoryForecast(given, 12))
     assert result.metrics["peak_memory_bytes_max"] > first.metrics["peak_memory_bytes_max"]
 
     def told(limit_bytes: float) -> str:
         small = replace(given.cluster, memory_bytes=int(limit_bytes))
         capped = replace(given, cluster=small, setup=replace(given.setup, cluster=small))
-        return simulate_moving(capped, Watch(capped, 12))[0].notes[MEMORY]
+        return simulate_moving(capped, MemoryForecast(capped, 12))[0].notes[MEMORY]
 
     moving = r"out of memory: stage \d holds .* while layers move, more than the .* of a "
     assert re.match(moving, told(result.metrics["peak_memory_bytes_max"] - 1))

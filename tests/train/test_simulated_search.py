@@ -8,20 +8,20 @@ from unittest.mock import Mock
 
 import pytest
 
-from pipebench.engine.gate import StopRequest
-from pipebench.planner.rebalancing import Rebalancing
+from pipebench.engine.admission import StopRequest
+from pipebench.planner.rebalancing import RepartitionSearch
 from pipebench.recipe.load import load, load_file
 from pipebench.run.deciding import prepare_job
 from pipebench.run.recorder import record_moves
-from pipebench.schedule.moves import Layout
+from pipebench.schedule.moves import CutLayout
 from pipebench.show.progress import Silent
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
 from pipebench.train.largest_minibatch import trial
+from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.searching import loop_for
 from pipebench.train.simulated_search import simulate_search
 from pipebench.train.virtual import on_virtual_clock
-from pipebench.train.watch import Watch
 
 RECIPE = """
 name: trace
@@ -134,14 +134,14 @@ def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> N
 
 def test_what_a_trial_has_decided_is_not_sought_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a phase is that ends at a second is found by a trial of its moves."""
-    sought, next_step = [], Rebalancing.next_step
+    sought, next_step = [], RepartitionSearch.next_step
 
-    def counted(stages: Rebalancing) -> Layout | None:
+    def counted(stages: RepartitionSearch) -> CutLayout | None:
         if stages.is_needed:
             sought.append((stages.layout, tuple(round(each.seconds, 9) for each in stages.measured)))
         return next_step(stages)
 
-    monkeypatch.setattr(Rebalancing, "next_step", counted)
+    monkeypatch.setattr(RepartitionSearch, "next_step", counted)
     vpipe = "{swap: false, recompute: false}"
     whole = simulate_search(job(tmp_path, [{"minibatch": 150, "delete": 6, "stage": 0}], 10, vpipe))[0].search
     assert whole is not None
@@ -191,7 +191,7 @@ def peaks_of(given: Job, cells: Sequence[str]) -> int:
     assert given.search is not None
     found = given.search.architectures
     setup = found.setup(given.setup, found.named(cells, "here"))
-    return Watch.over(replace(given, setup=setup)).memory.fullest.num_bytes
+    return MemoryForecast.over(replace(given, setup=setup)).memory.fullest.num_bytes
 
 
 def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
     assert least < most
     cluster = replace(given.cluster, memory_bytes=(least + most) // 2)
     small = replace(given, cluster=cluster, setup=replace(given.setup, cluster=cluster))
-    result, _ = simulate_search(small, Watch(small, 20))
+    result, _ = simulate_search(small, MemoryForecast(small, 20))
     assert result.metrics["peak_memory_bytes_max"] == max(row["peak_memory_bytes"] for row in result.stages) == most
     layers, second = result.points[1].metrics["active_layers"], result.points[0].clock_s
     told = f"with the {layers} layers that there are from {1e3 * second:.1f} ms on: out of memory at "

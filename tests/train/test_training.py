@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.checkpoint.store import Checkpoint, Checkpoints, Part
+from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.cluster import Cluster
-from pipebench.engine.gate import StopRequest
+from pipebench.engine.admission import StopRequest
 from pipebench.recipe.schema import (
     ClusterRecipe,
     OptimizerRecipe,
@@ -304,7 +304,7 @@ def test_checkpoint_drains_are_part_of_the_recipe() -> None:
 class Full(Checkpoints):
     """A disk that is full from some step on."""
 
-    def write_part(self, step: int, part: str, state: Any) -> Part:
+    def write_part(self, step: int, part: str, state: Any) -> CheckpointFile:
         if step > 10:
             raise OSError(28, "No space left on device")
         return super().write_part(step, part, state)

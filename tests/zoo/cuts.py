@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipebench.engine.replica import Place, Replica
+from pipebench.engine.replica import Replica, StreamSlot
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.plan import Plan, make_plan
@@ -125,7 +125,7 @@ def _cut(graph: LayerGraph, plan: Plan, dataset: Dataset, fields: Fields) -> dic
         received = {layer: values[layer] for layers in stage.receives.values() for layer in layers}
         last = loss_function if stage.is_last else None
         given, loss = replica.forward(
-            0, (0, 0), inputs, received, Place("train", 0, 0, starts=True), version=0, loss=last
+            0, (0, 0), inputs, received, StreamSlot("train", 0, 0, starts=True), version=0, loss=last
         )
         values |= given
     arriving: dict[int, list[torch.Tensor]] = {}

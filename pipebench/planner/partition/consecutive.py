@@ -26,7 +26,7 @@ _SAME = 1e-9  # relative: seconds that differ by rounding only
 
 
 @dataclass(frozen=True)
-class Line:
+class LayerChain:
     """Layers in the order of execution, which is to be cut in consecutive parts.
 
     Attributes:
@@ -85,7 +85,7 @@ class Line:
         return sum(not self.fits(part, ends[part], ends[part + 1]) for part in parts)
 
 
-def repartition(line: Line, starts: Sequence[int], tolerance: float = TOLERANCE) -> tuple[int, ...]:
+def repartition(line: LayerChain, starts: Sequence[int], tolerance: float = TOLERANCE) -> tuple[int, ...]:
     """Return where parts begin by Algorithm 3, or where they begin now if that is no worse.
 
     Worse is what has more parts that don't fit, or else a slower slowest part. If what Algorithm 3 finds doesn't fit,
@@ -111,7 +111,7 @@ def repartition(line: Line, starts: Sequence[int], tolerance: float = TOLERANCE)
     return found if badness(found) < (unfit, slowest_s * (1 - _SAME)) else tuple(starts)
 
 
-def algorithm_3_consecutive(line: Line, num_parts: int, tolerance: float = TOLERANCE) -> tuple[int, ...]:
+def algorithm_3_consecutive(line: LayerChain, num_parts: int, tolerance: float = TOLERANCE) -> tuple[int, ...]:
     """Return the first layers of all parts but the first by Algorithm 3; see `repartition`.
 
     What doesn't fit in memory is mended at the boundaries as far as that goes; the caller looks whether all fits.
@@ -125,7 +125,7 @@ def algorithm_3_consecutive(line: Line, num_parts: int, tolerance: float = TOLER
     return _refined(line, _halved(line, (0, len(line.graph)), places, num_parts, slack_s), slack_s)
 
 
-def best_consecutive(line: Line, num_parts: int) -> tuple[int, ...]:
+def best_consecutive(line: LayerChain, num_parts: int) -> tuple[int, ...]:
     """Return the first layers of all parts but the first where the slowest part is fastest; of those, any.
 
     By dynamic programming over parts and places to cut: exact. What Algorithm 3 finds bounds it from above, so that few
@@ -167,7 +167,7 @@ def best_consecutive(line: Line, num_parts: int) -> tuple[int, ...]:
 
 
 def _halved(
-    line: Line, ends: tuple[int, int], places: Sequence[int], num_parts: int, slack_s: float
+    line: LayerChain, ends: tuple[int, int], places: Sequence[int], num_parts: int, slack_s: float
 ) -> tuple[int, ...]:
     """Return where all parts but the first begin of the layers between two ends, halved again and again."""
     if num_parts == 1:
@@ -186,7 +186,7 @@ def _halved(
     return (*left, middle, *_halved(line, (middle, ends[1]), places, counts[1], slack_s))
 
 
-def _refined(line: Line, starts: Sequence[int], slack_s: float) -> tuple[int, ...]:
+def _refined(line: LayerChain, starts: Sequence[int], slack_s: float) -> tuple[int, ...]:
     """Return where parts begin after every boundary has been moved to where it is best, until none moves.
 
     Best is, in this order: what fits in memory, parts no slower than their share and the slack, fewer bytes, parts that

@@ -10,8 +10,8 @@ from pipebench.distributed.launch import worker_settings
 from reports.studies.campaign.drawing import HOSTS, Fault
 from reports.studies.campaign.points import asked
 from reports.studies.campaign.trial import DisturbedRun, last_line
-from tests.lab.crew import torchrun
 from tests.lab.hosts import Lab, environment
+from tests.lab.launcher import torchrun
 
 _NUM_HOSTS = 2
 _SILENCE_S, _UNPLUGGED_S = 10, 3.0

@@ -1,7 +1,7 @@
 """What the machine is like with every process busy: what predictions are made from.
 
 All of it is measured before anything else is, and never adjusted afterwards: a profile of every layer, what its layers
-cost in use (`pipebench.engine.practice`, for the model cut where the profile balances, by order of work and number of
+cost in use (`pipebench.engine.in_situ`, for the model cut where the profile balances, by order of work and number of
 microbatches), a link, and what communication takes of the processors.
 """
 
@@ -19,7 +19,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.distributed.host import clock_of, host_costs, in_turns
 from pipebench.distributed.shared_memory import SharedReceiver, SharedSender, connect
 from pipebench.distributed.world import World, current
-from pipebench.engine.practice import entries, in_use, mean, practise
+from pipebench.engine.in_situ import entries, in_use, mean, profile_in_situ
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
@@ -117,7 +117,9 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
         for count in _MICROBATCHES[1:]
     ]
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
-    everybodys = world.exchange([entries(each) for each in practise(setups, _SEGMENTS, world.barrier, clock_of(world))])
+    everybodys = world.exchange(
+        [entries(each) for each in profile_in_situ(setups, _SEGMENTS, world.barrier, clock_of(world))]
+    )
     found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]
     return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, found, strict=True)]
 

@@ -17,7 +17,7 @@ from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.simulate.costs import Costs, stage_costs
 from pipebench.simulate.memory import WHATEVER_SIZE, stage_memories
-from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline, Moment
+from pipebench.simulate.memory_meter import MemoryMeter, MemoryPeak, MemoryTimeline
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
@@ -39,11 +39,11 @@ class Moved:
         last: what they keep under the last cuts.
     """
 
-    between: Sequence[Moment]
+    between: Sequence[MemoryPeak]
     last: MemoryTimeline
 
 
-class Watch:
+class MemoryForecast:
     """Watches a simulation of a job: what workers keep over time, and what their time goes to.
 
     Args:
@@ -62,10 +62,10 @@ class Watch:
         self._occupancy = OccupancyMeter(job.setup.pipeline)
 
     @staticmethod
-    def over(job: Job) -> "Watch":
+    def over(job: Job) -> "MemoryForecast":
         """Return what there is to see of a segment between two drains of a job, which is simulated for it."""
         per_epoch = job.setup.sampler.minibatches_per_epoch
-        watch = Watch(job, min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment))
+        watch = MemoryForecast(job, min(per_epoch, Periods.of(job.recipe.train, per_epoch).longest_segment))
         simulate_segment(job.setup, watch._num_minibatches, Meter(job.setup.pipeline, *watch.listeners))
         return watch
 
@@ -133,7 +133,7 @@ class Watch:
         )
 
     def with_peaks(self, result: RunResult) -> RunResult:
-        """Return the result of a run that trained nothing, with the peaks that are foretold, or those that it has."""
+        """Return the result of a run that trained nothing, with the peaks that are predicted, or those that it has."""
         workers, peaks = self._job.setup.pipeline.workers_of, self.memory.peaks
         stages = tuple(
             {**row, _PEAK: max(row.get(_PEAK, 0), *(peaks[worker].num_bytes for worker in workers(row["index"])))}
@@ -143,7 +143,7 @@ class Watch:
         return replace(result, stages=stages, metrics={**result.metrics, _LARGEST_PEAK: largest})
 
 
-def _cause(moment: Moment) -> str:
+def _cause(moment: MemoryPeak) -> str:
     return moment.during if " " in moment.during else f"in {moment.during}"
 
 

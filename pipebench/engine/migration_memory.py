@@ -1,7 +1,7 @@
-"""What workers hold while layers move, foretold: the bytes of `migration`, from the profile and the events alone.
+"""What workers hold while layers move, predicted: the bytes of `migration`, from the profile and the events alone.
 
 Every replica that a stage consists of meanwhile (its parts, those that have retired and serve their units in flight,
-and the guest that computes given units again) is a `Holding` of its layers. A `MemoryMeter` puts what they come to in
+and the part that computes given units again) is a `ReplicaMemory` of its layers. A `MemoryMeter` puts their changes in
 order of time, and adds what is on its way between stages: messages, given units and blocks of layers.
 """
 
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipebench.engine.held_bytes import HeldBytes, Inputs
-from pipebench.engine.phase_costs import PhaseCosts
-from pipebench.engine.phases import Phases
+from pipebench.engine.migration_costs import PhaseCosts
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.model.plan import StagePlan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import COPIES, Instruction
-from pipebench.schedule.moves import HandOver
+from pipebench.schedule.moves import BlockTransfer
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, RECEIVE, Op, with_kind
-from pipebench.simulate.holding import Change, Holding
-from pipebench.simulate.memory import AGAIN, GRADIENTS, RECEIVED, SENT, StageMemory, layers_memory
+from pipebench.simulate.memory import AGAIN, GRADIENTS, RECEIVED, SENT, StageMemoryCosts, layers_memory
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.replica_memory import Change, ReplicaMemory
+from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
 _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
@@ -39,13 +39,13 @@ class _Part:
         leaves_to: the stage that takes them, where they are about to leave.
     """
 
-    holding: Holding
+    holding: ReplicaMemory
     start: int
     stop: int
     leaves_to: int | None = None
 
 
-class PhaseMemory:
+class MigrationMemory:
     """Follows what every worker of a segment holds.
 
     Args:
@@ -57,11 +57,11 @@ class PhaseMemory:
     """
 
     def __init__(
-        self, phases: Phases, costs: PhaseCosts, size_of: Callable[[int], Size], inputs: Inputs, start_s: float
+        self, phases: SegmentCuts, costs: PhaseCosts, size_of: Callable[[int], Size], inputs: Inputs, start_s: float
     ) -> None:
         pipeline, limit_bytes = phases.setup.pipeline, phases.setup.cluster.memory_bytes
         self._stages = [
-            _StageMemory(phases, costs, size_of, inputs, index, trained=start_s > 0)
+            _MigratingMemory(phases, costs, size_of, inputs, index, trained=start_s > 0)
             for index in range(pipeline.num_stages)
         ]
         holdings = [{index: stage} for index, stage in enumerate(self._stages)]
@@ -70,7 +70,7 @@ class PhaseMemory:
         )
         self._meter.begin(costs.size_of)
 
-    def event(self, event: Event) -> int:
+    def event(self, event: TimelineEvent) -> int:
         """Take note of one event; return the most bytes that its worker held within it, messages aside."""
         self._meter.event(event)
         return self._stages[event.worker].held.now
@@ -94,7 +94,7 @@ class PhaseMemory:
         return self._meter.timeline()
 
 
-class _StageMemory:
+class _MigratingMemory:
     """What one stage holds, as `Migrating` does.
 
     Attributes:
@@ -103,7 +103,7 @@ class _StageMemory:
 
     def __init__(
         self,
-        phases: Phases,
+        phases: SegmentCuts,
         costs: PhaseCosts,
         size_of: Callable[[int], Size],
         inputs: Inputs,
@@ -114,11 +114,11 @@ class _StageMemory:
         self._phases, self._costs, self._size_of, self._inputs = phases, costs, size_of, inputs
         self._index = index
         stage = phases.setup.plan.stages[index]
-        holding = Holding(self._memory(stage.start, stage.stop, 0))
+        holding = ReplicaMemory(self._memory(stage.start, stage.stop, 0))
         self._parts = [_Part(holding.trained() if trained else holding, stage.start, stage.stop)]
-        self._units: dict[int, list[Holding]] = {}  # who runs them backward
+        self._units: dict[int, list[ReplicaMemory]] = {}  # who runs them backward
         self._guests: dict[int, _Part] = {}  # by the stage that their layers come from
-        self._set_aside: dict[tuple[int, int], int] = {}  # bytes, by unit that is to be given, and to whom
+        self._pending_transfers: dict[tuple[int, int], int] = {}  # bytes, by unit that is to be given, and to whom
         self._gradients = 0  # of layers whose replica makes no update
         self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes that a unit's pass will be done with
         self.held = HeldBytes()
@@ -164,7 +164,7 @@ class _StageMemory:
             self._parts.remove(given)
             yield from given.holding.go(at_end=False)
         elif op is Op.GIVE_UNIT:
-            yield Change(SENT, -self._set_aside.pop((it.number, it.peer), 0), False)
+            yield Change(SENT, -self._pending_transfers.pop((it.number, it.peer), 0), False)
         elif op is Op.FORWARD_AGAIN:
             yield from self._forward_again(it, size)
         elif op is Op.TAKE:
@@ -191,7 +191,7 @@ class _StageMemory:
         for part in self._parts:
             if part.leaves_to is not None:
                 given = Instruction(Op.GIVE_UNIT, self._index, it.number, part.leaves_to)
-                aside = self._set_aside[it.number, part.leaves_to] = self._costs.num_bytes(given)
+                aside = self._pending_transfers[it.number, part.leaves_to] = self._costs.num_bytes(given)
                 yield Change(SENT, aside, False)
             yield from part.holding.changes(it, size)
             if part.leaves_to is None:
@@ -212,7 +212,7 @@ class _StageMemory:
         yield Change(AGAIN, -again, True)
         yield Change(RECEIVED, -self._arrived[Op.RECEIVE_GRADIENT].pop(it.number, 0), True)
 
-    def _part(self, block: HandOver) -> Iterator[Change]:
+    def _part(self, block: BlockTransfer) -> Iterator[Change]:
         """Cut a block apart that is about to leave."""
         (index,) = (i for i, p in enumerate(self._parts) if p.start <= block.start and block.stop <= p.stop)
         old = self._parts[index]
@@ -245,7 +245,7 @@ class _StageMemory:
         read = self._costs.read_bytes(given)
         yield Change(RECEIVED, -read, False)  # what it keeps of that are activations from now on
         if block.source not in self._guests:
-            made = Holding(self._memory(block.start, block.stop, block.at - 1))
+            made = ReplicaMemory(self._memory(block.start, block.stop, block.at - 1))
             self._guests[block.source] = _Part(made, block.start, block.stop)
             yield from made.come()
         guest, ran = self._guests[block.source].holding, self._units[it.number]
@@ -270,7 +270,7 @@ class _StageMemory:
             return costs.activation_bytes[it.peer, it.stage][size]
         return costs.gradient_bytes[it.stage, it.peer][size]
 
-    def _memory(self, start: int, stop: int, minibatch: int) -> StageMemory:
+    def _memory(self, start: int, stop: int, minibatch: int) -> StageMemoryCosts:
         """Return what consecutive layers keep, with the policies of a minibatch's forward."""
         setup = self._phases.setup
         cut = StagePlan(start, stop, 1, (0,), self._phases.policies(minibatch)[start:stop])

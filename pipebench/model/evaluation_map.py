@@ -13,7 +13,7 @@ from torch import fx
 MADE = "_tensor_constant"  # how torch.fx names tensors that are made in forward, with a number: each time another one
 
 
-def twins(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:
+def evaluation_map(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:
     """Return for every layer of the evaluation its position in the training's list, or None where training has none.
 
     Positions ascend: a layer that comes before another in one list never comes after it in the other.

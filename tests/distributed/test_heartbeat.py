@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch lists it nowhere
 
+from pipebench.distributed.heartbeat import Ear, Heartbeat
 from pipebench.distributed.launch_failure import of_exception
-from pipebench.distributed.launch_join import HostLostError, PeerLostError, Place
-from pipebench.distributed.pulse import Ear, Pulse
+from pipebench.distributed.launch_join import HostLostError, HostSlot, PeerLostError
 from tests.patience import PATIENCE_S
 
 STORE = "the store at 10.0.0.1:29500, by which all hosts find each other, has not answered for 30 s"
 
 
-def place(rank: int, size: int = 3) -> Place:
-    return Place(rank, size, 0, 1, "10.0.0.1", 29500, agent_store=True, attempt=None)
+def place(rank: int, size: int = 3) -> HostSlot:
+    return HostSlot(rank, size, 0, 1, "10.0.0.1", 29500, agent_store=True, attempt=None)
 
 
 def beat(count: int | str, rank: int) -> bytes:
@@ -89,8 +89,8 @@ def test_workers_hear_each_other_and_the_one_that_is_left_alone_is_told() -> Non
     def nobody(sentence: str, store_answers: bool) -> None:
         raise AssertionError(sentence)
 
-    with Pulse(store, place(0, 2), limit_s=2.0, on_silence=on_silence, beat_s=0.05) as left:
-        with Pulse(store, place(1, 2), limit_s=PATIENCE_S, on_silence=nobody, beat_s=0.05) as other:
+    with Heartbeat(store, place(0, 2), limit_s=2.0, on_silence=on_silence, beat_s=0.05) as left:
+        with Heartbeat(store, place(1, 2), limit_s=PATIENCE_S, on_silence=nobody, beat_s=0.05) as other:
             while len(left._heard) < 2:
                 assert not over.wait(0.01)
         assert json.loads(store.get("pulse/1"))[0] == "done"
@@ -101,13 +101,13 @@ def test_workers_hear_each_other_and_the_one_that_is_left_alone_is_told() -> Non
     assert [(sentence.partition(" has")[0], answers) for sentence, answers in heard] == [("rank 1 on node1", True)]
 
 
-def meets(pulse: Pulse) -> None:
+def meets(pulse: Heartbeat) -> None:
     while len(pulse._heard) < 2:
         pulse._closed.wait(0.01)
 
 
-def pulse(store: HashStore, rank: int) -> Pulse:
-    return Pulse(store, place(rank, 2), limit_s=PATIENCE_S, on_silence=pytest.fail, beat_s=0.1)
+def pulse(store: HashStore, rank: int) -> Heartbeat:
+    return Heartbeat(store, place(rank, 2), limit_s=PATIENCE_S, on_silence=pytest.fail, beat_s=0.1)
 
 
 def test_who_loses_a_peer_names_the_one_that_gives_no_more_signs() -> None:

@@ -4,18 +4,18 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.model.plan import layout_of, make_plan, recut
 from pipebench.model.stage import Stage, cut_stage
-from pipebench.schedule.moves import HandOver, Layout, Move, Policies, shape_problems
+from pipebench.schedule.moves import BlockTransfer, CutLayout, Policies, Repartition, shape_problems
 from pipebench.schedule.routes import Routes
 
 _Values = dict[int, tuple[int, ...]]  # the other stage, and the layers whose values go there or come from there
 
 
-def phases_of(setup: Setup) -> "Phases | None":
+def phases_of(setup: Setup) -> "SegmentCuts | None":
     """Return the cuts of a segment in which layers may move; None where they can't, or only at drains."""
-    return Phases(setup) if setup.repartitions and not [*shape_problems(setup.pipeline)] else None
+    return SegmentCuts(setup) if setup.repartitions and not [*shape_problems(setup.pipeline)] else None
 
 
-class Phases:
+class SegmentCuts:
     """A segment of training in which layers may move.
 
     Args:
@@ -30,11 +30,11 @@ class Phases:
         self.setup = setup
         layout = layout_of(setup.plan)
         self._known = {layout: setup}
-        self._sends: dict[tuple[int, Layout], _Values] = {}
-        self._receives: dict[tuple[int, Layout], _Values] = {}
+        self._sends: dict[tuple[int, CutLayout], _Values] = {}
+        self._receives: dict[tuple[int, CutLayout], _Values] = {}
         self.routes = Routes(setup.pipeline, layout, lambda under: self.at(under).pipeline)
 
-    def announce(self, move: Move) -> None:
+    def announce(self, move: Repartition) -> None:
         """Add a move.
 
         Raises:
@@ -55,7 +55,7 @@ class Phases:
         """What the run is after the last move."""
         return self.at(self.routes.moves.last_layout)
 
-    def at(self, layout: Layout) -> Setup:
+    def at(self, layout: CutLayout) -> Setup:
         """Return what the run is under cuts and policies."""
         if layout not in self._known:
             self._known[layout] = self.setup.under(recut(self.setup.graph, self.setup.plan, *layout))
@@ -77,7 +77,7 @@ class Phases:
             self._receives[stage, layout] = {a: values for (a, b), values in crossings.items() if b == stage}
         return self._receives[stage, layout]
 
-    def handed(self, source: int, target: int, minibatch: int) -> HandOver:
+    def handed(self, source: int, target: int, minibatch: int) -> BlockTransfer:
         """Return the block on its way from a stage to another, at a minibatch from its B to its K."""
         return self.routes.moves.handed(source, target, minibatch)
 

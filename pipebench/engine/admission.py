@@ -48,7 +48,7 @@ class Position(NamedTuple):
 
 
 class Admission(Protocol):
-    """What a program asks as it goes: a `Gate`, or a `Control`, which has one."""
+    """What a program asks as it goes: a `AdmissionControl`, or a `Control`, which has one."""
 
     @property
     def limit(self) -> int:
@@ -92,10 +92,10 @@ def admitted_program(
         yield instruction
 
 
-class Gate:
-    """One worker's gate.
+class AdmissionControl:
+    """What one worker asks before it begins a minibatch.
 
-    The training thread calls `begin` and `admit`, the control thread `close` and `settle`; any thread reads `limit`.
+    The training thread calls `begin` and `admit`, the control thread the others; any thread reads `limit`.
 
     Args:
         size: minibatches per grain.
@@ -141,13 +141,13 @@ class Gate:
             self._num_minibatches = min(self._num_minibatches, minibatch)
 
     def close(self) -> Position:
-        """Let nothing in beyond what has begun, until `settle`; return where that is, the same every time."""
+        """Let nothing in beyond what has begun, until `sync_clock`; return where that is, the same every time."""
         with self._changed:
             if self._position is None:
                 self._position = Position(self._segment, min(self._begun, self._num_minibatches))
             return self._position
 
-    def settle(self, cut: Position) -> None:
+    def sync_clock(self, cut: Position) -> None:
         """Take the greatest position of all workers: open the gate up to it, for good."""
         with self._changed:
             self._cut = cut
@@ -203,7 +203,7 @@ class StoppableAdmission:
         on_cut: Callable[[int], None],
     ) -> None:
         self._stop, self._on_cut = stop, on_cut
-        self._gate = Gate(math.lcm(pipeline.period, multiple_of))
+        self._gate = AdmissionControl(math.lcm(pipeline.period, multiple_of))
         self._gate.begin(0, num_minibatches)
         self._open = True
 
@@ -221,6 +221,6 @@ class StoppableAdmission:
         """Return whether a minibatch may begin."""
         if self._open and self._stop.reason is not None:
             self._open = False
-            self._gate.settle(self._gate.close())
+            self._gate.sync_clock(self._gate.close())
             self._on_cut(self._gate.limit)
         return self._gate.admit(minibatch)

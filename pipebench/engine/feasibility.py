@@ -7,20 +7,20 @@ of layers that come or go while units are in flight.
 import math
 from collections.abc import Sequence
 
-from pipebench.engine.phases import Phases
 from pipebench.engine.segment import Segment
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.model.plan import layout_of, recut
 from pipebench.planner.stage_problem import input_bytes_of
-from pipebench.schedule.moves import Layout, Move, Starts
+from pipebench.schedule.moves import CutLayout, Repartition, Starts
 from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_segment
 
 
-class Foresight:
+class FeasibilityCheck:
     """Looks ahead of a pipeline that trains.
 
     Args:
@@ -44,7 +44,7 @@ class Foresight:
         """Return from which minibatch on layers can move by a decision made with the backward of one."""
         return math.ceil((minibatch + self.ahead) / self._multiple) * self._multiple
 
-    def after(self, layout: Layout) -> Setup | None:
+    def after(self, layout: CutLayout) -> Setup | None:
         """Return what runs under other cuts; None: some stage would hear of nothing, or a layer can't be there.
 
         All stages have to wait for gradients: who gets none runs ahead. Layers that share something stay together.
@@ -56,7 +56,7 @@ class Foresight:
         heard = {edge.source for edge in setup.pipeline.edges if edge.has_gradient}
         return setup if heard == {*range(setup.pipeline.num_stages - 1)} else None
 
-    def excess(self, layout: Layout) -> list[float] | None:
+    def excess(self, layout: CutLayout) -> list[float] | None:
         """Return by how many bytes every stage has more than fits once a layout holds; None: it can't."""
         setup = self.after(layout)
         if setup is None:
@@ -71,7 +71,7 @@ class Foresight:
         held = [max(peaks[worker].num_bytes for worker in pipeline.workers_of(k)) for k in range(pipeline.num_stages)]
         return [max(0.0, most - self.limit_bytes) for most in held]
 
-    def excess_on_the_way(self, layouts: Sequence[Layout]) -> list[float]:
+    def excess_on_the_way(self, layouts: Sequence[CutLayout]) -> list[float]:
         """Return by how many bytes every stage has more than fits at any time from one layout to the last.
 
         Where layers move at drains nothing is in flight, and a stage never has more than before or afterwards.
@@ -79,10 +79,10 @@ class Foresight:
         now = self.after(layouts[0])
         if now is None or math.isinf(self.limit_bytes) or not self._setup.live:
             return [0.0] * self._setup.pipeline.num_stages
-        phases, at = Phases(now), 0
+        phases, at = SegmentCuts(now), 0
         for layout in layouts[1:]:
             at = self.earliest(at)
-            phases.announce(Move(at, *layout))
+            phases.announce(Repartition(at, *layout))
         segment = Segment(now, phases, 0, self.earliest(at), 0.0, inputs=self._inputs)
         segment.played()
         peaks = [] if segment.memory is None else segment.memory.peaks

@@ -17,9 +17,9 @@ from typing import Self
 
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
-from pipebench.distributed.launch_join import HostLostError, Place, lost
+from pipebench.distributed.launch_join import HostLostError, HostSlot, lost
 
-_LOG = logging.getLogger("pipebench.distributed.pulse")
+_LOG = logging.getLogger("pipebench.distributed.heartbeat")
 _BEAT_S = 1.0
 _MOST_WATCH_S = 0.5
 _JOINING_S = 2.0
@@ -28,7 +28,7 @@ _LAST_SIGNS = 2
 _SIGNS = 4  # so many of a living worker are heard while it is waited for them, or one less
 
 
-class Pulse:
+class Heartbeat:
     """One worker's sign of life, and its ear for the others', as a context manager.
 
     Args:
@@ -43,7 +43,7 @@ class Pulse:
     def __init__(
         self,
         store: Store,
-        place: Place,
+        place: HostSlot,
         *,
         limit_s: float,
         on_silence: Callable[[str, bool], None],
@@ -54,13 +54,13 @@ class Pulse:
         self._store.set_timeout(timedelta(days=365))
         self._place, self._limit_s, self._beat_s = place, limit_s, beat_s
         self._on_silence = on_silence
-        self._keys = [f"pulse/{rank}" for rank in range(place.size)]
+        self._keys = [f"heartbeat/{rank}" for rank in range(place.size)]
         self._heard: dict[int, bytes] = {}
         self._answers = 0
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=function, name=f"pipebench-{name}", daemon=True)
-            for name, function in (("pulse", self._beat), ("ear", self._listen))
+            for name, function in (("heartbeat", self._beat), ("ear", self._listen))
         ]
 
     def __enter__(self) -> Self:
@@ -139,7 +139,7 @@ class Ear:
         store_s: seconds since the store answered.
     """
 
-    def __init__(self, place: Place, limit_s: float) -> None:
+    def __init__(self, place: HostSlot, limit_s: float) -> None:
         self._place, self._limit_s = place, limit_s
         self._answers = -1
         self._last: dict[int, bytes | None] = {}
@@ -184,7 +184,7 @@ class Ear:
         )
 
 
-def store_text(place: Place) -> str:
+def store_text(place: HostSlot) -> str:
     """Return the store in words, as the beginning of a sentence."""
     return f"the store at {place.address}:{place.port}, by which all hosts find each other,"
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipebench.cluster import Cluster, Level
-from pipebench.planner import thinning
+from pipebench.planner import coarsening
 from pipebench.planner.compare import compare
-from pipebench.planner.cost_models import COST_MODELS, Work
+from pipebench.planner.cost_models import COST_MODELS, UnitWork
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, flat_bound_s, plan_flat
 from pipebench.planner.hierarchical import HierarchicalProblem, hierarchical_bound_s, plan_hierarchical
@@ -34,12 +34,12 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thin already beyond 100 states, to a fifth of the usual."""
     numbers = {"MOST_EXACT": 100, "_MOST_EXACT_BRANCHES": 50, "NUM_GROUPS": 200}
     for name, value in {**numbers, "_COARSE": 100, "_BACKDROP": 50, "_FINE": 80}.items():
-        monkeypatch.setattr(thinning, name, value)
+        monkeypatch.setattr(coarsening, name, value)
 
 
 def _exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MOST_EXACT", "_MOST_EXACT_BRANCHES"):
-        monkeypatch.setattr(thinning, name, 10**9)
+        monkeypatch.setattr(coarsening, name, 10**9)
 
 
 @pytest.mark.usefixtures("few")
@@ -49,7 +49,7 @@ def _exactly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flat_plans_are_near_the_exact_ones(
     model: str, width: int | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Work(prefixes(chain(400, seed)), 1e-11, 1e-5, 1e-4)
+    work = UnitWork(prefixes(chain(400, seed)), 1e-11, 1e-5, 1e-4)
     problem = FlatProblem(work, COST_MODELS[model], SERVERS[1], 16, None, width)
     plan, bound_s = plan_flat(problem), flat_bound_s(problem)
     assert plan is not None
@@ -67,7 +67,7 @@ def test_flat_plans_are_near_the_exact_ones(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_on_two_levels_are_near_the_exact_ones(model: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = Work(prefixes(chain(250, seed)), 1e-11, 1e-5, 1e-4)
+    work = UnitWork(prefixes(chain(250, seed)), 1e-11, 1e-5, 1e-4)
     problem = HierarchicalProblem(work, COST_MODELS[model], SERVERS)
     plan, bound_s = plan_hierarchical(problem), hierarchical_bound_s(problem)
     assert plan is not None
@@ -82,7 +82,7 @@ def test_plans_on_two_levels_are_near_the_exact_ones(model: str, seed: int, monk
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("model", ["artifact", "sosp19"])
 def test_plans_of_a_wide_graph_are_near_the_exact_ones(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = Work(antichains(graph(inception(4, (1, 2, 3)), 0)))
+    work = UnitWork(antichains(graph(inception(4, (1, 2, 3)), 0)))
     assert not work.states.is_chain
     assert len(work.states) > 90
     problem = FlatProblem(work, COST_MODELS[model], SERVERS[1], 8)
@@ -101,7 +101,7 @@ def test_plans_of_a_wide_graph_are_near_the_exact_ones(model: str, monkeypatch: 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("replicas", [(3, 1), (1, 2, 1), (1,) * 4])
 def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    work, cluster = Work(prefixes(chain(400, 1))), Cluster("one", "V100", None, SERVERS[:1])
+    work, cluster = UnitWork(prefixes(chain(400, 1))), Cluster("one", "V100", None, SERVERS[:1])
 
     def seconds() -> float:
         stages = plan_fixed(work, COST_MODELS["overlap"], cluster, replicas)
@@ -120,7 +120,7 @@ def test_memory_limits_bind_thinned_searches_too(
     limit_bytes: float, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 1 GB nothing fits. Near that, few cuts are as good as the best."""
-    work = Work(prefixes(chain(300, 2)))
+    work = UnitWork(prefixes(chain(300, 2)))
     problem = FlatProblem(work, COST_MODELS["overlap"], SERVERS[1], 16, MemoryRule(limit_bytes))
     found = plan_flat(problem)
     assert found is not None
@@ -143,7 +143,7 @@ def test_no_plan_is_below_a_bound(model: str, data: Any) -> None:
     flat = FlatProblem(case.work, case.model, clusters[0], counts[0], case.memory)
     nested = HierarchicalProblem(case.work, case.model, clusters, case.memory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(thinning, "NUM_GROUPS", data.draw(st.integers(1, 5)))
+        patch.setattr(coarsening, "NUM_GROUPS", data.draw(st.integers(1, 5)))
         flat_s, nested_s = flat_bound_s(flat), hierarchical_bound_s(nested)
     plan, nested_plan = plan_flat(flat), plan_hierarchical(nested)
     assert plan is None or flat_s <= bottleneck_s(flat, plan) * (1 + 1e-9)
@@ -190,7 +190,7 @@ def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
 
 def test_stages_of_a_thinned_search_stay_in_bounds() -> None:
     """More cuts than the states that are looked at near each: every stage still has layers of its own."""
-    work = Work(prefixes(chain(2500, 4)))
+    work = UnitWork(prefixes(chain(2500, 4)))
     plan = plan_flat(FlatProblem(work, COST_MODELS["sosp19"], Level("level", 600, 1e12, 0.0), 600, None, 1))
     assert plan is not None
     assert all(isinstance(stage, SearchStage) and stage.start < stage.stop for stage in plan)

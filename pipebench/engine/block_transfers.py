@@ -6,34 +6,34 @@ from functools import partial
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.feed import Feed
-from pipebench.engine.migration import GivenUnit, Migrating
-from pipebench.engine.phases import Phases
+from pipebench.engine.migration import MigratingReplica, TransferredUnit
 from pipebench.engine.protocols import Transport
 from pipebench.engine.replica import Replica
 from pipebench.engine.replicas import make_replica
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import MIGRATION, Op
 
 
-class HandingOver:
+class BlockTransfers:
     """What a worker does for the moves of one segment of training.
 
     Args:
         replicas: the worker's replica of every stage it has; one that has taken over a stage as it is now is put in.
-        running: what runs every stage, see `Migrating`; changed likewise.
+        running: what runs every stage, see `MigratingReplica`; changed likewise.
         shares: the shares of the stages in the model's state.
         feed: the segment's data.
         phases: the cuts that it goes through.
-        note_memory: see `Migrating`.
+        note_memory: see `MigratingReplica`.
     """
 
     def __init__(
         self,
         replicas: dict[int, Replica],
-        running: dict[int, Replica | Migrating],
+        running: dict[int, Replica | MigratingReplica],
         shares: Mapping[int, Share],
         feed: Feed,
-        phases: Phases,
+        phases: SegmentCuts,
         note_memory: Callable[[], None],
     ) -> None:
         self._replicas = replicas
@@ -44,7 +44,7 @@ class HandingOver:
         self._note_memory = note_memory
         stages = phases.setup.plan.stages
         self._bounds = {stage: (stages[stage].start, stages[stage].stop) for stage in replicas}
-        self._given_units: dict[tuple[int, int, int], GivenUnit] = {}  # by stage, unit and where it comes from
+        self._given_units: dict[tuple[int, int, int], TransferredUnit] = {}  # by stage, unit and where it comes from
         self._handlers: dict[Op, Callable[[Instruction, Transport], None]] = {
             Op.RECUT: self._recut,
             Op.GIVE_UNIT: self._give_unit,
@@ -61,7 +61,7 @@ class HandingOver:
     def gather(self, stage: int) -> None:
         """Let one replica run a stage again, if nothing more is handed over or in flight in others."""
         migrating = self._running[stage]
-        if isinstance(migrating, Migrating) and (whole := migrating.whole) is not None:
+        if isinstance(migrating, MigratingReplica) and (whole := migrating.whole) is not None:
             self._replicas[stage] = self._running[stage] = whole.replica
             self._bounds[stage] = whole.bounds
 
@@ -84,7 +84,7 @@ class HandingOver:
     def _take_unit(self, it: Instruction, transport: Transport) -> None:
         if self._feed.size(it.number) > 0:
             given = transport.receive(MIGRATION, it.number, it.peer, it.stage)
-            self._given_units[it.stage, it.number, it.peer] = GivenUnit.from_plain(given)
+            self._given_units[it.stage, it.number, it.peer] = TransferredUnit.from_plain(given)
 
     def _forward_again(self, it: Instruction, _: Transport) -> None:
         given = self._given_units.pop((it.stage, it.number, it.peer), None)
@@ -97,12 +97,14 @@ class HandingOver:
         state = ModelState(**transport.receive(MIGRATION, it.number, it.peer, it.stage))
         self._migrating(it.stage).take(self._phases.handed(it.peer, it.stage, it.number), state)
 
-    def _migrating(self, stage: int) -> Migrating:
+    def _migrating(self, stage: int) -> MigratingReplica:
         """Return a stage some of whose layers move; the first to ask makes it of its replica."""
         replica = self._running[stage]
-        if isinstance(replica, Migrating):
+        if isinstance(replica, MigratingReplica):
             return replica
         make = partial(make_replica, self._phases.setup, stage)
-        made = Migrating(replica, self._bounds[stage], self._shares[stage], self._phases, make, self._note_memory)
+        made = MigratingReplica(
+            replica, self._bounds[stage], self._shares[stage], self._phases, make, self._note_memory
+        )
         self._running[stage] = made
         return made

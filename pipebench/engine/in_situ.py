@@ -1,10 +1,10 @@
-"""A practice: every worker's list, alone, so that a profile knows what layers cost in use.
+"""In-situ profiling: every worker plays its list alone, so that a profile knows what layers cost in use.
 
 A profile times layers one by one, and the optimizer again and again. In use the engine is around them (its own Python,
 gradients that are added up, a stage's graph instead of a user's module), minibatches are in flight, forwards find other
 things in the caches than backwards, and an update neither its parameters nor its gradients: on CPUs that one takes
 twice as long as steps that follow each other. So workers play their own lists for a few minibatches, one after the
-other, and wait for nobody: what others would send is copied from what their own practice sent, gradients are zeros.
+other, and wait for nobody: what others would send is copied from what their own list sent, gradients are zeros.
 What their instructions take is what the layers of a stage come to; the profile says how that is shared out among them.
 
 Nothing of it is kept: workers compute on copies.
@@ -42,7 +42,7 @@ class Key(NamedTuple):
     num_samples: int
 
 
-Practised = Mapping[Key, float]  # seconds
+InSituTimes = Mapping[Key, float]  # seconds
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Stepped:
     seconds: float
 
 
-def practise(
+def profile_in_situ(
     setups: Sequence[Setup],
     segments: int,
     wait_for_others: Callable[[], object],
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Practised]:
+) -> list[InSituTimes]:
     """Play training on copies of the model; return the seconds of every setup's instructions.
 
     Of each the mean in a segment, since a run's seconds are a sum, and the median of the segments.
@@ -66,27 +66,27 @@ def practise(
     Args:
         setups: what to play, in turns; every stage by its first replica.
         segments: of each setup, that are timed, after one that isn't.
-        wait_for_others: called before every segment, so that processes which practise at once all compute all the time.
+        wait_for_others: called before every segment, so that processes that measure at once all compute all the time.
         clock: seconds.
     """
     taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]
     with torch.random.fork_rng([]):
-        practices = [_Practice(_keeping(setup)) for setup in setups]
+        workers = [_ListPlayer(_keeping(setup)) for setup in setups]
         for segment in range(1 + segments):
-            for practice, seconds in zip(practices, taken, strict=True):
+            for worker, seconds in zip(workers, taken, strict=True):
                 wait_for_others()
-                found = practice.play(clock)
+                found = worker.play(clock)
                 for key, each in found.items() if segment > 0 else ():
                     seconds[key].append(each)
     return [{key: statistics.median(each) for key, each in seconds.items()} for seconds in taken]
 
 
-def entries(practised: Practised) -> list[list[Any]]:
-    """Return what a practice has found as JSON holds it, for `mean`."""
-    return [[key.op.name, key.stage, key.num_samples, seconds] for key, seconds in practised.items()]
+def entries(profiled_in_situ: InSituTimes) -> list[list[Any]]:
+    """Return what was measured as JSON holds it, for `mean`."""
+    return [[key.op.name, key.stage, key.num_samples, seconds] for key, seconds in profiled_in_situ.items()]
 
 
-def mean(found: Sequence[Sequence[Sequence[Any]]]) -> Practised:
+def mean(found: Sequence[Sequence[Sequence[Any]]]) -> InSituTimes:
     """Return the mean of what several processes found at the same time: each is as slow as the others make it."""
     seconds: dict[Key, list[float]] = defaultdict(list)
     for process in found:
@@ -95,17 +95,17 @@ def mean(found: Sequence[Sequence[Sequence[Any]]]) -> Practised:
     return {key: statistics.fmean(each) for key, each in seconds.items()}
 
 
-def in_use(profile: Profile, setup: Setup, practised: Practised) -> Profile:
-    """Return a profile whose layers, stage by stage, add up to what a practice has found.
+def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Profile:
+    """Return a profile whose layers, stage by stage, add up to what was measured in situ.
 
-    Sizes that were not practised change like the nearest that was.
+    Sizes that were not measured change like the nearest that was.
 
     Args:
         profile: layer costs at every size that travels.
-        setup: what was practised; its plan's stages are.
-        practised: what `practise` returned of it.
+        setup: what was measured; its plan's stages are.
+        profiled_in_situ: what `profile_in_situ` returned of it.
     """
-    sizes = sorted({key.num_samples for key in practised if key.op is Op.FORWARD})
+    sizes = sorted({key.num_samples for key in profiled_in_situ if key.op is Op.FORWARD})
     bounds = [range(stage.start, stage.stop) for stage in setup.plan.stages]
     bounds[-1] = range(bounds[-1].start, bounds[-1].stop + 1)  # the loss is the last stage's
 
@@ -114,16 +114,18 @@ def in_use(profile: Profile, setup: Setup, practised: Practised) -> Profile:
         return tuple(
             _scaled(rows[i], ratios)
             for stage, indices in enumerate(bounds)
-            for ratios in [_ratios([profile.layers[near][i] for i in indices], practised, stage, near)]
+            for ratios in [_ratios([profile.layers[near][i] for i in indices], profiled_in_situ, stage, near)]
             for i in indices
         )
 
     layers = {size: scaled(size) for size in profile.layers}
-    loads = {key.num_samples: seconds for key, seconds in practised.items() if key.op is Op.LOAD_INPUT}
+    loads = {key.num_samples: seconds for key, seconds in profiled_in_situ.items() if key.op is Op.LOAD_INPUT}
     loads = loads if fetches_itself(setup) else {}  # else it is a wait for what is fetched ahead
     rows = profile.layers[sizes[0]]
     stages = [(_trained_bytes(rows, indices), Key(Op.UPDATE, stage, 0)) for stage, indices in enumerate(bounds)]
-    steps = [Stepped(num_bytes, practised[key]) for num_bytes, key in stages if num_bytes and key in practised]
+    steps = [
+        Stepped(num_bytes, profiled_in_situ[key]) for num_bytes, key in stages if num_bytes and key in profiled_in_situ
+    ]
     floor_s, s_per_byte = update_costs(steps)
     before_s, after_s = (sum(map(_seconds, each[sizes[-1]])) for each in (profile.layers, layers))
     return replace(
@@ -160,7 +162,7 @@ def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
     return 0.0, sum(step.num_bytes * step.seconds for step in steps) / sum(step.num_bytes**2 for step in steps)
 
 
-class _Practice:
+class _ListPlayer:
     """The workers of a setup, those of every stage's first replica, and what they would send each other.
 
     Args:
@@ -276,13 +278,13 @@ class _Ratios(NamedTuple):
     weight: float
 
 
-def _ratios(rows: Sequence[LayerProfile], practised: Practised, stage: int, num_samples: int) -> _Ratios:
+def _ratios(rows: Sequence[LayerProfile], profiled_in_situ: InSituTimes, stage: int, num_samples: int) -> _Ratios:
     def ratio(profiled_s: float, *ops: Op) -> float:
-        found_s = sum(practised.get(Key(op, stage, num_samples), 0.0) for op in ops)
+        found_s = sum(profiled_in_situ.get(Key(op, stage, num_samples), 0.0) for op in ops)
         return found_s / profiled_s if found_s > 0 and profiled_s > 0 else 1.0
 
     backward = ratio(sum(row.backward_s for row in rows), Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    is_split = Key(Op.BACKWARD_WEIGHT, stage, num_samples) in practised
+    is_split = Key(Op.BACKWARD_WEIGHT, stage, num_samples) in profiled_in_situ
     weight = ratio(sum(row.weight_s for row in rows), Op.BACKWARD_WEIGHT) if is_split else backward
     return _Ratios(ratio(sum(row.forward_s for row in rows), Op.FORWARD), backward, weight)
 

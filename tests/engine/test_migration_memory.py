@@ -1,4 +1,4 @@
-"""What workers are foretold to hold while layers move, against live tensors of the virtual engine."""
+"""What workers are predicted to hold while layers move, against live tensors of the virtual engine."""
 
 import itertools
 import random
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipebench.engine.phases import Phases
 from pipebench.engine.segment import Segment
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
 from pipebench.engine.simulated_moves import SimulatedEngine
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.schedule.moves import Layout, Move, layout_problems
+from pipebench.schedule.moves import CutLayout, Repartition, layout_problems
 from pipebench.simulate.memory import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
 from pipebench.simulate.memory_meter import Curve
 from tests.simulate.test_memory import profile_of
@@ -36,8 +36,8 @@ def setup_of(starts: Sequence[int], memory: Sequence[str] | None, rate: float = 
     return replace(setup, profile=profile, repartitions=True).under(setup.plan)
 
 
-def compared(setup: Setup, moves: Sequence[Move]) -> list[tuple[int, int]]:
-    """Return what every worker is foretold to hold at most between two instructions, and what it has held."""
+def compared(setup: Setup, moves: Sequence[Repartition]) -> list[tuple[int, int]]:
+    """Return what every worker is predicted to hold at most between two instructions, and what it has held."""
     engine = make_engine(setup)
     for move in moves:
         engine.announce(move)
@@ -69,7 +69,7 @@ def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: 
     draw = random.Random(seed)
     (starts, moves), words = drawn(draw), draw.choice(((KEEP, SWAP), (KEEP, RECOMPUTE), (KEEP, RECOMPUTE, SWAP)))
     moves = [replace(move, memory=tuple(draw.choices(words, k=7))) for move in moves]
-    moves += [Move(34, moves[-1].starts if moves else tuple(starts), tuple(draw.choices(words, k=7)))]
+    moves += [Repartition(34, moves[-1].starts if moves else tuple(starts), tuple(draw.choices(words, k=7)))]
     setup = setup_of(starts, draw.choice(([KEEP] * 7, draw.choices(words, k=7))), rate=10 ** draw.uniform(0.5, 4))
     for found, held in compared(setup, moves):
         assert found == held
@@ -79,7 +79,7 @@ def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_
     """The order in which copies out and copies in end decides here how much is held between them."""
     k, r, s = KEEP, RECOMPUTE, SWAP
     setup = setup_of([1, 3, 4], [k, r, r, k, k, k, k], rate=905_361.0)
-    moves = [Move(12, (2, 3, 6), (s, k, k, k, r, s, r))]
+    moves = [Repartition(12, (2, 3, 6), (s, k, k, k, r, s, r))]
     assert compared(setup, moves) == [(n, n) for n in (3856, 3968, 2528, 2792)]
 
 
@@ -90,8 +90,8 @@ def test_what_is_on_its_way_counts_while_it_waits() -> None:
     the layer's parameters and what it reads of the unit are set aside at stage 1, and travel.
     """
     setup = setup_of([2], [KEEP] * 7)
-    phases = Phases(setup)
-    phases.announce(Move(6, (3,)))
+    phases = SegmentCuts(setup)
+    phases.announce(Repartition(6, (3,)))
     segment = Segment(setup, phases, 0, 9, 0.0)
     segment.played()
     assert segment.memory is not None
@@ -115,7 +115,7 @@ def test_nothing_is_released_that_has_not_come_and_nothing_stays_on_its_way(seed
     starts, moves = drawn(draw)
     words = (KEEP, RECOMPUTE, SWAP)
     setup = setup_of(starts, draw.choices(words, k=7), rate=10 ** draw.uniform(0.5, 4))
-    phases = Phases(setup)
+    phases = SegmentCuts(setup)
     for move in moves:
         phases.announce(replace(move, memory=tuple(draw.choices(words, k=7))))
     segment = Segment(setup, phases, 0, COUNT, 0.0)
@@ -132,15 +132,15 @@ def steps(curve: Curve, row: int) -> list[int]:
     return [int(step) for step in np.diff(curve.num_bytes[row], prepend=0) if step]
 
 
-def drawn(draw: random.Random) -> tuple[list[int], list[Move]]:
+def drawn(draw: random.Random) -> tuple[list[int], list[Repartition]]:
     """Return cuts of seven layers, and moves from there."""
     p = draw.randint(2, 4)
     starts = sorted(draw.sample(range(1, 7), p - 1))
-    moves, now = list[Move](), tuple(starts)
+    moves, now = list[Repartition](), tuple(starts)
     for at in (12, 24):
-        layout, places = Layout(now, ("keep",) * 7), itertools.combinations(range(1, 7), p - 1)
-        options = [after for after in places if not [*layout_problems(layout, Move(0, after))]]
+        layout, places = CutLayout(now, ("keep",) * 7), itertools.combinations(range(1, 7), p - 1)
+        options = [after for after in places if not [*layout_problems(layout, Repartition(0, after))]]
         if options:
             now = draw.choice(options)
-            moves.append(Move(at, now))
+            moves.append(Repartition(at, now))
     return starts, moves

@@ -1,4 +1,4 @@
-"""A rehearsal: one minibatch through every stage before the clock, on copies that are thrown away.
+"""Warm-up: one minibatch through every stage before the clock, on copies that are thrown away.
 
 The first forward, backward and update of a stage load the GPU's code, choose algorithms and ask for memory. CUDA may
 let such a thing wait until everything that runs on the device has ended; with a kernel of NCCL among it, waiting for a
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from pipebench.distributed.channel import Link, Receiver, Sender
+from pipebench.distributed.channel import ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.world import World
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.scores import Scores
@@ -41,7 +41,7 @@ def gains_by_rehearsal(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def rehearse(setup: Setup, world: World, index: int) -> None:
+def warm_up(setup: Setup, world: World, index: int) -> None:
     """Run the run's first unit, and an evaluation's, through copies of this worker's stages; all processes call it.
 
     Every stage has one replica here, which all its workers play: unit 0 is everybody's.
@@ -86,7 +86,7 @@ class _Neighbours:
         self._own = setup.pipeline.replica_of(index)
         self._ranks = ranks_of(setup)
         self._receivers: dict[tuple[int, int], Receiver] = {}
-        self._senders: dict[tuple[int, int], list[Sender]] = {}
+        self._senders: dict[tuple[int, int], list[ChannelSender]] = {}
         self._sent: dict[tuple[int, int], Any] = {}
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
@@ -95,7 +95,9 @@ class _Neighbours:
             return
         edge, replicas = (source, target), self._setup.pipeline.replicas
         others = range(self._own, replicas[target], replicas[source])
-        senders = self._senders.setdefault(edge, [Sender(self._link(edge, target, other), 0) for other in others])
+        senders = self._senders.setdefault(
+            edge, [ChannelSender(self._link(edge, target, other), 0) for other in others]
+        )
         for sender in senders:
             sender.send(unit, values, _NOTHING)
         self._sent[edge] = values
@@ -119,11 +121,11 @@ class _Neighbours:
             for sender in senders:
                 sender.flush()
 
-    def _link(self, edge: tuple[int, int], stage: int, replica: int) -> Link:
+    def _link(self, edge: tuple[int, int], stage: int, replica: int) -> ChannelLink:
         # Messages end in the host's memory, and in such as isn't pinned: what is pinned once stays so.
         pipeline = self._setup.pipeline
         tag = _TAG + _TAGS_OF_EDGE * (edge[0] * pipeline.num_stages + edge[1])
-        return Link(self._ranks[pipeline.worker(stage, replica)], [None], tag, None, _CPU, lambda: 0.0)
+        return ChannelLink(self._ranks[pipeline.worker(stage, replica)], [None], tag, None, _CPU, lambda: 0.0)
 
     def _onto_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

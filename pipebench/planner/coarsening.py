@@ -23,7 +23,7 @@ _MOST_ROUNDS, _WORTH_A_ROUND = 6, 1e-4
 _Plan = TypeVar("_Plan")
 
 
-def is_thinned(states: States) -> bool:
+def is_coarsened(states: States) -> bool:
     """Return whether searches over these states are not exact."""
     return len(states) > _MOST_EXACT_BRANCHES and (len(states) > MOST_EXACT or not states.is_chain)
 

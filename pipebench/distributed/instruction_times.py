@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from pipebench.schedule.instructions import Instruction
-from pipebench.simulate.simulation import Event
+from pipebench.simulate.simulation import TimelineEvent
 
 _READ_EVERY = 256  # instructions; fewer events are then waiting to be read
 
@@ -26,7 +26,7 @@ class HostWatch:
         report: takes every instruction with its times.
     """
 
-    def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[Event], None]) -> None:
+    def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None]) -> None:
         self._worker = worker
         self._clock = clock
         self._report = report
@@ -35,9 +35,9 @@ class HostWatch:
         """Execute an instruction and report when it ran, now or later."""
         start_s = self._clock()
         stall_s = execute()
-        self._report(Event(start_s, self._clock(), self._worker, instruction, stall_s))
+        self._report(TimelineEvent(start_s, self._clock(), self._worker, instruction, stall_s))
 
-    def settle(self) -> None:
+    def sync_clock(self) -> None:
         """Report everything that was executed."""
 
 
@@ -49,7 +49,7 @@ class DeviceWatch(HostWatch):
     neighbours are compared, and their times are added up here.
     """
 
-    def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[Event], None]) -> None:
+    def __init__(self, worker: int, clock: Callable[[], float], report: Callable[[TimelineEvent], None]) -> None:
         super().__init__(worker, clock, report)
         self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event, Instruction, float]] = deque()
         self._latest, self._latest_s = self._mark(), clock()  # the event that was read last, and its time
@@ -63,7 +63,7 @@ class DeviceWatch(HostWatch):
             while self._waiting and self._waiting[0][1].query():  # type: ignore[no-untyped-call]
                 self._tell()
 
-    def settle(self) -> None:
+    def sync_clock(self) -> None:
         """Wait for the GPU, report what is left, and begin to count anew: clocks drift apart."""
         torch.cuda.synchronize()
         while self._waiting:
@@ -80,4 +80,4 @@ class DeviceWatch(HostWatch):
         start_s = self._latest_s + self._latest.elapsed_time(start) / 1e3
         end_s = start_s + start.elapsed_time(end) / 1e3
         self._latest, self._latest_s = end, end_s
-        self._report(Event(start_s, end_s, self._worker, instruction, stall_s))
+        self._report(TimelineEvent(start_s, end_s, self._worker, instruction, stall_s))

@@ -12,11 +12,11 @@ itself anew (`RC`, with nobody) after the update before the first forward that d
 from collections.abc import Iterable
 
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.moves import HandOver, Moves
+from pipebench.schedule.moves import BlockTransfer, RepartitionPlan
 from pipebench.schedule.operations import Op
 
 
-class Handing:
+class TransferSteps:
     """The instructions of moves in one stage's list.
 
     Args:
@@ -25,7 +25,7 @@ class Handing:
         num_minibatches: of the segment.
     """
 
-    def __init__(self, moves: Moves, stage: int, num_minibatches: int) -> None:
+    def __init__(self, moves: RepartitionPlan, stage: int, num_minibatches: int) -> None:
         self._moves = moves
         self._stage = stage
         self._end = num_minibatches
@@ -90,11 +90,11 @@ class Handing:
         """Return what is left to do when a segment without a flush ends."""
         return self._whole(each for each in self._moves.at_stage(self._stage) if not self._is_under_way(each))
 
-    def _is_under_way(self, each: HandOver) -> bool:
+    def _is_under_way(self, each: BlockTransfer) -> bool:
         """Return whether a unit of the segment runs forward at the one stage and backward at the other."""
         return each.first < self._end
 
-    def _whole(self, blocks: Iterable[HandOver]) -> list[Instruction]:
+    def _whole(self, blocks: Iterable[BlockTransfer]) -> list[Instruction]:
         """Return what hands blocks over where nothing is in flight: giving waits for nobody, so it comes first."""
         blocks, made = tuple(blocks), []
         for each in (block for block in blocks if block.source == self._stage):
@@ -102,17 +102,17 @@ class Handing:
             made += [self._give(each)] if has_parted else [self._recut(each), self._give(each)]
         return made + [self._take(each) for each in blocks if each.target == self._stage]
 
-    def _gives(self) -> list[HandOver]:
+    def _gives(self) -> list[BlockTransfer]:
         return [each for each in self._moves.at_stage(self._stage) if each.source == self._stage]
 
-    def _takes(self) -> list[HandOver]:
+    def _takes(self) -> list[BlockTransfer]:
         return [each for each in self._moves.at_stage(self._stage) if each.target == self._stage]
 
-    def _recut(self, each: HandOver) -> Instruction:
+    def _recut(self, each: BlockTransfer) -> Instruction:
         return Instruction(Op.RECUT, self._stage, each.at, each.target)
 
-    def _give(self, each: HandOver) -> Instruction:
+    def _give(self, each: BlockTransfer) -> Instruction:
         return Instruction(Op.GIVE, self._stage, each.at, each.target)
 
-    def _take(self, each: HandOver) -> Instruction:
+    def _take(self, each: BlockTransfer) -> Instruction:
         return Instruction(Op.TAKE, self._stage, each.at, each.source)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipebench.engine.practice import Key, Stepped, entries, in_use, mean, practise, update_costs
+from pipebench.engine.in_situ import Key, Stepped, entries, in_use, mean, profile_in_situ, update_costs
 from pipebench.engine.setup import Setup
 from pipebench.schedule.operations import Op
 from tests.engine.test_modes import images
@@ -50,7 +50,7 @@ def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
     setup = setup_of(mode)
     before = {name: p.detach().clone() for name, p in setup.graph.root.named_parameters()}
     state = torch.get_rng_state()
-    (found,) = practise([setup], 2, nobody_else, ticks())
+    (found,) = profile_in_situ([setup], 2, nobody_else, ticks())
     size, stages = 4 // setup.pipeline.microbatches, range(len(setup.plan.stages))
     parts = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT] if setup.pipeline.backward == "split" else [Op.BACKWARD]
     expected = {Key(Op.LOAD_INPUT, 0, size), *(Key(op, s, size) for op in (Op.FORWARD, *parts) for s in stages)}
@@ -64,14 +64,14 @@ def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
 def test_models_that_carry_states_and_running_statistics_practise() -> None:
     for setup in (text_setup(([2], [1, 1]), weights="one"), make_setup(ConvNet(), ([2], [1, 1]), dataset=images())):
         before = {name: b.clone() for name, b in setup.graph.root.named_buffers()}
-        assert practise([setup], 1, nobody_else)[0]
+        assert profile_in_situ([setup], 1, nobody_else)[0]
         assert all(torch.equal(before[name], b) for name, b in setup.graph.root.named_buffers())
 
 
 def test_setups_take_turns_and_wait_for_others_every_time() -> None:
     setups = [make_setup(Mlp(), ([2], [1, 1]), weights="one", microbatches=m) for m in (1, 2)]
     waits: list[None] = []
-    found = practise(setups, 3, lambda: waits.append(None), ticks())
+    found = profile_in_situ(setups, 3, lambda: waits.append(None), ticks())
     assert len(waits) == 2 * (1 + 3)
     assert [{key.num_samples for key in each if key.op is Op.FORWARD} for each in found] == [{4}, {2}]
 
@@ -107,10 +107,10 @@ def test_layers_in_use_add_up_to_what_stages_took_and_keep_their_shares() -> Non
 def test_loads_count_where_workers_fetch_themselves() -> None:
     setup = make_setup(Mlp(), ([2], [1, 1]), weights="one")
     profile = unit_profile(setup.graph, setup.dataset, [4])
-    practised = {Key(Op.FORWARD, 0, 4): 1.0, Key(Op.LOAD_INPUT, 0, 4): 0.25}
-    assert in_use(profile, setup, practised).load_s == {4: 0.25}
+    profiled_in_situ = {Key(Op.FORWARD, 0, 4): 1.0, Key(Op.LOAD_INPUT, 0, 4): 0.25}
+    assert in_use(profile, setup, profiled_in_situ).load_s == {4: 0.25}
     setup.dataset.loader_processes = 1
-    assert in_use(profile, setup, practised).load_s == {4: 0.0}
+    assert in_use(profile, setup, profiled_in_situ).load_s == {4: 0.0}
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from pipebench.engine.phases import Phases
+from pipebench.engine.segment_cuts import SegmentCuts
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import attribute
-from pipebench.model.sampling import Shape, Size
+from pipebench.model.sampling import Size, UnitShape
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.moves import HandOver, Layout
+from pipebench.schedule.moves import BlockTransfer, CutLayout
 from pipebench.schedule.operations import Op
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.memory import swapped_bytes
@@ -33,11 +33,11 @@ class PhasedSize(NamedTuple):
     """
 
     size: Size
-    forward: Layout
-    backward: Layout
+    forward: CutLayout
+    backward: CutLayout
 
 
-class _Table(dict[Any, N], Generic[N]):
+class _CostTable(dict[Any, N], Generic[N]):
     """Costs by `PhasedSize`, looked up when they are first asked for."""
 
     def __init__(self, find: Callable[[PhasedSize], N]) -> None:
@@ -62,7 +62,7 @@ class PhaseCosts:
         minibatch_of: the minibatch of a unit.
     """
 
-    def __init__(self, phases: Phases, size_of: Callable[[int], Size], minibatch_of: Callable[[int], int]) -> None:
+    def __init__(self, phases: SegmentCuts, size_of: Callable[[int], Size], minibatch_of: Callable[[int], int]) -> None:
         self._phases = phases
         self._plain_size = size_of
         self._minibatch_of = minibatch_of
@@ -119,8 +119,8 @@ class PhaseCosts:
         return PhasedSize(self._plain_size(unit), moves.forward_layout(minibatch), moves.backward_layout(minibatch))
 
     def _stage(self, index: int) -> StageCosts:
-        def table(field: str, way: str) -> _Table[float]:
-            return _Table(
+        def table(field: str, way: str) -> _CostTable[float]:
+            return _CostTable(
                 lambda key: float(getattr(self._phases.at(getattr(key, way)).costs.stages[index], field)[key.size])
             )
 
@@ -130,7 +130,7 @@ class PhaseCosts:
             backward_s=table("backward_s", "backward"),
             weight_s=table("weight_s", "backward"),
             load_s=table("load_s", "forward"),
-            swap_bytes=_Table(partial(self._swapped, index)),
+            swap_bytes=_CostTable(partial(self._swapped, index)),
         )
 
     def _swapped(self, index: int, key: PhasedSize) -> int:
@@ -140,13 +140,13 @@ class PhaseCosts:
         own = replace(one, start=start, stop=stop, memory=one.memory[start - one.start : stop - one.start])
         return swapped_bytes(self._phases.setup.profile.by_size[key.size], own) if key.size else 0
 
-    def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _Table[int]:
-        return _Table(
+    def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _CostTable[int]:
+        return _CostTable(
             lambda key: getattr(self._phases.at(getattr(key, way)).costs, field).get(edge, {}).get(key.size, 0)
         )
 
 
-def _held_bytes(setup: Setup, block: HandOver) -> tuple[int, int]:
+def _held_bytes(setup: Setup, block: BlockTransfer) -> tuple[int, int]:
     """Return the bytes of a block's parameters and of its buffers."""
     layers = setup.graph.layers[block.start : block.stop]
     parameters = {name for layer in layers for name in layer.parameters}
@@ -158,13 +158,13 @@ def _bytes_of(setup: Setup, names: Iterable[str]) -> int:
     return sum(attribute(setup.graph.root, name).nbytes for name in names)
 
 
-def _read_bytes(setup: Setup, block: HandOver, size: Size) -> int:
+def _read_bytes(setup: Setup, block: BlockTransfer, size: Size) -> int:
     """Return the bytes of what a block's layers read of a unit: of others' outputs, and of the model's inputs."""
     layers = setup.graph.layers[block.start : block.stop]
     values = {read for layer in layers for read in layer.reads if not block.start <= read < block.stop}
     fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
     read = {fields[name] for layer in layers for name in layer.inputs}
-    dataset = setup.dataset.of_length(size.columns) if isinstance(size, Shape) else setup.dataset
-    example = dataset.example(size.num_samples if isinstance(size, Shape) else size) if read else {}
+    dataset = setup.dataset.of_length(size.columns) if isinstance(size, UnitShape) else setup.dataset
+    example = dataset.example(size.num_samples if isinstance(size, UnitShape) else size) if read else {}
     rows = setup.profile.by_size[size]
     return sum(rows[value].output_bytes for value in values) + sum(example[name].nbytes for name in read)

@@ -8,7 +8,7 @@ import pytest
 
 from pipebench.schedule.instructions import Instruction, parse, render
 from pipebench.schedule.modes import KEEP
-from pipebench.schedule.moves import Layout, Move, Starts
+from pipebench.schedule.moves import CutLayout, Repartition, Starts
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
@@ -18,11 +18,11 @@ MESSAGES = (Op.LOAD_INPUT, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION, Op.SEND_GR
 
 
 def lists(
-    before: Starts, moves: list[Move], count: int, pipeline: Pipeline | None = None
+    before: Starts, moves: list[Repartition], count: int, pipeline: Pipeline | None = None
 ) -> tuple[Routes, list[list[Instruction]]]:
     p = len(before) + 1
     shape = pipeline or Pipeline((1,) * p, chain(p), "1f1b", False, p)
-    routes = Routes(shape, Layout(before, (KEEP,) * 20), lambda layout: shape)
+    routes = Routes(shape, CutLayout(before, (KEEP,) * 20), lambda layout: shape)
     for move in moves:
         routes.announce(move)
     return routes, [list(program) for program in programs(shape, count, routes)]
@@ -81,7 +81,7 @@ PICTURES = {
 
 @pytest.mark.parametrize(("before", "after", "at", "count", "pictures"), PICTURES.values(), ids=PICTURES)
 def test_pictures(before: Starts, after: Starts, at: int, count: int, pictures: tuple[str, ...]) -> None:
-    _, found = lists(before, [Move(at, after)], count)
+    _, found = lists(before, [Repartition(at, after)], count)
     for program, picture in zip(found, pictures, strict=True):
         assert render(it for it in program if it.op not in MESSAGES) == picture
         assert all(parse(str(it)) == it for it in program)
@@ -89,7 +89,7 @@ def test_pictures(before: Starts, after: Starts, at: int, count: int, pictures: 
 
 def test_with_a_flush_layers_leave_after_its_update() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 2, 2, weights="one")
-    _, found = lists((3,), [Move(1, (4,)), Move(2, (3,))], 3, pipeline)
+    _, found = lists((3,), [Repartition(1, (4,)), Repartition(2, (3,))], 3, pipeline)
     shown = [render(it for it in program if it.op not in MESSAGES) for program in found]
     assert shown == [
         "0F0@0 0F1@0 0B0@0 0B1@0 0U0@1 0T1<1 0F2@1 0F3@1 0B2@1 0B3@1 0U1@2 0RC2>1 0G2>1 0F4@2 0F5@2 0B4@2 0B5@2 0U2@3",
@@ -100,7 +100,7 @@ def test_with_a_flush_layers_leave_after_its_update() -> None:
 class Played:
     """Plays lists step by step: messages have to be there, and every layer's work is noted down as it is done."""
 
-    def __init__(self, before: Starts, moves: list[Move], num_layers: int = 20) -> None:
+    def __init__(self, before: Starts, moves: list[Repartition], num_layers: int = 20) -> None:
         self.bounds = [0, *before, num_layers]
         self.moves = {move.at: move.starts for move in moves}
         self.num_layers = num_layers
@@ -187,7 +187,7 @@ class Played:
         return next(s for s in range(len(bounds) - 1) if layer in self.layers(bounds, s))
 
 
-def play(before: Starts, moves: list[Move], count: int) -> Played:
+def play(before: Starts, moves: list[Repartition], count: int) -> Played:
     """Play all lists to their ends, whichever may go on first, and check what they did to each layer."""
     _, found = lists(before, moves, count)
     state, at = Played(before, moves), [0] * len(found)
@@ -222,7 +222,7 @@ def cuts(p: int) -> list[tuple[Starts, Starts]]:
 def test_whatever_moves_no_list_changes_and_nobody_waits_for_ever(p: int) -> None:
     for before, after in cuts(p):
         for at in range(2 * p, 2 * p + 3):
-            state = play(before, [Move(at, after), Move(at + 2 * p, before)], at + 3 * p)
+            state = play(before, [Repartition(at, after), Repartition(at + 2 * p, before)], at + 3 * p)
             ends = [0, *before, 20]
             assert all(state.owner[layer] == s for s in range(p) for layer in state.layers(ends, s))
 
@@ -231,7 +231,7 @@ def test_whatever_moves_no_list_changes_and_nobody_waits_for_ever(p: int) -> Non
 def test_a_segment_may_end_anywhere(p: int) -> None:
     for before, after in cuts(p):
         for count in range(p, 3 * p + 2):
-            state = play(before, [Move(2 * p, after)], count)
+            state = play(before, [Repartition(2 * p, after)], count)
             ends = [0, *after, 20]
             assert all(state.owner[layer] == s for s in range(p) for layer in state.layers(ends, s))
 
@@ -242,7 +242,7 @@ def test_passes_and_updates_stay_in_turn(p: int) -> None:
     stayed = programs(Pipeline((1,) * p, chain(p), "1f1b", False, p), 20)
     extra = (Op.RECUT, Op.GIVE_UNIT, Op.GIVE, Op.TAKE_UNIT, Op.FORWARD_AGAIN, Op.TAKE)
     for (before, after), usual in zip(cuts(p), itertools.repeat([list(each) for each in stayed]), strict=False):
-        _, found = lists(before, [Move(2 * p + 1, after)], 20)
+        _, found = lists(before, [Repartition(2 * p + 1, after)], 20)
         assert [[it for it in program if it.op not in extra] for program in found] == usual
 
 
@@ -251,8 +251,8 @@ def test_edges_follow_the_owners_unit_by_unit() -> None:
     near = Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
     skipping = Pipeline((1,) * 3, (Edge(0, 1), Edge(0, 2), Edge(1, 2)), "1f1b", False, 3)
     shapes: dict[Starts, Pipeline] = {(4, 8): skipping, (4, 10): near}
-    routes = Routes(skipping, Layout((4, 8), (KEEP,) * 20), lambda layout: shapes[layout.starts])
-    routes.announce(Move(7, (4, 10)))
+    routes = Routes(skipping, CutLayout((4, 8), (KEEP,) * 20), lambda layout: shapes[layout.starts])
+    routes.announce(Repartition(7, (4, 10)))
     found = [list(program) for program in programs(skipping, 12, routes)]
     forward = [it.number for it in found[0] if it.op is Op.SEND_ACTIVATION and it.peer == 2]
     back = [it.number for it in found[0] if it.op is Op.RECEIVE_GRADIENT and it.peer == 2]
@@ -264,7 +264,7 @@ def test_edges_follow_the_owners_unit_by_unit() -> None:
 def test_a_stage_that_takes_nothing_is_cut_anew_before_the_first_forward_with_other_policies() -> None:
     """Stage 0 gives a layer and computes others again; stage 1 takes it; stage 2 does what it did."""
     memory = ("recompute",) * 4 + (KEEP,) * 16
-    _, found = lists((6, 12), [Move(6, (5, 12), memory), Move(12, (5, 12), memory[::-1])], 16)
+    _, found = lists((6, 12), [Repartition(6, (5, 12), memory), Repartition(12, (5, 12), memory[::-1])], 16)
     assert " 0B3@1 0U3@4 0G6>1 0RC6 0F6@4 " in render(it for it in found[0] if it.op not in MESSAGES)
     assert [[it for it in program if it.op is Op.RECUT and it.peer < 0] for program in found] == [
         [parse("0RC6"), parse("0RC12")], [], [parse("2RC12")]
@@ -276,10 +276,10 @@ def test_what_swaps_is_copied_unit_by_unit() -> None:
     p = 3
     shape = Pipeline((1,) * p, chain(p), "1f1b", False, p)
     swapping = replace(shape, swaps=(0,))
-    layout, memory = Layout((6, 12), (KEEP,) * 20), ("swap",) * 3 + (KEEP,) * 17
+    layout, memory = CutLayout((6, 12), (KEEP,) * 20), ("swap",) * 3 + (KEEP,) * 17
     routes = Routes(shape, layout, lambda under: swapping if "swap" in under.memory else shape)
-    routes.announce(Move(6, (6, 12), memory))
-    routes.announce(Move(12, (6, 12), layout.memory))
+    routes.announce(Repartition(6, (6, 12), memory))
+    routes.announce(Repartition(12, (6, 12), layout.memory))
     program, *others = [list(each) for each in programs(shape, 16, routes)]
     for op in (Op.SWAP_OUT, Op.SWAP_IN):
         assert [it.number for it in program if it.op is op] == [*range(6, 12)]

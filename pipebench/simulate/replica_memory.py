@@ -23,7 +23,7 @@ from pipebench.simulate.memory import (
     STATE,
     VERSIONS,
     WEIGHTS,
-    StageMemory,
+    StageMemoryCosts,
 )
 
 
@@ -115,7 +115,7 @@ class Versions:
         return self._users[version] > 0 or version >= self._keep_from
 
 
-class Holding:
+class ReplicaMemory:
     """One replica of one stage.
 
     Args:
@@ -123,7 +123,7 @@ class Holding:
         serves: whether a server applies the gradients of all replicas to its weights, as they come.
     """
 
-    def __init__(self, memory: StageMemory, *, serves: bool = False) -> None:
+    def __init__(self, memory: StageMemoryCosts, *, serves: bool = False) -> None:
         self._memory = memory
         self._serves = serves
         self._versions = Versions(in_place=memory.in_place)
@@ -134,17 +134,17 @@ class Holding:
         self._shared = False  # whether its weights outlive an update
         self._is_retired = False
 
-    def copied(self, memory: StageMemory) -> "Holding":
+    def copied(self, memory: StageMemoryCosts) -> "ReplicaMemory":
         """Return one of other layers that goes on from the newest weights of this one, and from its optimizer's state.
 
         Args:
             memory: what they keep; of their weights and state it has everything.
         """
-        made = Holding(memory)
+        made = ReplicaMemory(memory)
         made._versions, made._has_state = self._versions.copied(), self._has_state
         return made
 
-    def trained(self) -> "Holding":
+    def trained(self) -> "ReplicaMemory":
         """Return the same after an update: the optimizer has its state."""
         self._has_state = True
         return self
