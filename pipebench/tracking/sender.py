@@ -72,6 +72,8 @@ class Sender:
             store: where to.
             on_progress: called whenever MLflow has taken something.
         """
+        if self._history is None and not self._queue and not self.record.earlier:
+            return  # a run that is about to log its start, with which it begins
         store.connect()
         if self._history is None:
             self._history = self._begin(store)

@@ -15,6 +15,8 @@ import sqlalchemy
 
 from pipebench.errors import UserError
 from pipebench.tracking import Tracking, default_uri, read_record, require_writable
+from pipebench.tracking.record import RecordFolder, Start
+from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import Row, Store
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
@@ -260,3 +262,11 @@ def test_a_store_whose_making_was_cut_short_is_made_again(tmp_path: Path, monkey
     run_id = store.create_run("run", {}, 0)
     store.end_run(run_id, "FINISHED", 1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
+def test_a_run_that_has_not_logged_its_start_yet_is_left_alone(tmp_path: Path) -> None:
+    """The thread that tells MLflow may look between a run's making and its first entry."""
+    start = Start("run", virtual=True)
+    sender = Sender(RecordFolder(tmp_path), start, None, system_metrics=False)
+    sender.send(Store(f"sqlite:///{tmp_path}/mlflow.db", "suite"), lambda: None)
+    assert not (tmp_path / "mlflow.db").exists()
