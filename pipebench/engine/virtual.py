@@ -26,7 +26,7 @@ from pipebench.engine.monitor import monitors
 from pipebench.engine.movable import Movable
 from pipebench.engine.replica import Replica
 from pipebench.engine.scores import Scores
-from pipebench.engine.segment_cuts import SegmentCuts, phases_of
+from pipebench.engine.segment_cuts import phases_of
 from pipebench.engine.setup import Setup
 from pipebench.engine.whole import WholeModel
 from pipebench.engine.worker import Worker, host_peaks
@@ -37,7 +37,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import forward_programs
 from pipebench.schedule.pushes import Turns
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions
+from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions, recomputing
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import Simulation, TimelineEvent
 from pipebench.simulate.timeline import EVALUATION
@@ -82,7 +82,7 @@ class VirtualEngine(Movable):
         self._observe = observe
         self._on_loss = on_loss
         self._on_unit = on_unit
-        self._meter = meter or Meter(setup.pipeline, costs=setup.costs)
+        self._meter = meter or Meter(setup.pipeline)
         self._stop = stop or StopRequest()
         self._cut_stages(setup)
 
@@ -230,9 +230,12 @@ class VirtualEngine(Movable):
         routes = None if phases is None else phases.routes
         lists = [admitted_program(pipeline, w.index, num_minibatches, admission, routes) for w in self.workers]
         self._rings.begin(first_minibatch)
-        self._meter.begin(self._feed.size)
+        size_of, moving = self._feed.size, None
+        if phases is not None:
+            moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
+        self._meter.begin(size_of, moving.recomputing_s if moving else recomputing(self.setup.costs, size_of))
         turns = Turns(self.setup.push_order.get(first_minibatch), lambda: admission.limit)
-        self._play(pipeline, self.setup.costs, lists, turns, phases)
+        self._play(pipeline, self.setup.costs, lists, turns, moving)
         for worker in self.workers:
             worker.end_training()
         if phases is not None:
@@ -283,12 +286,10 @@ class VirtualEngine(Movable):
         costs: Costs,
         lists: Sequence[Iterator[Instruction]],
         turns: Turns | None = None,
-        phases: SegmentCuts | None = None,
+        moving: PhaseCosts | None = None,
     ) -> None:
         size_of: Callable[[int], Size] = self._feed.size
-        moving = None
-        if phases is not None:
-            moving = PhaseCosts(phases, size_of, lambda unit: pipeline.minibatch(unit)[0])
+        if moving is not None:
             costs, size_of = moving.costs, moving.size_of
         simulation = Simulation(pipeline, lists, costs, self.network, size_of, self.clock_s, turns, moving)
         verbose = _LOG.isEnabledFor(logging.DEBUG)

@@ -77,7 +77,6 @@ class Meter:
     Args:
         pipeline: the shape of what is run.
         listeners: are told of all that happens in training, too.
-        costs: of what is run, where forwards may be computed again.
 
     Attributes:
         evaluating: set while an evaluation runs.
@@ -88,7 +87,7 @@ class Meter:
         origin_s: the clock's time at which the timeline begins.
     """
 
-    def __init__(self, pipeline: Pipeline, *listeners: Listener, costs: Costs | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, *listeners: Listener) -> None:
         self.evaluating = False
         self.busy_s = self.again_s = 0.0
         self.stall_s = self.swap_stall_s = 0.0
@@ -100,8 +99,6 @@ class Meter:
         self._transfers: list[Transfer] = []
         self._truncated = False
         self._listeners = listeners
-        self._again_s = recomputed_s(costs)
-        self._size_of: Callable[[int], Size] = lambda unit: 0
         self._recomputing_s: Callable[[int, int], float] | None = None
 
     def begin(self, size_of: Callable[[int], Size], again_s: Callable[[int, int], float] | None = None) -> None:
@@ -109,11 +106,9 @@ class Meter:
 
         Args:
             size_of: tells what a unit's costs depend on.
-            again_s: of a stage and a unit, the part of its backward that computes forwards again; None: that of the
-                costs.
+            again_s: of a stage and a unit, the part of its backward that computes forwards again; None: there is none.
         """
-        self._size_of = size_of
-        self._recomputing_s = again_s or (self._of_costs if self._again_s else None)
+        self._recomputing_s = again_s
         for listener in self._listeners:
             listener.begin(size_of)
 
@@ -145,9 +140,6 @@ class Meter:
         if not self._truncated:
             self._transfers.append(transfer)
 
-    def _of_costs(self, stage: int, unit: int) -> float:
-        return self._again_s[stage][self._size_of(unit)]
-
     def timeline(self) -> Timeline:
         """Return the recorded part."""
         found = (span_of(self._pipeline, event, evaluating) for event, evaluating in self._seen)
@@ -177,10 +169,16 @@ def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
     return Span(worker, EVALUATE if evaluating else kind, f"{own}{letter}{label}", start_s, end_s, minibatch)
 
 
-def recomputed_s(costs: Costs | None) -> list[Mapping[Size, float]]:
+def recomputed_s(costs: Costs) -> list[Mapping[Size, float]]:
     """Return the seconds of every stage's backwards that compute forwards again; empty where none does."""
-    found = [] if costs is None else [stage.again_s for stage in costs.stages]
+    found = [stage.again_s for stage in costs.stages]
     return found if any(any(seconds.values()) for seconds in found) else []
+
+
+def recomputing(costs: Costs, size_of: Callable[[int], Size]) -> Callable[[int, int], float] | None:
+    """Return what tells how much of a unit's backward at a stage computes forwards again; None where none does."""
+    found = recomputed_s(costs)
+    return (lambda stage, unit: found[stage][size_of(unit)]) if found else None
 
 
 def fractions(

@@ -25,7 +25,7 @@ from pipebench.schedule.programs import programs
 from pipebench.simulate.averaging import Average
 from pipebench.simulate.costs import Costs
 from pipebench.simulate.crowded import simulation_of
-from pipebench.simulate.meter import COMPUTED, Meter, recomputed_s
+from pipebench.simulate.meter import COMPUTED, Meter, recomputed_s, recomputing
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
 
@@ -254,7 +254,7 @@ class _Run:
         ]
         self._simulation = simulation_of(pipeline, self._lists, course.costs, self._network, size_of)
         if meter is not None:
-            meter.begin(size_of)
+            meter.begin(size_of, recomputing(course.costs, size_of))
 
     def __iter__(self) -> Iterator[TimelineEvent]:
         busy_s, stall_s, meter, recomputed = self.busy_s, self.stall_s, self._meter, self._recomputed_s

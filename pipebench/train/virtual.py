@@ -12,7 +12,7 @@ def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
     """Return what makes a virtual engine for a job; `stop` may ask it to end early."""
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> VirtualEngine:
-        meter = Meter(job.setup.pipeline, costs=job.setup.costs)
+        meter = Meter(job.setup.pipeline)
         setup = job.setup
         network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
         return VirtualEngine(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter, stop=stop)

@@ -146,3 +146,16 @@ def test_other_workers_are_another_run() -> None:
     other = make_setup(Mlp(), ([3], [2, 1]), make_optimizer=SGD).plan
     with pytest.raises(PlanError, match="keeps replicas, devices, depth and chunks"):
         engine.replan(other)
+
+
+def test_what_is_computed_again_is_that_of_the_cuts_that_hold() -> None:
+    """The clock's meter takes the costs of every segment, not those that the run began with."""
+    engine = make_engine(conv([3, 5]))
+    engine.train(0, BEFORE)
+    assert engine.facts()["again_s"] == 0
+    plan = engine.setup.plan
+    again = recut(engine.setup.graph, plan, [3, 5], [RECOMPUTE] * len(engine.setup.graph.layers))
+    engine.replan(again)
+    engine.train(BEFORE, AFTER)
+    per_minibatch_s = sum(max(stage.again_s.values()) for stage in engine.setup.costs.stages)
+    assert engine.facts()["again_s"] == pytest.approx(AFTER * per_minibatch_s) > 0

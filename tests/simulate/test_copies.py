@@ -314,7 +314,7 @@ def test_extrapolation_is_exact_beside_copies(plan: Any, columns: dict[str, Any]
 
 def test_what_becomes_of_the_workers_time_adds_up() -> None:
     course = course_of(([2, 4, 6], [1] * 4), (0, 1), 3000, weights="stash", recompute=[4, 5])
-    meter = Meter(course.pipeline, costs=course.costs)
+    meter = Meter(course.pipeline)
     totals = simulate_all(course, 24, meter)
     # Stage 2's two forwards of 1 s each, again for every minibatch.
     assert totals.again_s == meter.again_s == pytest.approx(2.0 * 24)
