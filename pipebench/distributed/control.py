@@ -211,7 +211,7 @@ class Control:
             answers = [json.loads(answer) for answer in self._store.multi_get(self._position_keys)]
             # The launcher's `set` may replace a worker's reason after some have read it: all take worker 0's word.
             self._stop_reason = answers[0][2]
-            self._gate.sync_clock(max(Position(segment, bound) for segment, bound, _ in answers))
+            self._gate.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watch(self) -> None:
         """Add up how long the training thread is at one place; time in which this process slept doesn't count."""

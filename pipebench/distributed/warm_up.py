@@ -36,7 +36,7 @@ _NOTHING = float("nan")
 _CPU = torch.device("cpu")
 
 
-def gains_by_rehearsal(device: torch.device) -> bool:
+def gains_by_warm_up(device: torch.device) -> bool:
     """Say whether first times matter: on a CPU nothing waits for a device."""
     return device.type == "cuda"
 

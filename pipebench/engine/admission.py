@@ -141,13 +141,13 @@ class AdmissionControl:
             self._num_minibatches = min(self._num_minibatches, minibatch)
 
     def close(self) -> Position:
-        """Let nothing in beyond what has begun, until `sync_clock`; return where that is, the same every time."""
+        """Let nothing in beyond what has begun, until `settle`; return where that is, the same every time."""
         with self._changed:
             if self._position is None:
                 self._position = Position(self._segment, min(self._begun, self._num_minibatches))
             return self._position
 
-    def sync_clock(self, cut: Position) -> None:
+    def settle(self, cut: Position) -> None:
         """Take the greatest position of all workers: open the gate up to it, for good."""
         with self._changed:
             self._cut = cut
@@ -221,6 +221,6 @@ class StoppableAdmission:
         """Return whether a minibatch may begin."""
         if self._open and self._stop.reason is not None:
             self._open = False
-            self._gate.sync_clock(self._gate.close())
+            self._gate.settle(self._gate.close())
             self._on_cut(self._gate.limit)
         return self._gate.admit(minibatch)

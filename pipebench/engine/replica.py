@@ -381,7 +381,7 @@ class Replica:
             self._saves[shapes] = _Saves(kept, frozenset() if item.swap is None else item.swap.saved_with(saved))
         item.kept_bytes = self._saves[shapes].kept_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
-            item.swap.sync_clock(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
+            item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
         return outputs
 
     def _own_storages(self, item: InFlight) -> set[int]:

@@ -118,7 +118,7 @@ class Swap:
         """Return which of the tensors, by the order of saving, are of storages that something else keeps, too."""
         return frozenset(index for index, each in enumerate(self._saved) if _address(each.tensor, self._device) in kept)
 
-    def sync_clock(self, staying: Container[int], own: Container[int], inputs: Sequence[torch.Tensor]) -> None:
+    def settle(self, staying: Container[int], own: Container[int], inputs: Sequence[torch.Tensor]) -> None:
         """Decide what is copied, when the forward is over.
 
         Args:

@@ -47,7 +47,7 @@ def close_record(folder: RunFolder, code: int) -> None:
 
 
 def _close(record: Path, suite: str, status: Status) -> None:
-    log = Tracking(suite).switch_setup(record)
+    log = Tracking(suite).reopen(record)
     if log is not None:
         log.finish(status=status)
 

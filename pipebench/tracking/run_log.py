@@ -94,7 +94,7 @@ class Tracking:
         run.begin(LogEntry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags}))
         return run
 
-    def switch_setup(self, folder: Path) -> "RunLog | None":
+    def reopen(self, folder: Path) -> "RunLog | None":
         """Open what another process has recorded, for what it couldn't send and how it ended; None if there is nothing.
 
         Args:

@@ -95,7 +95,7 @@ class Fault:
 
 
 _FUNCTIONS: dict[str, type] = {
-    "hand_over": World, "write_part": Checkpoints, "commit": Checkpoints, "take_up": DistributedEngine,
+    "hand_over": World, "write_part": Checkpoints, "commit": Checkpoints, "switch_setup": DistributedEngine,
 }  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_a_search_in_processes_is_the_virtual_engine_s(
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(0, "take_up", 2),
+        Fault(0, "switch_setup", 2),
         Fault(1, "hand_over", 4, after=True),
         Fault(0, "commit", 5),
     ],

@@ -95,7 +95,7 @@ def test_a_gate_lets_in_what_has_begun_and_nothing_else_until_the_cut_is_known()
     assert gate.admit(3)
     assert gate.close() == Position(3, 4)
     assert [gate.is_undecided(minibatch) for minibatch in (3, 4, 8)] == [False, True, True]
-    gate.sync_clock(Position(3, 6))
+    gate.settle(Position(3, 6))
     assert gate.limit == 6
     assert [gate.admit(minibatch) for minibatch in (4, 5, 6)] == [True, True, False]
 
@@ -106,7 +106,7 @@ def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
         gate.begin(1, 5)
         assert gate.admit(4)
         assert gate.close() == Position(1, 5)
-        gate.sync_clock(cut)
+        gate.settle(cut)
         assert gate.limit == limits[0]
         gate.begin(2, 5)
         assert gate.limit == limits[1]
@@ -120,7 +120,7 @@ def test_a_closed_gate_holds_back_the_next_segment() -> None:
     assert gate.close() == Position(-1, 0)
     gate.begin(0, 4)
     assert gate.is_undecided(0)
-    gate.sync_clock(Position(0, 2))
+    gate.settle(Position(0, 2))
     assert gate.admit(1)
     assert not gate.admit(2)
 

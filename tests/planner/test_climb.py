@@ -222,7 +222,7 @@ def test_what_is_chosen_is_predicted_like_every_plan_not_glimpsed(monkeypatch: p
     """However wrong glimpses are: plans that only look fast are dropped, and what is said of the chosen one holds."""
     made = Planner(instance("random", 6).request, MODE)
     proposed_s = min(each.minibatch_s for each in made.proposed())
-    monkeypatch.setattr(Planner, "glimpse", lambda *_: (1e-9, 100))
+    monkeypatch.setattr(Planner, "estimate_rate", lambda *_: (1e-9, 100))
     found = made.best()
     assert found.minibatch_s <= proposed_s
     assert found.is_simulated

@@ -199,13 +199,13 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
 
 def test_what_a_dead_process_could_not_send_another_one_sends(tracking: Tracking, tmp_path: Path) -> None:
     """As the launcher does for rank 0: all of it, and how the run ended."""
-    assert tracking.switch_setup(tmp_path) is None
+    assert tracking.reopen(tmp_path) is None
     start = Start("orphan", virtual=True)
     left = RecordFolder(tmp_path)
     left.append(LogEntry(start=start, params={"lr": "0.1"}, tags={"mode": "dp"}))
     left.append(LogEntry(artifact="a/plan.txt"), b"straight")
     left.append(LogEntry(point=RESULT.points[0]))
-    log = Tracking("suite").switch_setup(tmp_path)
+    log = Tracking("suite").reopen(tmp_path)
     assert log is not None
     log.finish(status="KILLED")
     run = fetch(log)

@@ -241,4 +241,4 @@ def _wrap_engines(watch: Watch) -> None:
     _wrap(Worker, "execute", executing)
     for engine in (VirtualEngine, DistributedEngine):
         _wrap(engine, "train", beginning)
-        _wrap(engine, "take_up", _between(watch, "recut", None, lambda engine: place[0]))
+        _wrap(engine, "switch_setup", _between(watch, "recut", None, lambda engine: place[0]))
