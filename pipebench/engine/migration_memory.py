@@ -95,7 +95,7 @@ class MigrationMemory:
 
 
 class _MigratingMemory:
-    """What one stage holds, as `Migrating` does.
+    """What one stage holds, as `MigratingReplica` does.
 
     Attributes:
         held: what engines count of it.
