@@ -40,7 +40,7 @@ class Mark:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     GPU.__init__()  # type: ignore[misc]
-    monkeypatch.setattr(torch.cuda, "TimelineEvent", Mark)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(GPU, "synchronised", GPU.synchronised + 1))
     return GPU
 

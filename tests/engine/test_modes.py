@@ -195,9 +195,11 @@ def test_recomputation_changes_nothing(weights: str) -> None:
         results.append((parameters_of(engine) | buffers, max(engine.peak_bytes)))
     (kept, most_bytes), *others = results
     assert kept["features.1.num_batches_tracked"] == 12
-    for again, num_bytes in others:
+    for again, _ in others:
         assert all(torch.equal(value, again[name]) for name, value in kept.items())
-        assert num_bytes < most_bytes
+    # A peak holds what one backward computes again: with one minibatch in flight, or of layers whose inputs are kept
+    # anyway, recomputation frees nothing.
+    assert others[0][1] < most_bytes if weights == "stash" else others[0][1] == most_bytes
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:

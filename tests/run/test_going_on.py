@@ -100,6 +100,7 @@ def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tm
     answer = resume(run_of)
     assert answer.exit_code == 0, answer.output
     said = f"pipebench: code has changed since the checkpoint of step 8 was written: {helper.stem}"
-    assert answer.stderr.splitlines() == [said]
+    assert [line for line in answer.stderr.splitlines() if ": executes " not in line] == [said]
     again = CliRunner().invoke(cli, ["run", "--resume", run_of.run_id, "train.max_epochs=3"])
-    assert (again.exit_code, again.stderr) == (0, "")
+    assert again.exit_code == 0
+    assert all(": executes " in line for line in again.stderr.splitlines())

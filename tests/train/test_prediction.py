@@ -45,10 +45,10 @@ def test_the_table_has_measured_predicted_and_difference() -> None:
     assert prediction_markdown({**MEASURED, **compare(MEASURED, PREDICTED)}).splitlines() == [
         "| | measured | predicted | difference |",
         "| --- | ---: | ---: | ---: |",
+        "| comm_bytes_per_sample | 2.00 kB | 2.00 kB | +0.0% |",
+        "| bubble_fraction | 20.0% | 25.0% | -5.0 points |",
         "| epoch_time_s | 1.25 s | 1.00 s | +25.0% |",
         "| throughput_samples_per_s | 100 | - |  |",
-        "| bubble_fraction | 20.0% | 25.0% | -5.0 points |",
-        "| comm_bytes_per_sample | 2.00 kB | 2.00 kB | +0.0% |",
         "| comm_bytes_per_sample_gradient | 0 B | 0 B | none |",
     ]
 

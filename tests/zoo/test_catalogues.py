@@ -29,7 +29,8 @@ def test_fetching_downloads_pinned_packages_and_unpacks_catalogues_alone(
     assert sorted(path for path in (tmp_path / "data").rglob("*") if path.is_file()) == sorted(written)
     assert [command[-1] for command in commands] == ["mercurial==7.2.4", "pretalx==2025.2.2"]
     assert all(
-        "--no-deps" in command and command[:4] == [sys.executable, "-m", "pip", "download"] for command in commands
+        "--no-deps" in command and command[:5] == [sys.executable, "-P", "-m", "pip", "download"]
+        for command in commands
     )
 
 

@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -108,7 +109,7 @@ def perform(campaign: Campaign, place: Place, at_once: int, say: Callable[[str],
     pool = ThreadPoolExecutor(at_once)
     try:
         futures: dict[Future[dict[str, Any]], str] = {
-            pool.submit(_part, campaign, by_name.get(name), name, place): name for name in campaign.left
+            pool.submit(_part, campaign, by_name.get(name), name, place): name for name in _mixed(campaign.left)
         }
         for number, future in enumerate(as_completed(futures), 1):
             row = future.result()
@@ -126,6 +127,11 @@ def perform(campaign: Campaign, place: Place, at_once: int, say: Callable[[str],
             child.kill()
         raise
     pool.shutdown()
+
+
+def _mixed(names: Sequence[str]) -> list[str]:
+    """Return parts in an order that mixes kinds, so that a campaign that is interrupted has done some of each."""
+    return random.Random(0).sample(names, len(names))
 
 
 def _part(campaign: Campaign, trial: Trial | None, name: str, place: Place) -> dict[str, Any]:
