@@ -1,8 +1,8 @@
 """The largest update that fits: how many whole minibatches a flush can take in before a device is out of memory.
 
 PipeDream (SOSP'19, section 5.4) gives GPipe the largest number of minibatches that fits in memory, and doesn't say how
-many that is. Here the memory model says it: what `MemoryForecast` predicts of a run is what is searched with, so that the run
-keeps as much and no more.
+many that is. Here the memory model says it: what `MemoryForecast` predicts of a run is what is searched with, so that
+the run keeps as much and no more.
 """
 
 from collections.abc import Callable
