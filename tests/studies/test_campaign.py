@@ -126,14 +126,20 @@ def test_runs_come_to_the_points(tmp_path: Path) -> None:
     )
 
 
-def checkpoint(folder: Path, value: float, *, step: int = 6, loss: float = 1.0) -> Path:
+def checkpoint(folder: Path, value: float, *, step: int = 6, loss: float = 1.0, count: float = 1.0) -> Path:
     """Write two checkpoints of one parameter, and return their folder."""
     store = Checkpoints(folder)
     for at in (step - 1, step):
         tensor = torch.full((64,), value)
         parts = [
             store.write_part(
-                at, f"stage-{index}", ModelState({f"{index}.w": tensor + at}, {f"{index}.w": {"m": tensor}})
+                at,
+                f"stage-{index}",
+                ModelState(
+                    {f"{index}.w": tensor + at},
+                    {f"{index}.w": {"m": tensor}},
+                    {f"{index}.mean": torch.full((1,), count)},
+                ),
             )
             for index in range(2)
         ]
@@ -148,6 +154,9 @@ def test_bits_are_compared(tmp_path: Path) -> None:
     assert [*other_bits(checkpoint(tmp_path / "c", 1.5), expected)] == [
         "other parameters, by up to 5.0e-01", "other optimizer",
     ]  # fmt: skip
+    # Rounding of what replicas average is none of a fault's doing; anything more is.
+    assert [*other_bits(checkpoint(tmp_path / "f", 1.0, count=1.0 + 1e-7), expected)] == []
+    assert [*other_bits(checkpoint(tmp_path / "g", 1.0, count=1.01), expected)] == ["other buffers, by up to 1.0e-02"]
     assert [*other_bits(checkpoint(tmp_path / "d", 1.0, step=7), expected)] == [
         "the last checkpoint is of step 7 instead of 6"
     ]
