@@ -139,12 +139,12 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
     engine = loaded.recipe.engine
     world = join(engine.device, limit_s=engine.join_limit_s, operation_limit_s=max(1800.0, 2 * engine.stall_limit_s))
     _remark(world)
-    with _pulse(world, engine.silence_limit_s):
+    with _heartbeat(world, engine.silence_limit_s):
         _take_part(loaded, suite, world)
     world.close()
 
 
-def _pulse(world: World, limit_s: float) -> AbstractContextManager[object]:
+def _heartbeat(world: World, limit_s: float) -> AbstractContextManager[object]:
     """Hear, until the end, whether the other hosts are there; on one host the system tells."""
     if world.place.one_host:
         return nullcontext()

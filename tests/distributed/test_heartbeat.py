@@ -93,10 +93,10 @@ def test_workers_hear_each_other_and_the_one_that_is_left_alone_is_told() -> Non
         with Heartbeat(store, place(1, 2), limit_s=PATIENCE_S, on_silence=nobody, beat_s=0.05) as other:
             while len(left._heard) < 2:
                 assert not over.wait(0.01)
-        assert json.loads(store.get("pulse/1"))[0] == "done"
+        assert json.loads(store.get("heartbeat/1"))[0] == "done"
         assert not over.wait(0.01)
         assert other._closed.is_set()
-        store.set("pulse/1", beat(1, 1).decode())  # as if it had been killed instead
+        store.set("heartbeat/1", beat(1, 1).decode())  # as if it had been killed instead
         assert over.wait(PATIENCE_S)
     assert [(sentence.partition(" has")[0], answers) for sentence, answers in heard] == [("rank 1 on node1", True)]
 
@@ -126,11 +126,11 @@ def test_where_all_give_signs_the_cause_says_it_itself() -> None:
 
 def lose(store: HashStore) -> None:
     """Lose a peer that has given a sign, at least; if it isn't there, right after its last."""
-    dies = not store.check(["pulse/1"])
+    dies = not store.check(["heartbeat/1"])
     if dies:
-        store.set("pulse/1", beat(7, 1).decode())
+        store.set("heartbeat/1", beat(7, 1).decode())
     with pulse(store, 0) as mine:
         meets(mine)
         if dies:
-            store.set("pulse/1", beat(8, 1).decode())
+            store.set("heartbeat/1", beat(8, 1).decode())
         raise PeerLostError("lost a peer: closed")
