@@ -257,7 +257,7 @@ class MigratingReplica:
             self._guests[block.source] = self._make_replica(stage)
         guest = self._guests[block.source]
         restore(guest, given.state, self._share)
-        guest.weights.newest.number = given.version
+        guest.weights.renumber(given.version)
         guest.forward(unit, draw, given.inputs, given.received, place, version=given.version)
         ran = self._units[unit]
         ran.insert(len(ran) if block.goes_left else 0, guest)
@@ -283,7 +283,7 @@ class MigratingReplica:
         if not self._gradients.keys() <= {*names}:  # of layers that are still to come
             return None
         last.replica.gradients = [self._gradients.get(name) for name in names]
-        weights.most_alive = max(weights.most_alive, self._most_alive)
+        weights.versions.most_alive = max(weights.most_alive, self._most_alive)
         return last
 
     def _retire(self, replica: Replica) -> None:
@@ -308,7 +308,7 @@ class MigratingReplica:
         """Return a replica of layers that goes on from a state, with the policies of a minibatch."""
         made = self._make_replica(self._phases.cut(start, stop, self._phases.policies(minibatch)))
         restore(made, state, self._share)
-        made.weights.newest.number = number
+        made.weights.renumber(number)
         return made
 
     def _state_before(self, replica: Replica, place: StreamSlot) -> ModelState:
@@ -333,4 +333,6 @@ class MigratingReplica:
         """Count the versions of the stage's own layers that are alive, whoever holds them."""
         guests = [*self._guests.values()]
         own = (replica for replica in self._everybody() if replica not in guests)
-        self._most_alive = max(self._most_alive, len({number for replica in own for number in replica.weights.alive}))
+        self._most_alive = max(
+            self._most_alive, len({number for replica in own for number in replica.weights.versions.alive})
+        )

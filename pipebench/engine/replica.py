@@ -171,11 +171,10 @@ class Replica:
         Returns:
             The values that leave the stage, detached, by layer; and the loss in the last stage.
         """
-        weights = self.weights.find(version) if self.moved is None else self.moved.for_forward(version, move)
-        weights.users += 1
+        weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}
         self.weights.bind(weights)
-        item = self._in_flight[unit] = InFlight(weights, received, draw, loss, self._take_up(place))
+        item = self._in_flight[unit] = InFlight(version, weights, received, draw, loss, self._take_up(place))
         self.stage.seeder.draw, self.stage.loss.function = draw, loss
         outputs = self._run(item, [*inputs, *received.values()])
         self._lay_down(place)
@@ -207,9 +206,8 @@ class Replica:
         Returns:
             Per received layer the gradients of those of its tensors that required grad.
         """
-        item = self._in_flight.pop(unit)
-        returning = self._backward(item, gradients, on_gradient, move)
-        self.weights.release(item.version)
+        returning = self._backward(self._in_flight[unit], gradients, on_gradient, move)
+        self.let_go(unit)
         return returning
 
     def backward_input(
@@ -226,10 +224,10 @@ class Replica:
 
         `on_gradient` is told of the parameters whose gradients this part computes. It reads no weights.
         """
-        item = self._in_flight.pop(unit)
+        item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
             backward_weight(item.rests, item.version.parameters)
-        self.weights.release(item.version)
+        self.let_go(unit)
 
     def heads(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Return gradients by layer as `backward` takes them."""
@@ -289,8 +287,10 @@ class Replica:
         return tuple(self._in_flight)
 
     def let_go(self, unit: int) -> None:
-        """Forget a unit that has run forward: its backward runs elsewhere."""
-        self.weights.release(self._in_flight.pop(unit).version)
+        """Forget a unit that has run forward: its backward is over, or runs elsewhere."""
+        item = self._in_flight.pop(unit)
+        if self.moved is None:  # else all use the same buffers, which stay
+            self.weights.release(item.number)
 
     def retire(self) -> None:
         """Make no more updates, and keep nothing but what the backwards of units in flight need."""

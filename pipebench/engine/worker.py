@@ -136,8 +136,8 @@ class Worker:
         for stage, replica in self.replicas.items():
             made = replica_of_stage(self.setup, stage)
             restore(made, held_by(replica, self._shares[stage]), self._shares[stage])
-            made.weights.newest.number = replica.weights.newest.number
-            made.weights.most_alive = replica.weights.most_alive
+            made.weights.renumber(replica.weights.newest.number)
+            made.weights.versions.most_alive = replica.weights.most_alive
             self.replicas[stage] = self._running[stage] = made
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
@@ -399,7 +399,8 @@ class Worker:
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, host_peak_bytes)
         for replica in self.replicas.values():
-            replica.weights.most_alive = max(replica.weights.most_alive, versions_max)
+            versions = replica.weights.versions
+            versions.most_alive = max(versions.most_alive, versions_max)
 
     def _note_memory(self, again_bytes: int = 0) -> None:
         """Count what is held since the last note at the moment it is most: what has come with what has gone meanwhile.
