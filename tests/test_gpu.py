@@ -184,7 +184,7 @@ def test_what_is_swapped_leaves_the_device_for_pinned_memory() -> None:
     assert replica.host_bytes() == 8 * 17 * 8 << 20
     for unit in reversed(range(8)):
         replica.swap_in(unit)
-        replica.backward(unit, [])
+        replica.backward(unit, {})
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 2 * each
     assert replica.host_bytes() == 0
@@ -201,6 +201,6 @@ def test_copies_run_beside_passes() -> None:
         left = replica._swap(unit)._left
         assert left is not None
         under_way = not left.query()  # type: ignore[no-untyped-call]
-        replica.backward(unit, [])
+        replica.backward(unit, {})
         torch.cuda.synchronize()
     assert under_way

@@ -19,6 +19,7 @@ import torch
 
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState, same_type_map
+from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
@@ -162,12 +163,22 @@ class MigratingReplica:
         self._note_versions()
         return values, result
 
-    def backward(self, unit: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-        """Run a unit backward through all that it ran forward through here, and what came from other stages."""
-        total, self.again_bytes = {layer: list(found) for layer, found in gradients.items()}, 0
+    def backward(
+        self,
+        unit: int,
+        arrived: Mapping[int, Sequence[torch.Tensor]],
+        on_gradient: OnGradient | None = None,
+        move: Displacement = AS_IT_IS,
+    ) -> dict[int, list[torch.Tensor]]:
+        """Run a unit backward through all that it ran forward through here; see `Replica.backward`.
+
+        Returned are also gradients that came for layers of others. Those of parameters nobody takes one by one, and no
+        weights are moved: a stage whose layers move has one replica, which stashes its versions.
+        """
+        total, self.again_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
         for replica in reversed(self._units.pop(unit)):
             heads = {layer: total.pop(layer, []) for layer in replica.stage.returns}
-            for layer, found in replica.backward(unit, replica.heads(heads)).items():
+            for layer, found in replica.backward(unit, heads).items():
                 known = total.get(layer)
                 total[layer] = [a + b for a, b in zip(known, found, strict=True)] if known else found
             self._collect_gradients(replica)

@@ -77,6 +77,27 @@ class _Saves(NamedTuple):
     staying: frozenset[int]
 
 
+class ReplicaRules(NamedTuple):
+    """What the ways of training ask of a replica.
+
+    Attributes:
+        split: whether backwards come in two parts.
+        overwrite: weight policies that stash nothing, see `Weights`.
+        moves: whether passes compute with weights that are moved from the newest version.
+        gamma: see `MovedWeights`.
+        loss_scale: how the scale of its gradients changes; None scales nothing.
+    """
+
+    split: bool = False
+    overwrite: bool = False
+    moves: bool = False
+    gamma: float | None = None
+    loss_scale: LossScaleRecipe | None = None
+
+
+_PLAIN = ReplicaRules()
+
+
 class Replica:
     """Runs one stage.
 
@@ -85,11 +106,7 @@ class Replica:
         make_optimizer: makes the optimizer for the stage's parameters.
         device: where it computes.
         seed: the run's seed, for random layers.
-        split: whether backwards come in two parts.
-        overwrite: weight policies that stash nothing, see `Weights`.
-        moves: whether passes compute with weights that are moved from the newest version.
-        gamma: see `MovedWeights`.
-        loss_scale: how the scale of its gradients changes; None scales nothing.
+        rules: what the way of training asks of it.
 
     Attributes:
         scale: that scale.
@@ -105,11 +122,7 @@ class Replica:
         *,
         device: torch.device,
         seed: int,
-        split: bool = False,
-        overwrite: bool = False,
-        moves: bool = False,
-        gamma: float | None = None,
-        loss_scale: LossScaleRecipe | None = None,
+        rules: ReplicaRules = _PLAIN,
     ) -> None:
         self.stage = stage
         self.module = stage.module.to(device)
@@ -117,15 +130,16 @@ class Replica:
         # In mixed precision, what has been rounded: of parameters that are trained the weights hold the masters.
         self.exact = lower([self.module, self._evaluation.module], stage.rounding)
         self.weights = Weights(
-            self.module, make_optimizer, overwrite=overwrite, also=[self._evaluation.module],
+            self.module, make_optimizer, overwrite=rules.overwrite, also=[self._evaluation.module],
             masters=self.exact if stage.rounding else None,
         )  # fmt: skip
         for name in self.weights.names:
             self.exact.pop(name, None)
-        self.moved = MovedWeights(self.weights, gamma) if moves and self.weights.optimizer is not None else None
-        self.scale = None if loss_scale is None else LossScale(loss_scale)
+        moves = rules.moves and self.weights.optimizer is not None
+        self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
+        self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)
         self.shelf: ModelState | None = None
-        self._split = SplitBackward(self.stage, device) if split else None
+        self._split = SplitBackward(self.stage, device) if rules.split else None
         self.device = device
         self._in_flight: dict[int, InFlight] = {}
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
@@ -190,7 +204,7 @@ class Replica:
     def backward(
         self,
         unit: int,
-        gradients: Sequence[torch.Tensor],
+        arrived: Mapping[int, Sequence[torch.Tensor]],
         on_gradient: OnGradient | None = None,
         move: Displacement = AS_IT_IS,
     ) -> dict[int, list[torch.Tensor]]:
@@ -198,7 +212,7 @@ class Replica:
 
         Args:
             unit: a unit that has run forward.
-            gradients: one per tensor that requires grad among the values that left, in order; the loss needs none.
+            arrived: by layer whose value left, one gradient per tensor of it that requires grad; the loss needs none.
             on_gradient: takes every parameter's gradient, the sum with those of earlier units, in place of `gradients`
                 and as soon as this backward has computed it, while the rest of it still runs.
             move: how far from the newest version its weights are to be, where those of passes are moved.
@@ -206,16 +220,16 @@ class Replica:
         Returns:
             Per received layer the gradients of those of its tensors that required grad.
         """
-        returning = self._backward(self._in_flight[unit], gradients, on_gradient, move)
+        returning = self._backward(self._in_flight[unit], arrived, on_gradient, move)
         self.let_go(unit)
         return returning
 
     def backward_input(
-        self, unit: int, gradients: Sequence[torch.Tensor], move: Displacement = AS_IT_IS
+        self, unit: int, arrived: Mapping[int, Sequence[torch.Tensor]], move: Displacement = AS_IT_IS
     ) -> dict[int, list[torch.Tensor]]:
         """Run the input part of a unit's backward; see `backward`. Layers that can't be split run whole in it."""
         item = self._in_flight[unit]
-        returning = self._backward(item, gradients, None, move)
+        returning = self._backward(item, arrived, None, move)
         item.received, item.carried, item.loss, item.kept_bytes = {}, [], None, kept_bytes(item.rests)
         return returning
 
@@ -228,10 +242,6 @@ class Replica:
         with self._accumulation.add(item.version, on_gradient):
             backward_weight(item.rests, item.version.parameters)
         self.let_go(unit)
-
-    def heads(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return gradients by layer as `backward` takes them."""
-        return [tensor for layer in self.stage.returns for tensor in gradients.get(layer, ())]
 
     def stepped(self) -> list[torch.Tensor | None]:
         """Return the gradients in the types of what the optimizer steps on."""
@@ -389,9 +399,14 @@ class Replica:
         return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
-        self, item: InFlight, gradients: Sequence[torch.Tensor], on_gradient: OnGradient | None, move: Displacement
+        self,
+        item: InFlight,
+        arrived: Mapping[int, Sequence[torch.Tensor]],
+        on_gradient: OnGradient | None,
+        move: Displacement,
     ) -> dict[int, list[torch.Tensor]]:
         """Run a backward, or the input part of one, and let go of the stage's graph; see `backward`."""
+        gradients = [tensor for layer in self.stage.returns for tensor in arrived.get(layer, ())]
         if self.moved is not None:
             self.moved.for_backward(move)
         if item.swap is not None:

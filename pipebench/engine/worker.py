@@ -18,10 +18,9 @@ from pipebench.engine.block_transfers import BlockTransfers
 from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
-from pipebench.engine.migration import MigratingReplica
 from pipebench.engine.monitor import StageMonitor
-from pipebench.engine.protocols import Collectives, Transport, UnitLoss
-from pipebench.engine.replica import Replica, Values
+from pipebench.engine.protocols import Collectives, StageRunner, Transport, UnitLoss
+from pipebench.engine.replica import Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.scores import Scores
@@ -55,7 +54,7 @@ class Worker:
         self.replica_index = setup.pipeline.replica_of(index)
         self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
         self._phases: SegmentCuts | None = None
-        self._running: dict[int, Replica | MigratingReplica] = {**self.replicas}
+        self._running: dict[int, StageRunner] = {**self.replicas}
         self.monitor: StageMonitor | None = None
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind, when they were last noted
@@ -239,19 +238,16 @@ class Worker:
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             replica, arrived = self._running[it.stage], self._crossing.arrived(it.stage, it.number)
-            if isinstance(replica, MigratingReplica):
-                self._leave_back(it, replica.backward(it.number, arrived))
-                self._gather(it.stage)
-            else:
-                heads, on_gradient = replica.heads(arrived), self._on_gradient(it, collectives)
-                self._leave_back(it, replica.backward(it.number, heads, on_gradient, self._updates.move(it)))
+            on_gradient, move = self._on_gradient(it, collectives), self._updates.move(it)
+            self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
+            if self._phases is not None:
+                self._handing_over.gather(it.stage)
         self._end_round(it, collectives)
 
     def _backward_input(self, it: Instruction, _: Transport, __: Collectives) -> None:
         if self._feed.size(it.number) > 0:
-            replica = self.replicas[it.stage]
-            heads = replica.heads(self._crossing.arrived(it.stage, it.number))
-            self._leave_back(it, replica.backward_input(it.number, heads, self._updates.move(it)))
+            replica, arrived = self.replicas[it.stage], self._crossing.arrived(it.stage, it.number)
+            self._leave_back(it, replica.backward_input(it.number, arrived, self._updates.move(it)))
 
     def _backward_weight(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
@@ -296,12 +292,7 @@ class Worker:
     def _hand_over(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         self._handing_over.execute(it, transport)
         self._note_memory()
-        self._gather(it.stage)
-
-    def _gather(self, stage: int) -> None:
-        """Let one replica run a stage again, where that is possible; others let go of what they hold."""
-        self._handing_over.gather(stage)
-        self._note_memory()
+        self._handing_over.gather(it.stage)
 
     def _push(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]

@@ -130,8 +130,7 @@ def _cut(graph: LayerGraph, plan: Plan, dataset: Dataset, fields: Fields) -> dic
         values |= given
     arriving: dict[int, list[torch.Tensor]] = {}
     for replica in reversed(replicas):  # the last reader's gradients come first
-        heads = [gradient for layer in replica.stage.returns for gradient in arriving.get(layer, [])]
-        for layer, gradients in replica.backward(0, heads).items():
+        for layer, gradients in replica.backward(0, arriving).items():
             before = arriving.get(layer)
             arriving[layer] = gradients if before is None else [a + b for a, b in zip(before, gradients, strict=True)]
     assert loss is not None
