@@ -12,8 +12,9 @@ from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.crossing import Gradients
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
-from pipebench.engine.replica import LiveBytes, StreamSlot, Values
+from pipebench.engine.replica import LiveBytes, Values
 from pipebench.engine.server import Pulled
+from pipebench.engine.streams import StreamSlot
 from pipebench.model.stage import LossFunction
 
 

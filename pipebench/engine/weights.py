@@ -178,7 +178,6 @@ class Weights:
         self.master_bytes = self.state_bytes = 0
         self.versions.retire()
         self._collect()
-        self._free.clear()
 
     @_one_at_a_time
     def use(self, number: int) -> Version:
@@ -254,8 +253,7 @@ class Weights:
         Args:
             gradients: one per parameter; None leaves it as it is.
             lr: learning rate.
-            keep_from: the oldest version that may still be asked for; older ones go as soon as no minibatch in flight
-                refers to them.
+            keep_from: the oldest version that a forward may still request, see `VersionLedger`.
         """
         self._averages = None
         target = self._next(keep_from)
@@ -381,10 +379,8 @@ class Weights:
     def _collect(self) -> None:
         """Free the buffers of versions that are not alive any more, for the next ones."""
         gone = [version for version in self._alive if version.number not in self.versions.alive]
-        for version in gone:
-            self._alive.remove(version)
-        if self.optimizer is not None:  # else no version follows
-            self._free += gone
+        self._alive = [version for version in self._alive if version not in gone]
+        self._free = [*self._free, *gone] if self.optimizer is not None else []  # no version follows a retirement
 
 
 def _masters(values: Sequence[torch.Tensor]) -> Version:

@@ -147,7 +147,7 @@ class Worker:
     def end_evaluation(self) -> None:
         """Let go of what an evaluation carried from minibatch to minibatch."""
         for replica in self.replicas.values():
-            replica.forget("eval")
+            replica.states.forget("eval")
 
     def _begin(self, feed: Feed, crossing: BoundaryValues, scores: Scores | None) -> None:
         self._feed = feed

@@ -93,8 +93,13 @@ class ReplicaMemory:
             yield Change(kind, held - before[kind], True)
 
     def let_go(self, unit: int) -> Iterator[Change]:
-        """Forget a unit in flight, which runs backward elsewhere."""
-        yield from self._left(unit)
+        """Forget a unit in flight: its backward is over, or runs elsewhere."""
+        alive = len(self._versions.alive)
+        version, kept = self._units.pop(unit)
+        yield Change(ACTIVATIONS, -kept, True)
+        if version >= 0:
+            self._versions.release(version)
+            yield from self._of_versions(alive, at_end=True)
 
     def give_gradients(self) -> int:
         """Return the bytes of the gradients, which somebody else keeps from here on."""
@@ -186,7 +191,7 @@ class ReplicaMemory:
         yield self._gradients_are(self._memory.weights, at_end=False)
         yield Change(AGAIN, -self._memory.again[size], True)
         yield Change(RECEIVED, -self._memory.returned[size], True)
-        yield from self._left(it.number)
+        yield from self.let_go(it.number)
 
     def _backward_input(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
@@ -203,7 +208,7 @@ class ReplicaMemory:
     def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size != 0:
             yield self._gradients_are(self._memory.weights, at_end=False)
-            yield from self._left(it.number)
+            yield from self.let_go(it.number)
 
     def _update(self, it: Instruction) -> Iterator[Change]:
         memory, alive = self._memory, len(self._versions.alive)
@@ -216,15 +221,6 @@ class ReplicaMemory:
         self._versions.step(it.version)
         yield from self._of_versions(alive, at_end=False)
         yield self._gradients_are(0, at_end=True)
-
-    def _left(self, unit: int) -> Iterator[Change]:
-        """A unit's backward is through."""
-        alive = len(self._versions.alive)
-        version, kept = self._units.pop(unit)
-        yield Change(ACTIVATIONS, -kept, True)
-        if version >= 0:
-            self._versions.release(version)
-            yield from self._of_versions(alive, at_end=True)
 
     def _stepped(self) -> Iterator[Change]:
         """The optimizer makes a step; its first makes its state."""

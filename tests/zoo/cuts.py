@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipebench.engine.replica import Replica, StreamSlot
+from pipebench.engine.replica import Replica
+from pipebench.engine.streams import StreamSlot
 from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.plan import Plan, make_plan
