@@ -9,10 +9,11 @@ extensions. A recipe turns one on by having the section of its name, or by the `
 | `rules` | `recipe/draft.py` | pairs of keys and a function of their values, as `draft.rule` takes them |
 | `settings` | `train/prepare.py` | returns of a recipe what `Pipeline.extensions` has; without it that is the section |
 | `program` | `schedule/programs.py` | `ProgramHook`: returns a worker's list, given the one that it would have |
-| `play` | `simulate/simulation.py` | makes a `SimulationExtension`: how instructions begin, and what they take |
-| `memory` | `simulate/memory_meter.py` | makes a `MemoryExtension`: what workers hold |
-| `worker` | `engine/worker.py` | makes a `WorkerExtension`: how instructions are executed |
-| `in_process`, `processes` | the engines' collectives | makes an `EngineExtension`: segments, drains, counts |
+| `play` | `simulate/simulation.py` | a subclass of `SimulationExtension`: how instructions begin, and what they take |
+| `memory` | `simulate/memory_meter.py` | a subclass of `MemoryExtension`: what workers hold |
+| `worker` | `engine/worker.py` | a subclass of `WorkerExtension`: how instructions are executed |
+| `in_process`, `processes` | the engines' collectives | a subclass of `EngineExtension`: segments, drains, counts |
+| `rows` | `metrics.py` | rows of the list of metrics |
 | `metrics`, `result` | `train/metrics.py`, `train/loop.py` | returns metrics, or fields of the result, of the counts |
 | `record` | `run/recorder.py` | keeps artifacts |
 """

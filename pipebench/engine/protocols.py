@@ -68,18 +68,20 @@ Handler = Callable[[Instruction, Transport, Collectives], UnitLoss | None]
 Sent = tuple[str, int, int, int, str]  # kind of bytes, sender, receiver, how many, what they are
 
 
-class WorkerExtension(Protocol):
-    """What an extension adds to a worker, for which it is made."""
+class WorkerExtension:
+    """What an extension adds to a worker, for which it is made.
 
-    @property
-    def handlers(self) -> Mapping[Op, Handler]:
-        """How instructions are executed: of its own, or in place of those that `Worker.handlers` has."""
+    Attributes:
+        handlers: how instructions are executed: of its own, or in place of those that `Worker.handlers` has.
+    """
+
+    handlers: Mapping[Op, Handler]
 
     def begin(self) -> None:
         """Start a segment of training, with nothing in flight."""
 
 
-class EngineExtension(Protocol):
+class EngineExtension:
     """What an extension adds to the workers of a process together; made of their collectives when stages are cut."""
 
     def begin(self, first: int, limit: Callable[[], float]) -> None:
@@ -92,9 +94,11 @@ class EngineExtension(Protocol):
 
     def drained(self) -> Iterable[Sent]:
         """Exchange what a drain exchanges; yield what that lets set out where the links' clock is virtual."""
+        return ()
 
     def facts(self) -> list[Any]:
         """Return what it has counted here, in a form that JSON holds."""
+        return []
 
     def restore(self, facts: list[Any]) -> None:
         """Go on from what `facts` returned when a checkpoint was taken.

@@ -48,17 +48,20 @@ class ReplicaBytes(Protocol):
 WorkerChange = tuple[float, int, str, int, Instruction | Transfer | None]
 
 
-class MemoryExtension(Protocol):
+class MemoryExtension:
     """What an extension adds to what workers hold; it is made of a pipeline and what replicas of its stages keep."""
 
     def replica(self, worker: int, stage: int) -> ReplicaBytes | None:
         """Return who has a stage at a worker in place of a `ReplicaMemory`, if somebody has."""
+        return None
 
     def event(self, event: TimelineEvent) -> Iterable[WorkerChange]:
         """Yield what an event changes beside what its replica says, or of another's."""
+        return ()
 
     def transfer(self, transfer: Transfer) -> Iterable[WorkerChange]:
         """Yield what a transfer changes that is neither of values between stages nor a sum."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -71,15 +71,18 @@ class RunPart(NamedTuple):
 Play = Callable[[int, Instruction, float], float | None]
 
 
-class SimulationExtension(Protocol):
-    """What an extension adds to a simulation, for which it is made."""
+class SimulationExtension:
+    """What an extension adds to a simulation, for which it is made.
 
-    @property
-    def plays(self) -> Mapping[Op, Play]:
-        """How instructions are begun: of its own, or in place of those that `Simulation.plays` has."""
+    Attributes:
+        plays: how instructions are begun: of its own, or in place of those that `Simulation.plays` has.
+    """
+
+    plays: Mapping[Op, Play]
 
     def waiting(self) -> Iterable[tuple[int, float, Instruction]]:
         """Return workers that wait for it, since when and in which instruction."""
+        return ()
 
 
 _COMPUTE = (Op.FORWARD, *BACKWARDS)

@@ -12,7 +12,7 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.memory import RECEIVED, SENT, StageMemoryCosts
-from pipebench.simulate.memory_meter import WorkerChange
+from pipebench.simulate.memory_meter import MemoryExtension, WorkerChange
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
@@ -57,7 +57,7 @@ class ServerMemory(PushingMemory):
         yield from self._of_versions(older, at_end=True)
 
 
-class ServerMemories:
+class ServerMemories(MemoryExtension):
     """The servers of all stages.
 
     Args:

@@ -8,10 +8,10 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
 from pipebench.simulate.network import Message
-from pipebench.simulate.simulation import LATER, Simulation, TimelineEvent
+from pipebench.simulate.simulation import LATER, Simulation, SimulationExtension, TimelineEvent
 
 
-class Pushing:
+class Pushing(SimulationExtension):
     """The server of a stage, beside its first replica; messages to and from it, and who waits for it.
 
     Args:

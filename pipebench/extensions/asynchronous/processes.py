@@ -1,7 +1,6 @@
 """What a worker in a process of its own does with the servers of its stages: its own, or those of other processes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,13 +8,13 @@ import torch.distributed as dist
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.launch_join import peers
 from pipebench.engine.protocols import Sent
-from pipebench.extensions.asynchronous.server import ParameterServer, Pulled, connect
+from pipebench.extensions.asynchronous.server import ParameterServer, Pulled, Servers, connect
 from pipebench.extensions.asynchronous.serving import ServerLink, Serving
 from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
 from pipebench.simulate.timeline import BUFFERS, Transfer
 
 
-class ProcessServers:
+class ProcessServers(Servers):
     """The servers of this process, and lines to those of others. All processes make one, at the same time.
 
     Args:
@@ -30,6 +29,7 @@ class ProcessServers:
         self._serving: dict[int, Serving] = {}
         for stage in range(self._setup.pipeline.num_stages):
             self._make_server(stage)
+        self.here = {stage: serving.server for stage, serving in self._serving.items()}
         connect(self._worker, self)
 
     def begin(self, first: int, limit: Callable[[], float]) -> None:
@@ -40,11 +40,7 @@ class ProcessServers:
     def push(
         self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Send the stage's server a gradient.
-
-        Raises:
-            PeerLostError: the server is gone.
-        """
+        """Send the stage's server a gradient."""
         if replica == 0:
             self._serving[stage].push(minibatch, version, gradients)
             return
@@ -53,11 +49,7 @@ class ProcessServers:
         self._count_weights(stage, self._kind, f"push {minibatch}", start_s, to_server=True)
 
     def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Return what the replica's last push has made; or, where it is told, what so many have.
-
-        Raises:
-            PeerLostError: the server, or one of its replicas, is gone.
-        """
+        """Return what the replica's last push has made; or, where it is told, what so many have."""
         start_s = self._collectives.clock()
         if replica == 0:
             return self._serving[stage].pull(at_least)
@@ -71,15 +63,6 @@ class ProcessServers:
         for stage in self._collectives.stage_groups:
             self._hand_out_averages(stage)
         yield from ()
-
-    def facts(self) -> list[Any]:
-        """Return what was pushed so far to servers here."""
-        return [pushes for serving in self._serving.values() for pushes in serving.server.facts()]
-
-    def restore(self, facts: list[Any]) -> None:
-        """Go on from a checkpoint."""
-        for serving in self._serving.values():
-            serving.server.restore(facts)
 
     def close(self) -> None:
         """Say that nothing else comes, and wait until all replicas have said so."""

@@ -6,14 +6,14 @@ find everything where they do in other modes. It knows no clock; who calls it sa
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from pipebench.checkpoint.state import CheckpointError
-from pipebench.engine.protocols import Collectives, Transport
+from pipebench.engine.protocols import Collectives, EngineExtension, Transport, WorkerExtension
 from pipebench.engine.replica import Replica
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
@@ -36,32 +36,51 @@ class Pulled(NamedTuple):
     parameters: Sequence[torch.Tensor] | None
 
 
-class Servers(Protocol):
-    """The servers of a worker's stages, wherever they are."""
+class Servers(EngineExtension):
+    """The servers of workers' stages. These are nobody's: of a worker that is alone, on copies of its stages.
+
+    Attributes:
+        here: those of this process, by stage.
+    """
+
+    here: Mapping[int, "ParameterServer"]
 
     def push(
         self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Send the server of a stage a minibatch's gradient, computed with a version of the weights."""
+        """Give the server of a stage a minibatch's gradient, computed with a version of the weights.
+
+        Raises:
+            PeerLostError: the server's process is gone; or, where it is this one, a replica's.
+        """
 
     def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes."""
+        """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes.
 
-
-class Nobody:
-    """Servers of a worker that is alone, on copies of its stages."""
-
-    def push(
-        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """No server applies it."""
-
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Nothing has changed."""
+        Raises:
+            PeerLostError: as above.
+        """
         return Pulled(0, None)
 
+    def facts(self) -> list[Any]:
+        """Return what was pushed so far."""
+        return [asdict(pushes) for server in self.here.values() for pushes in server.segments]
 
-class PushAndPull:
+    def restore(self, facts: list[Any]) -> None:
+        """Go on from what `facts` returned.
+
+        Raises:
+            CheckpointError: it isn't what it returns.
+        """
+        try:
+            segments = read(list[Pushes], json.dumps(facts), "progress.facts.pushes")
+        except JsonError as error:
+            raise CheckpointError(str(error)) from None
+        for server in self.here.values():
+            server.segments = segments
+
+
+class PushAndPull(WorkerExtension):
     """How a worker pushes and pulls.
 
     Args:
@@ -74,7 +93,7 @@ class PushAndPull:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.servers: Servers = Nobody()
+        self.servers = Servers()
         self.handlers = {Op.PUSH: self._push, Op.PULL: self._pull}
 
     def begin(self) -> None:
@@ -154,21 +173,6 @@ class ParameterServer:
         self._samples += own
         pushes.add(minibatch, version - self._drained)
         return self.newest(replica)
-
-    def facts(self) -> list[dict[str, Any]]:
-        """Return what was pushed so far, in a form that JSON holds."""
-        return [asdict(pushes) for pushes in self.segments]
-
-    def restore(self, facts: list[Any]) -> None:
-        """Go on from what `facts` returned when a checkpoint was taken.
-
-        Raises:
-            CheckpointError: they aren't what it returns.
-        """
-        try:
-            self.segments = read(list[Pushes], json.dumps(facts), "progress.facts.pushes")
-        except JsonError as error:
-            raise CheckpointError(str(error)) from None
 
     @property
     def averages(self) -> Sequence[torch.Tensor] | None:
