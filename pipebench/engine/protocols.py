@@ -3,7 +3,7 @@
 Transport and collectives the virtual engine has in one process, the distributed engine between processes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,9 +13,10 @@ from pipebench.engine.crossing import Gradients
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.replica import LiveBytes, Values
-from pipebench.engine.server import Pulled
 from pipebench.engine.streams import StreamSlot
 from pipebench.model.stage import LossFunction
+from pipebench.schedule.instructions import Instruction
+from pipebench.schedule.operations import Op
 
 
 class UnitLoss(NamedTuple):
@@ -132,10 +133,49 @@ class Collectives(Protocol):
     def norm(self, round_index: int) -> torch.Tensor:
         """Return the norm of a round's gradients of all stages; waits for them."""
 
-    def push(
-        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Send the server of a stage a minibatch's gradient, computed with a version of the weights."""
 
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
-        """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes."""
+Handler = Callable[[Instruction, Transport, Collectives], UnitLoss | None]
+Sent = tuple[str, int, int, int, str]  # kind of bytes, sender, receiver, how many, what they are
+
+
+class WorkerExtension:
+    """What an extension adds to a worker, for which it is made.
+
+    Attributes:
+        handlers: how instructions are executed: of its own, or in place of those that `Worker.handlers` has.
+    """
+
+    handlers: Mapping[Op, Handler]
+
+    def begin(self) -> None:
+        """Start a segment of training, with nothing in flight."""
+
+
+class EngineExtension:
+    """What an extension adds to the workers of a process together; made of their collectives when stages are cut."""
+
+    def begin(self, first: int, limit: Callable[[], float]) -> None:
+        """Start a segment of training.
+
+        Args:
+            first: the minibatch of the run that it begins with.
+            limit: tells how many minibatches of it will run, as far as is known.
+        """
+
+    def drained(self) -> Iterable[Sent]:
+        """Exchange what a drain exchanges; yield what that lets set out where the links' clock is virtual."""
+        return ()
+
+    def facts(self) -> list[Any]:
+        """Return what it has counted here, in a form that JSON holds."""
+        return []
+
+    def restore(self, facts: list[Any]) -> None:
+        """Go on from what `facts` returned when a checkpoint was taken.
+
+        Raises:
+            CheckpointError: they aren't what it returns.
+        """
+
+    def close(self) -> None:
+        """End: nothing else comes, in any process."""

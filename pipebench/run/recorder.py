@@ -28,7 +28,6 @@ from pipebench.run.request import RunRequest, recipe_yaml
 from pipebench.schedule import repartitions
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
-from pipebench.schedule.pushes import FILE_NAME, histogram, to_text
 from pipebench.search.search import FILE_NAME as SEARCH_FILE
 from pipebench.show import console, pictures
 from pipebench.show.comparison import comparison_markdown
@@ -39,7 +38,6 @@ from pipebench.show.occupancy_picture import draw_occupancy
 from pipebench.show.over_time import NUM_PARTS
 from pipebench.show.progress import RunProgress, Silent
 from pipebench.show.search_picture import draw_search, search_markdown
-from pipebench.show.staleness import draw_staleness, staleness_markdown
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.trace import write_trace
 from pipebench.simulate.memory_meter import MemoryTimeline
@@ -122,7 +120,7 @@ def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | No
     """Keep a timeline as a picture and as a trace for Perfetto, with the memory by the same clock; return the names."""
     drawings = {"timeline.png": partial(pictures.draw_timeline, timeline)}
     drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
-    return _record_drawn(log, drawings, "the timeline")
+    return record_drawn(log, drawings, "the timeline")
 
 
 def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
@@ -139,18 +137,7 @@ def record_watch(log: RunLog, watch: MemoryForecast) -> list[str]:
         drawings["memory-last.png"] = partial(draw_memory, moved.last)
         whole = {part: peaks for part, peaks in parts.items() if peaks}
         drawings["memory.png"] = partial(draw_peaks, whole, watch.memory)
-    return _record_drawn(log, drawings, "memory and occupancy")
-
-
-def record_pushes(log: RunLog, result: RunResult) -> RunResult:
-    """Keep the order in which a server applied gradients, and how stale they were; return the result without it."""
-    if not result.pushes:
-        return result
-    counts = histogram(result.pushes)
-    log.text(FILE_NAME, to_text(result.pushes))
-    log.text("staleness.md", staleness_markdown(counts))
-    _record_drawn(log, {"staleness.png": partial(draw_staleness, counts)}, "staleness")
-    return replace(result, pushes=())
+    return record_drawn(log, drawings, "memory and occupancy")
 
 
 def record_search(log: RunLog, result: RunResult) -> RunResult:
@@ -161,7 +148,7 @@ def record_search(log: RunLog, result: RunResult) -> RunResult:
     log.text(SEARCH_FILE, write(found))
     log.text("search.md", search_markdown(found))
     end_s = result.metrics["total_time_s"]
-    _record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
+    record_drawn(log, {"search.png": partial(draw_search, found, result.points, end_s)}, "the search")
     return replace(result, search=None)
 
 
@@ -177,11 +164,11 @@ def record_moves(log: RunLog, result: RunResult, job: Job) -> RunResult:
     drawings: dict[str, Callable[[Path], None]] = {"cuts.png": partial(draw_cuts, result.moves, layers, end)}
     if all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
         drawings["moves.png"] = partial(draw_moves, result.points, result.moves)
-    _record_drawn(log, drawings, "cuts over time")
+    record_drawn(log, drawings, "cuts over time")
     return replace(result, moves=())
 
 
-def _record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
+def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:
     """Keep what functions write as artifacts; return the names of those that are kept."""
     drawn = []
     try:
@@ -280,7 +267,9 @@ class RunRecorder:
             result = replace(result, name=loaded.run_name, recipe=loaded.flat, varied=loaded.varied, notes=notes)
             if measures:
                 result = self._with_prediction(result)
-            result = record_moves(log, record_search(log, record_pushes(log, result)), self._job)
+            for record in setup.pipeline.hooks("record").values():
+                result = record(log, result)
+            result = record_moves(log, record_search(log, result), self._job)
             warn_of_unlisted(result.metrics)
             log.result(result)
             drawn: list[str] = []

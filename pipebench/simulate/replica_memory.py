@@ -45,12 +45,10 @@ class ReplicaMemory:
 
     Args:
         memory: what it keeps.
-        serves: whether a server applies the gradients of all replicas to its weights, as they come.
     """
 
-    def __init__(self, memory: StageMemoryCosts, *, serves: bool = False) -> None:
+    def __init__(self, memory: StageMemoryCosts) -> None:
         self._memory = memory
-        self._serves = serves
         self._versions = VersionLedger(in_place=memory.in_place)
         self._units: dict[int, tuple[int, int]] = {}  # in flight: the version, and what is kept
         self._gradients = 0
@@ -112,8 +110,6 @@ class ReplicaMemory:
         self._versions.restart(0)
         self._moved = None
         yield from self._of_versions(alive, at_end=False)
-        if self._serves:
-            self._versions.hold()
 
     def before(self) -> Iterator[Change]:
         """Yield what is there before anything runs."""
@@ -147,26 +143,6 @@ class ReplicaMemory:
             yield self._gradients_are(self._memory.weights, at_end=True)
         elif it.op is Op.UPDATE:
             yield from self._update(it)
-        elif it.op is Op.PUSH:
-            yield self._gradients_are(0, at_end=True)
-        elif it.op is Op.PULL and it.version >= 0:
-            yield from self.pulled()
-
-    def applied(self, *, own: bool) -> Iterator[Change]:
-        """The server beside this replica has applied a gradient, the replica's own or another's."""
-        alive = len(self._versions.alive)
-        yield from self._stepped()
-        self._versions.step(self._versions.newest + 1)
-        if own:
-            self._versions.hold()
-        yield from self._of_versions(alive, at_end=True)
-
-    def pulled(self) -> Iterator[Change]:
-        """This replica goes on with the newest weights."""
-        if self._serves:
-            alive = len(self._versions.alive)
-            self._versions.hold()
-            yield from self._of_versions(alive, at_end=True)
 
     def _forward(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
