@@ -7,7 +7,7 @@ from typing import Any
 
 from pipebench.extensions.asynchronous.pushes import FILE_NAME, Pushes, histogram, to_text
 from pipebench.extensions.asynchronous.staleness import draw_staleness, staleness_markdown
-from pipebench.run.recorder import record_drawn
+from pipebench.run.drawings import record_drawn
 from pipebench.tracking import RunLog
 from pipebench.train.result import RunResult
 
