@@ -1,6 +1,6 @@
 """Forwards that a backward computes again, as if for the first time: running statistics don't move twice."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,9 +25,10 @@ class Recomputation:
     def __init__(self, recomputed: Sequence[Recomputed]) -> None:
         self._recomputed = recomputed
         parts = [part for each in recomputed for part in each.run.modules()]
-        norms = (part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase))
+        norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
         self._norms = [(norm, {n: b if b is None else b.clone() for n, b in norm._buffers.items()}) for norm in norms]
-        self._own_buffers = list(_own_buffers(parts))
+        others = [part for part in parts if part not in norms]  # which change buffers as only the model knows
+        self._own_buffers = [buffer for part in others for buffer in part.buffers(recurse=False)]
         self.num_bytes: dict[tuple[torch.Size, ...], int] = {}
 
     @property
@@ -69,10 +70,3 @@ class Recomputation:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._own_buffers)):
                 for buffer, before in own:
                     buffer.copy_(before)
-
-
-def _own_buffers(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the buffers that a forward may change in a way that only the model knows."""
-    for part in parts:
-        if not isinstance(part, nn.modules.batchnorm._NormBase):
-            yield from part.buffers(recurse=False)

@@ -4,7 +4,7 @@ It knows no schedule, no clock and no transport, and no mode: which version a mi
 it holds can be asked of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +97,7 @@ class Replica:
         rules: what the way of training asks of it.
 
     Attributes:
-        scale: that scale.
+        scale: of its gradients; None scales nothing.
         shelf: the state of the stage's layers that are left out for now, by the model's own names, on the host; None
             as long as they are as the stage was cut.
         again_bytes: what the last backward has computed again for itself; it is gone with that.
@@ -133,8 +133,9 @@ class Replica:
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
         self._recomputation = Recomputation(stage.recomputed)
         self.again_bytes = 0
-        self._fixed = {t.untyped_storage().data_ptr() for t in (*_frozen(self.module), *self.module.buffers())}
-        self._fixed |= self._recomputation.storages
+        frozen = (parameter for parameter in self.module.parameters() if not parameter.requires_grad)
+        fixed = {tensor.untyped_storage().data_ptr() for tensor in (*frozen, *self.module.buffers())}
+        self._fixed = fixed | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
@@ -429,7 +430,3 @@ def _evaluation_of(stage: Stage, device: torch.device) -> Stage:
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(remove_duplicate=False))
-
-
-def _frozen(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (parameter for parameter in module.parameters() if not parameter.requires_grad)

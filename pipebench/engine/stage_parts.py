@@ -96,10 +96,7 @@ class StageParts(Generic[R]):
         return self._replaced(old, made)
 
     def renew(self, at: int, copy: Copy[R]) -> tuple[R, list[R]]:
-        """Cut the one part there is anew, for layers that do something else with activations of forwards from `at` on.
-
-        See `part`.
-        """
+        """Cut the one part there is anew, for layers whose policies change with minibatch `at`; see `part`."""
         (old,) = self._parts
         return self._replaced(old, [StagePart(copy(old.replica, *old.bounds, at), *old.bounds)])
 

@@ -225,8 +225,8 @@ class Weights:
     @_one_at_a_time
     def release(self, number: int) -> None:
         """A minibatch that used a version has left."""
-        self.versions.release(number)
-        self._collect()
+        if self.versions.release(number):
+            self._collect()
 
     @_one_at_a_time
     def hold(self) -> int:

@@ -41,15 +41,17 @@ class VersionLedger:
         """A unit in flight uses a version."""
         self._users[number] = self._users.get(number, 0) + 1
 
-    def release(self, number: int) -> None:
-        """A unit that used a version has left."""
+    def release(self, number: int) -> bool:
+        """A unit that used a version has left; return whether nothing needs that version any more."""
         left = self._users[number] - 1
         if left:
             self._users[number] = left
-            return
+            return False
         del self._users[number]
-        if number < self._keep_from and number != self.newest:
+        is_over = number < self._keep_from and number != self.newest
+        if is_over:
             self.alive.discard(number)
+        return is_over
 
     def hold(self) -> int:
         """Use the newest version in place of the one held before, however many updates follow; return its number."""
