@@ -16,13 +16,13 @@ class LinedFile(FileName):
 
     Args:
         name: for people.
-        path: of the file.
+        path: of the file, where that isn't its name.
     """
 
-    def __new__(cls, name: str, path: str | os.PathLike[str]) -> "LinedFile":
+    def __new__(cls, name: str, path: str | os.PathLike[str] = "") -> "LinedFile":
         """Return the name, which remembers the file's path even where the working directory changes."""
         made = super().__new__(cls, name)
-        made._path = os.path.abspath(path)
+        made._path = os.path.abspath(path or name)
         return made
 
     _path: str

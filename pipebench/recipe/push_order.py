@@ -1,9 +1,9 @@
 """The order of pushes that a run has kept, read to be repeated: `parallelism.push_order`."""
 
-from pipebench.errors import Fault, RecipeError
-from pipebench.files import read_text
-from pipebench.schedule.pushes import VERSION, Pushes, PushOrder
-from pipebench.typed_json import JsonError, read
+from collections.abc import Iterator
+
+from pipebench.schedule.pushes import Pushes, PushOrder
+from pipebench.typed_json import read_file
 
 
 def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
@@ -16,18 +16,14 @@ def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
     Raises:
         RecipeError: it can't be read, isn't an order of pushes, or not one that so many workers can have.
     """
-    text = read_text(path)
-    try:
-        found = read(PushOrder, text)
-        if found.pipebench_push_order != VERSION:
-            raise JsonError(f"pipebench_push_order: got {found.pipebench_push_order}, allowed is {VERSION}")
-    except JsonError as error:
-        raise RecipeError([Fault(path, "", str(error))]) from error
-    for index, pushes in enumerate(found.segments):
-        problem = _problem(pushes, num_workers)
-        if problem is not None:
-            raise RecipeError([Fault(path, f"segments[{index}].minibatches", problem)])
-    return found.segments
+
+    def problems(found: PushOrder) -> Iterator[tuple[str, str]]:
+        for index, pushes in enumerate(found.segments):
+            problem = _problem(pushes, num_workers)
+            if problem is not None:
+                yield f"segments[{index}].minibatches", problem
+
+    return read_file(PushOrder, path, problems).segments
 
 
 def _problem(pushes: Pushes, num_workers: int | None) -> str | None:
