@@ -1,6 +1,7 @@
 """Lines of keys: where in a file of YAML or JSON the value of a key stands, so that a fault can say it."""
 
 import os
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -55,8 +56,9 @@ def _steps(node: Any, rest: str) -> Iterator[tuple[int, Any, str]]:
     for index, pair in enumerate(pairs):
         place, value = pair if isinstance(pair, tuple) else (pair, pair)
         for name in _names(place) if place is not value else (str(index), *_own_names(value)):
-            if rest == name or rest.startswith(f"{name}."):
-                yield place.start_mark.line + 1, value, rest[len(name) + 1 :]
+            of_rows = re.sub(r"\\\$\w+", r"[^.]+", re.escape(name))  # of a report, that a list makes: m$size
+            if found := re.match(rf"{of_rows}(\.|$)", rest):
+                yield place.start_mark.line + 1, value, rest[found.end() :]
 
 
 def _names(node: Any) -> tuple[str, ...]:

@@ -56,10 +56,13 @@ rows:
       more: y}
   - {name: second, "a.b": [1,
       2]}
+  - name: m$size
+    at: {size: 8}
 """
 LINES = {
     "rows": 1, "rows.0": 2, "rows.0.runs.more": 4, "rows[1]['a.b'][1]": 6, "rows.1.a.b.0": 5, "rows.second.a.b": 5,
-    "rows.first.one.runs.dp": 3, "rows.0.runs.gone": 3, "rows.7": 1, "'rows'": 1, "gone": None, "": None,
+    "rows.first.one.runs.dp": 3, "rows.0.runs.gone": 3, "rows.m16.at": 8, "rows.7": 1, "'rows'": 1, "gone": None,
+    "": None,
 }  # fmt: skip
 
 
