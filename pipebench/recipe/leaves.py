@@ -71,7 +71,7 @@ def expected_type(key: Key) -> Any:
     """Return the declared type of a key of the schema; Any for an option of a model or dataset."""
     expected: Any = Recipe
     for part in key:
-        section = _section(expected)
+        section = section_in(expected)
         expected = types_of(section)[part] if section else Any
     return expected
 
@@ -141,7 +141,7 @@ class Leaves:
                 self.unknown((*prefix, str(name)), list(expected), file)
 
     def _value(self, key: Key, value: Any, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
-        section = _section(expected)
+        section = section_in(expected)
         if isinstance(value, dict) and section is not None and (value or expected is section):
             yield from self._flatten(value, section, key, file)
         elif isinstance(value, dict) and get_origin(expected) is dict:
@@ -203,7 +203,7 @@ class Leaves:
         return dict(nested)
 
 
-def _section(expected: Any) -> type | None:
+def section_in(expected: Any) -> type | None:
     """Return the dataclass in a type such as `TargetRecipe | None`."""
     for part in (expected, *get_args(expected)):
         if isinstance(part, type) and is_dataclass(part):
@@ -222,8 +222,8 @@ def _is_option(key: Key) -> bool:
 
 
 def _problem(value: object, expected: Any) -> str | None:
-    holds_keys = _section(expected) is not None or get_origin(expected) is dict
-    if value == {} and _needs_nothing(_section(expected)):
+    holds_keys = section_in(expected) is not None or get_origin(expected) is dict
+    if value == {} and _needs_nothing(section_in(expected)):
         return None
     if holds_keys and (value == {} or is_expression(value)):
         given = "an empty mapping" if value == {} else "an interpolation"
