@@ -4,12 +4,11 @@ Files and the command line are merged leaf by leaf, so that whatever is wrong ca
 and everything that is wrong comes out together.
 """
 
-import copy
 import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -269,11 +268,4 @@ def _as_text(written: str, value: Any, key: Key) -> Any:
 
 def defaults(section: type = Recipe) -> dict[str, Any]:
     """Return the schema's defaults as nested plain data; `???` where a value has to be given."""
-    return copy.deepcopy(_defaults(section))
-
-
-@functools.cache
-def _defaults(section: type) -> dict[str, Any]:
-    container = OmegaConf.to_container(OmegaConf.structured(section))
-    assert isinstance(container, dict)
-    return {field.name: container[field.name] for field in fields(section)}
+    return asdict(section())
