@@ -47,7 +47,7 @@ def test_every_folder_is_a_room_that_says_what_it_is_for() -> None:
 
 def test_the_root_keeps_only_what_every_room_may_need() -> None:
     loose = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
-    assert loose == {"cluster", "errors", "files", "formats", "garbage", "hooks", "metrics", "typed_json", "units"}
+    assert loose == {"cluster", "errors", "files", "formats", "garbage", "hooks", "lines", "metrics", "typed_json", "units"}
 
 
 @pytest.mark.parametrize("name", MODULES)
