@@ -53,11 +53,7 @@ def view_state() -> str:
         # The first to the target on top; in any order but MLflow's own the runs of a comparison are not folded away.
         "orderByKey": "metrics.`time_to_accuracy_s`",
         "orderByAsc": True,
-        "globalLineChartConfig": {
-            "xAxisKey": "metric",
-            "selectedXAxisMetricKey": VIRTUAL_TIME,
-            "lineSmoothness": 0,
-        },
+        "globalLineChartConfig": {"xAxisKey": "metric", "selectedXAxisMetricKey": VIRTUAL_TIME, "lineSmoothness": 0},
     }
     envelope = {"name": VIEW, "createdAt": _MADE_MS, "updatedAt": _MADE_MS, "state": json.dumps(state)}
     return json.dumps({**state, **envelope})
