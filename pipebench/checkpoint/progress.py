@@ -7,7 +7,6 @@ from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no o
 
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.schedule.operations import Op
-from pipebench.schedule.pushes import Pushes
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Amount, Count, Finite, JsonError, Number, read
 
@@ -89,7 +88,8 @@ class Facts(TypedDict):
     swap_stall_s: NotRequired[Finite]
     evaluation_s: NotRequired[Amount]
     meter: NotRequired[MeterState]
-    pushes: NotRequired[list[Pushes]]
+    pushes: NotRequired[list[Any]]  # what one extension counted, and what others did
+    extensions: NotRequired[dict[str, list[Any]]]
 
 
 @dataclass(frozen=True)

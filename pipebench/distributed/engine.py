@@ -7,7 +7,7 @@ the arithmetic is `worker.py`'s, the same as the virtual engine's.
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import gains_by_warm_up, warm_up
 from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
+from pipebench.engine.facts import facts_of, restore_extensions
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.monitor import AllocatorPeak, monitors
@@ -186,7 +187,7 @@ class DistributedEngine(Movable):
             self.setup = phases.last
             self._transport.go_under(self.setup)
         self._phases = None
-        self._collectives.average_buffers()
+        self._collectives.drained()
         self.sync_clock()
         return done
 
@@ -321,8 +322,7 @@ class DistributedEngine(Movable):
             self.meter.restore(facts["meter"])
             self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
             self.worker.recall(*facts["peak_bytes"], *facts["weight_versions_max"], *host_peaks(facts))
-            for serving in self._collectives.serving.values():
-                serving.server.segments = [*facts["pushes"]]
+            restore_extensions(self._collectives.extensions, facts)
 
     def close(self) -> None:
         """Give up the connections to the other workers, when everybody has ended; all workers call it."""
@@ -338,9 +338,7 @@ class DistributedEngine(Movable):
             "peak_bytes": [self.worker.peak_bytes],
             "weight_versions_max": [self.worker.versions_max],
             "host_peak_bytes": [self.worker.host_peak_bytes],
-            "pushes": [
-                asdict(pushes) for serving in self._collectives.serving.values() for pushes in serving.server.segments
-            ],
+            **facts_of(self._collectives.extensions),
         }
 
     def set_activity(self, work: str) -> None:

@@ -1,5 +1,6 @@
 """Reads profile files: pipebench's JSON and the PipeDream artifact's `graph.txt`."""
 
+import re
 from pathlib import Path
 
 from pipebench.errors import ProfileError
@@ -27,3 +28,12 @@ def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
         return read_profile(text)
     except ProfileError as error:
         raise ProfileError(f"profile {path}: {error}") from error
+
+
+def plain_name(path: Path) -> str:
+    """Return a profile file's name without what says that it is one.
+
+    >>> plain_name(Path("a/vgg.profile.json")), plain_name(Path("gnmt8.graph.txt")), plain_name(Path("graph.txt"))
+    ('vgg', 'gnmt8', 'graph')
+    """
+    return re.sub(r"(?<=.)\.(profile|graph)$", "", path.stem)

@@ -9,7 +9,8 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.errors import Fault, nearest
+from pipebench.hooks import hooks, with_section
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
 from pipebench.recipe.typecheck import in_words, problem_with, shown
@@ -62,9 +64,31 @@ def is_expression(value: object) -> bool:
 
 
 @functools.cache
-def types_of(section: type) -> dict[str, Any]:
+def types_of(section: type) -> Mapping[str, Any]:
     """Return the declared types of a section's keys, which are looked up for every key of every recipe."""
-    return get_type_hints(section)
+    return (_WithExtensions if section is Recipe else dict)(get_type_hints(section))
+
+
+class _WithExtensions(dict[str, Any]):
+    """The keys at the top of a recipe, sections of extensions among them: whoever looks one up loads its extension."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in with_section()
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(super().__iter__(), with_section())
+
+    def __missing__(self, name: str) -> Any:
+        if name not in with_section():
+            raise KeyError(name)
+        return hooks("section", [name])[name] | None
+
+
+@functools.cache
+def recipe_with(extensions: tuple[str, ...]) -> type[Recipe]:
+    """Return the class of recipes that have sections of extensions."""
+    sections = [(name, types_of(Recipe)[name], None) for name in extensions]
+    return make_dataclass(Recipe.__name__, sections, bases=(Recipe,), frozen=True) if sections else Recipe
 
 
 def expected_type(key: Key) -> Any:

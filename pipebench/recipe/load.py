@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
 from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
+from pipebench.hooks import with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_named,
     rules_search,
@@ -40,6 +41,7 @@ from pipebench.recipe.leaves import (
     dotted,
     expected_type,
     is_expression,
+    recipe_with,
     types_of,
 )  # fmt: skip
 from pipebench.recipe.named import fill
@@ -259,7 +261,7 @@ def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
     if ("parallelism", "microbatches") not in leaves.found:
         resolved["parallelism"]["microbatches"] = _default_microbatches(draft)
     fill(resolved)
-    recipe = _build(Recipe, resolved)
+    recipe = _build(recipe_with(tuple(name for name in with_section() if name in resolved)), resolved)
     plain = _kept_expressions(recipe, given, leaves.found)
     return LoadedRecipe(
         recipe=recipe,

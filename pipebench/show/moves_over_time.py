@@ -3,6 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from matplotlib.figure import Figure
+
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.show.pictures import axis_unit
 from pipebench.train.result import Point
@@ -22,8 +24,6 @@ def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path
 
     `points` have these rates since the point before; `moves` has at least one repartition, in order.
     """
-    from matplotlib.figure import Figure
-
     end_s = until_settled_s(points, moves)
     scale_s, unit = axis_unit(end_s)
     edges = [0.0, *(point.clock_s / scale_s for point in points)]

@@ -3,6 +3,9 @@
 import os
 from collections.abc import Mapping
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from pipebench.formats import percent
 
 
@@ -16,9 +19,6 @@ def staleness_markdown(counts: Mapping[int, int]) -> str:
 
 def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
     """Write the same as a PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     figure = Figure(figsize=(6.0, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)

@@ -1,9 +1,25 @@
 """The order of pushes that a run has kept, read to be repeated: `parallelism.push_order`."""
 
-from pipebench.errors import Fault, RecipeError
+from collections.abc import Callable
+from typing import Any, Final
+
+from pipebench.errors import Fault, PlanError, RecipeError
+from pipebench.extensions.asynchronous.pushes import VERSION, Pushes, PushOrder
 from pipebench.files import read_text
-from pipebench.schedule.pushes import VERSION, Pushes, PushOrder
+from pipebench.recipe.draft import Problems
+from pipebench.recipe.plan_file import is_plan_file
+from pipebench.recipe.schema import Recipe
+from pipebench.schedule.modes import MODES
+from pipebench.schedule.notation import parse_plan
+from pipebench.schedule.pipeline import Pipeline
 from pipebench.typed_json import JsonError, read
+
+
+def settings(recipe: Recipe, pipeline: Pipeline) -> dict[int, list[int]]:
+    """Return the order of pushes to repeat, by the minibatch that a segment begins with; empty for the clock's."""
+    path = recipe.parallelism.push_order
+    segments = [] if path is None else load_push_order(path, pipeline.replicas[0])
+    return {pushes.first: pushes.minibatches for pushes in segments}
 
 
 def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
@@ -45,3 +61,21 @@ def _problem(pushes: Pushes, num_workers: int | None) -> str | None:
             )
         last[worker] = minibatch
     return None
+
+
+def _push_order(cluster: Any, mode: str, plan: Any, given: str | None) -> Problems:
+    """An order of pushes is for as many workers."""
+    if given is None:
+        return
+    try:
+        replicas = None if is_plan_file(plan) else parse_plan(plan, MODES[mode], cluster.num_workers)
+        load_push_order(given, None if replicas is None else replicas[0])
+    except PlanError:  # told of the plan
+        return
+    except RecipeError as error:
+        yield from (("parallelism.push_order", str(fault)) for fault in error.faults)
+
+
+RULES: Final[tuple[tuple[tuple[str, ...], Callable[..., Problems]], ...]] = (
+    (("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.push_order"), _push_order),
+)
