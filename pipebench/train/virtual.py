@@ -1,7 +1,8 @@
 """The virtual engine, made for the training loop."""
 
 from pipebench.engine.admission import StopRequest
-from pipebench.engine.virtual import OnLoss, OnUnit, VirtualEngine
+from pipebench.engine.engine import OnLoss, OnUnit
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.train.interfaces import MakeEngine
