@@ -209,43 +209,11 @@ class _ListPlayer:
         return {key: statistics.fmean(each) for key, each in found.items()}
 
 
-class _Others:
-    """What a worker would hear of others: activations as they were sent last, gradients of zeros, sums of its own.
-
-    Attributes:
-        feed: says how large units are.
-    """
-
-    feed: Feed
+class AloneCollectives:
+    """The collectives of a worker that waits for nobody: sums are of its own gradients."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int, int], Any] = {}
         self._gradients: list[torch.Tensor | None] = []
-
-    def can_hear(self, it: Instruction) -> bool:
-        """Return whether there is something to copy for an instruction that receives."""
-        size = self.feed.size(it.number) if it.op is Op.RECEIVE_ACTIVATION else 0
-        return size == 0 or (it.peer, it.stage, size) in self._sent
-
-    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Keep a copy of what a stage reads; gradients are of no use."""
-        key = (source, target, self.feed.size(unit))
-        if kind != GRADIENT and key not in self._sent:
-            self._sent[key] = pytree.tree_map(_copied, values)
-
-    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return what the other stage sent, or a gradient of zeros for what this one did."""
-        size = self.feed.size(unit)
-        if kind != GRADIENT:
-            return pytree.tree_map(_copied, self._sent[source, target, size])
-        leaves = {layer: pytree.tree_leaves(value) for layer, value in self._sent[target, source, size].items()}
-        return {
-            layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            for layer, found in leaves.items()
-        }
-
-    def copied(self, kind: str, num_bytes: int) -> None:
-        """Nothing is swapped."""
 
     def on_gradient(self, stage: int) -> None:
         """Nobody takes gradients one by one."""
@@ -268,6 +236,41 @@ class _Others:
     def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
         """Nothing has changed."""
         return Pulled(0, None)
+
+
+class _Others(AloneCollectives):
+    """What a worker would hear of others: activations as they were sent last, gradients of zeros, sums of its own.
+
+    Attributes:
+        feed: says how large units are.
+    """
+
+    feed: Feed
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: dict[tuple[int, int, int], Any] = {}
+
+    def can_hear(self, it: Instruction) -> bool:
+        """Return whether there is something to copy for an instruction that receives."""
+        size = self.feed.size(it.number) if it.op is Op.RECEIVE_ACTIVATION else 0
+        return size == 0 or (it.peer, it.stage, size) in self._sent
+
+    def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
+        """Keep a copy of what a stage reads; gradients are of no use."""
+        key = (source, target, self.feed.size(unit))
+        if kind != GRADIENT and key not in self._sent:
+            self._sent[key] = pytree.tree_map(_copied, values)
+
+    def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
+        """Return what the other stage sent, or a gradient of zeros for what this one did."""
+        size = self.feed.size(unit)
+        if kind != GRADIENT:
+            return pytree.tree_map(_copied, self._sent[source, target, size])
+        return zero_gradients(self._sent[target, source, size])
+
+    def copied(self, kind: str, num_bytes: int) -> None:
+        """Nothing is swapped."""
 
 
 class _Ratios(NamedTuple):
@@ -311,3 +314,12 @@ def _keeping(setup: Setup) -> Setup:
 
 def _copied(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def zero_gradients(values: Mapping[int, Any]) -> dict[int, list[torch.Tensor]]:
+    """Return a gradient of zeros for everything that one comes back for."""
+    leaves = {layer: pytree.tree_leaves(value) for layer, value in values.items()}
+    return {
+        layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for layer, found in leaves.items()
+    }

@@ -152,9 +152,7 @@ class SimulatedEngine(Engine):
             network.send(network.connection(MIGRATION, giver, taker), num_bytes, self.clock_s, "layers")
             for (giver, taker), num_bytes in _moved_bytes(before, self.setup, trained=self.clock_s > 0).items()
         ]
-        network.agenda.play()
-        for message in sent:
-            network.arrived(message)
+        network.deliver(sent)
         took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
         self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
 

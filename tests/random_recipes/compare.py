@@ -20,10 +20,10 @@ from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import find
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import DIVERGED, Point
-from pipebench.train.virtual import on_virtual_clock
 from tests.oracles.draws import mixed, of_name
 from tests.oracles.per_minibatch import Loop, Outcome
 from tests.random_recipes.meaning import meaning_of

@@ -21,11 +21,11 @@ from pipebench.search.architectures import Architectures
 from pipebench.search.setup import SearchSetup
 from pipebench.search.trace import Step
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
+from pipebench.train.engines import on_virtual_clock
 from pipebench.train.interfaces import MakeEngine
 from pipebench.train.job import Job
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.train.searching import SearchLoop, loop_for
-from pipebench.train.virtual import on_virtual_clock
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import bits
 from tests.engine.test_cells import whole
