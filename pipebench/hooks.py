@@ -34,10 +34,10 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "play": f"{_ASYNCHRONOUS}.play:Pushing",
         "memory": f"{_ASYNCHRONOUS}.memory:ServerMemory",
         "worker": f"{_ASYNCHRONOUS}.server:PushAndPull",
-        "in_process": f"{_ASYNCHRONOUS}.in_process:InProcessServer",
+        "in_process": f"{_ASYNCHRONOUS}.server:InProcessServer",
         "processes": f"{_ASYNCHRONOUS}.processes:ProcessServer",
-        "metrics": f"{_ASYNCHRONOUS}.record:metrics",
-        "result": f"{_ASYNCHRONOUS}.record:fields",
+        "metrics": f"{_ASYNCHRONOUS}.pushes:metrics",
+        "result": f"{_ASYNCHRONOUS}.pushes:fields",
         "record": f"{_ASYNCHRONOUS}.record:record",
     },
 }

@@ -72,7 +72,7 @@ class ProcessServer(Server):
         else:
             self._link.done()
 
-    def _hand_out_averages(self, group: object) -> None:
+    def _hand_out_averages(self, group: dist.ProcessGroup) -> None:
         own = None if self.here is None else self.here.averages
         device = self._collectives.setup.device if self._collectives.world.direct else torch.device("cpu")
         there = torch.tensor([own is not None], device=device)
