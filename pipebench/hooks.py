@@ -15,7 +15,7 @@ extensions. A recipe turns one on by having the section of its name, or by the `
 | `in_process`, `processes` | the engines' collectives | a subclass of `EngineExtension`: segments, drains, counts |
 | `rows` | `metrics.py` | rows of the list of metrics |
 | `metrics`, `result` | `train/metrics.py`, `train/loop.py` | returns metrics, or fields of the result, of the counts |
-| `record` | `run/recorder.py` | keeps artifacts |
+| `record` | `run/drawings.py` | keeps artifacts |
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
-"""What a worker needs of the engine around it: a transport, collectives, and the losses it hands back.
+"""What a worker needs: what runs its stages, a transport, collectives, and the losses it hands back.
 
-The virtual engine has these in one process, the distributed engine between processes.
+Transport and collectives the virtual engine has in one process, the distributed engine between processes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pipebench.engine.accumulation import OnGradient
+from pipebench.engine.crossing import Gradients
+from pipebench.engine.loss_scale import LossScale
+from pipebench.engine.prediction import AS_IT_IS, Displacement
+from pipebench.engine.replica import LiveBytes, Values
+from pipebench.engine.streams import StreamSlot
+from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 
@@ -25,6 +31,70 @@ class UnitLoss(NamedTuple):
     total: torch.Tensor
     samples: int
     weight: float
+
+
+class StageRunner(Protocol):
+    """Runs a stage: a `Replica`, or a `MigratingReplica` while layers leave or join it.
+
+    Attributes:
+        scale: of its gradients; None scales nothing.
+        again_bytes: see `Replica`.
+    """
+
+    scale: LossScale | None
+    again_bytes: int
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The model inputs that the next forward reads."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is computed here."""
+
+    def forward(
+        self,
+        unit: int,
+        draw: tuple[int, ...],
+        inputs: Sequence[torch.Tensor],
+        received: Values,
+        place: StreamSlot,
+        *,
+        version: int,
+        move: Displacement = AS_IT_IS,
+        loss: LossFunction | None = None,
+    ) -> tuple[Values, torch.Tensor | None]:
+        """Run a unit forward; see `Replica.forward`."""
+
+    def backward(
+        self,
+        unit: int,
+        arrived: Mapping[int, Sequence[torch.Tensor]],
+        on_gradient: OnGradient | None = None,
+        move: Displacement = AS_IT_IS,
+    ) -> Gradients:
+        """Run a unit backward; see `Replica.backward`."""
+
+    def stepped(self) -> list[torch.Tensor | None]:
+        """Return the round's gradients in the types of what the optimizer steps on, in the stage's order."""
+
+    def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
+        """Apply one update and forget the round's gradients."""
+
+    def skip_update(self, *, keep_from: int) -> None:
+        """Forget the round's gradients instead of applying them; the version counts all the same."""
+
+    def swap_out(self, unit: int) -> int:
+        """Copy what swapped layers saved of a unit to the host; return the bytes."""
+
+    def swap_in(self, unit: int) -> int:
+        """Begin to copy that back; return the bytes."""
+
+    def live_by_kind(self) -> LiveBytes:
+        """Return the bytes that it holds on the device, kind by kind."""
+
+    def host_bytes(self) -> int:
+        """Return the bytes that it holds on the host."""
 
 
 class Transport(Protocol):

@@ -18,10 +18,9 @@ from pipebench.engine.block_transfers import BlockTransfers
 from pipebench.engine.clipping import squared_norms
 from pipebench.engine.crossing import BoundaryValues, Gradients
 from pipebench.engine.feed import Feed
-from pipebench.engine.migration import MigratingReplica
 from pipebench.engine.monitor import StageMonitor
-from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
-from pipebench.engine.replica import Replica, Values
+from pipebench.engine.protocols import Collectives, Handler, StageRunner, Transport, UnitLoss, WorkerExtension
+from pipebench.engine.replica import Values
 from pipebench.engine.replica_state import held_by, names_in, restore, state_of
 from pipebench.engine.replicas import replica_of_stage
 from pipebench.engine.scores import Scores
@@ -57,7 +56,7 @@ class Worker:
         self.replica_index = setup.pipeline.replica_of(index)
         self.replicas = {stage: replica_of_stage(setup, stage) for stage in setup.pipeline.stages_of(index)}
         self._phases: SegmentCuts | None = None
-        self._running: dict[int, Replica | MigratingReplica] = {**self.replicas}
+        self._running: dict[int, StageRunner] = {**self.replicas}
         self.monitor: StageMonitor | None = None
         self.peak_bytes = self.host_peak_bytes = 0
         self._live: list[int] = []  # bytes by stage and kind, when they were last noted
@@ -141,8 +140,8 @@ class Worker:
         for stage, replica in self.replicas.items():
             made = replica_of_stage(self.setup, stage)
             restore(made, held_by(replica, self._shares[stage]), self._shares[stage])
-            made.weights.newest.number = replica.weights.newest.number
-            made.weights.most_alive = replica.weights.most_alive
+            made.weights.renumber(replica.weights.newest.number)
+            made.weights.versions.most_alive = replica.weights.most_alive
             self.replicas[stage] = self._running[stage] = made
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
@@ -153,7 +152,7 @@ class Worker:
     def end_evaluation(self) -> None:
         """Let go of what an evaluation carried from minibatch to minibatch."""
         for replica in self.replicas.values():
-            replica.forget("eval")
+            replica.states.forget("eval")
 
     def _begin(self, feed: Feed, crossing: BoundaryValues, scores: Scores | None) -> None:
         self._feed = feed
@@ -244,19 +243,16 @@ class Worker:
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
             replica, arrived = self._running[it.stage], self._crossing.arrived(it.stage, it.number)
-            if isinstance(replica, MigratingReplica):
-                self._leave_back(it, replica.backward(it.number, arrived))
-                self._gather(it.stage)
-            else:
-                heads, on_gradient = replica.heads(arrived), self._on_gradient(it, collectives)
-                self._leave_back(it, replica.backward(it.number, heads, on_gradient, self.updates.move(it)))
+            on_gradient, move = self._on_gradient(it, collectives), self.updates.move(it)
+            self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
+            if self._phases is not None:
+                self._handing_over.gather(it.stage)
         self._end_round(it, collectives)
 
     def _backward_input(self, it: Instruction, _: Transport, __: Collectives) -> None:
         if self._feed.size(it.number) > 0:
-            replica = self.replicas[it.stage]
-            heads = replica.heads(self._crossing.arrived(it.stage, it.number))
-            self._leave_back(it, replica.backward_input(it.number, heads, self.updates.move(it)))
+            replica, arrived = self.replicas[it.stage], self._crossing.arrived(it.stage, it.number)
+            self._leave_back(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
 
     def _backward_weight(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         if self._feed.size(it.number) > 0:
@@ -301,12 +297,7 @@ class Worker:
     def _hand_over(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         self._handing_over.execute(it, transport)
         self.note_memory()
-        self._gather(it.stage)
-
-    def _gather(self, stage: int) -> None:
-        """Let one replica run a stage again, where that is possible; others let go of what they hold."""
-        self._handing_over.gather(stage)
-        self.note_memory()
+        self._handing_over.gather(it.stage)
 
     def _leave_back(self, it: Instruction, returning: Gradients) -> None:
         self.note_memory(self._running[it.stage].again_bytes)
@@ -391,7 +382,8 @@ class Worker:
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.host_peak_bytes = max(self.host_peak_bytes, host_peak_bytes)
         for replica in self.replicas.values():
-            replica.weights.most_alive = max(replica.weights.most_alive, versions_max)
+            versions = replica.weights.versions
+            versions.most_alive = max(versions.most_alive, versions_max)
 
     def note_memory(self, again_bytes: int = 0) -> None:
         """Count what is held since the last note at the moment it is most: what has come with what has gone meanwhile.

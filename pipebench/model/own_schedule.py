@@ -1,4 +1,4 @@
-"""A learning-rate schedule of the user's own: a function of the fraction of training that is done."""
+"""A learning-rate schedule of the user's: a function of the fraction of training that is done."""
 
 import math
 from collections.abc import Callable
@@ -19,11 +19,11 @@ _LOOKED_AT = 100  # places in training at which a schedule is tried before it is
 def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
     """Return the factor of the learning rate as a function of the fraction of all training samples seen before.
 
-    The rate is a function of samples seen and nothing else: every stage makes updates of its own, a run may go on under
-    another plan, and none of that may change it. torch's schedulers count steps, so they are refused.
+    The rate must depend on samples seen only: every stage makes its own number of updates, and a run may resume under
+    another plan. So torch's schedulers, which count steps, are refused.
 
     Raises:
-        UserCodeError: the target is a scheduler of torch's, raises, or gives something that is no factor.
+        UserCodeError: the target is a scheduler of torch's, raises, or returns no factor of at least 0.
     """
     target = str(schedule.target)
     make = import_target(target)

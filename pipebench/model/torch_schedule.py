@@ -1,8 +1,7 @@
-"""Schedulers of torch's as functions of the number of steps: played ahead on an optimizer of their own, written down.
+"""torch's schedulers as functions of the number of steps: each rate is computed once, in order, and then looked up.
 
-torch's schedulers are stepped in a loop, and most know their rate from the one before. Here the rate must be a function
-of samples seen, the same for every stage, in every process and after a resumption, so a step's rate is played once and
-looked up from then on. What a step is (so many epochs or minibatches) is the recipe's to say.
+torch's schedulers are stepped in a loop, and most compute a rate from the one before. Here it must be a function of
+samples seen, the same for every stage, in every process and after a resumption. The recipe says how long a step is.
 """
 
 import math
@@ -18,11 +17,7 @@ _KEY = "train.schedule.name"
 
 
 class Played:
-    """The rates of a scheduler of torch's, from its first to the last that was asked for.
-
-    Args:
-        schedule: names its class and says its arguments.
-        lr: the optimizer's rate.
+    """The rates of one of torch's schedulers, from the first to the last that was requested.
 
     Raises:
         UserCodeError: the class refuses its arguments.
@@ -41,7 +36,7 @@ class Played:
         """Return the rate after some steps.
 
         Raises:
-            UserCodeError: the scheduler has no such step, or gives no rate.
+            UserCodeError: the scheduler raises at a step, or its rate isn't a number of at least 0.
         """
         while num_steps >= len(self._rates):
             with users_code(f"{self._name} fails at step {len(self._rates)}", _KEY):

@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pipebench.formats import seconds
 from pipebench.schedule.repartitions import RepartitionRecord, in_words
@@ -49,9 +51,6 @@ def draw_cuts(
     moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int, path: str | os.PathLike[str]
 ) -> None:
     """Write a PNG of the layers that every stage had over the minibatches of a run; arguments as `cuts_over_time`."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     times, ends = cuts_over_time(moves, layers, end)
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = figure.add_subplot()

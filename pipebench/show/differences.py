@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from pipebench.formats import UNKNOWN
 from pipebench.show.comparison import comparison_markdown
 from pipebench.show.pictures import draw_metric
@@ -77,8 +79,6 @@ def curves_of(results: Sequence[RunResult]) -> list[str]:
 
 def draw_all(results: Sequence[RunResult], path: str | os.PathLike[str]) -> None:
     """Write a PNG of all curves of all runs, a part per metric."""
-    from matplotlib.figure import Figure
-
     metrics = curves_of(results)
     figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * len(metrics)), layout="constrained")
     for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):

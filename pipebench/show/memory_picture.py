@@ -3,9 +3,12 @@
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipebench.formats import num_bytes, percent
@@ -27,10 +30,6 @@ from pipebench.simulate.memory import (
     WEIGHTS,
 )
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _SOFTWARE = "pipebench memory"
 COLOURS: Final = {
@@ -57,7 +56,7 @@ def draw_memory(memory: MemoryTimeline, path: str | os.PathLike[str]) -> None:
     memory_figure(memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def memory_figure(memory: MemoryTimeline) -> "Figure":
+def memory_figure(memory: MemoryTimeline) -> Figure:
     """Return the picture that `draw_memory` writes: a row per worker; of many, the fullest one's above a map of all."""
     highest, limit = memory.fullest.num_bytes or 1, memory.limit_bytes
     scale, unit = next((scale, unit) for scale, unit in _UNITS if highest >= scale)
@@ -92,16 +91,13 @@ def draw_peaks(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline
     peaks_figure(parts, memory).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> "Figure":
+def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> Figure:
     """Return the picture that `draw_peaks` writes: a row per part of the run, in it a bar per worker.
 
     Args:
         parts: by name, the peak of every worker.
         memory: of any part: it says what workers are called, and what a device has.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     most, limit, names = (
         max(peak.num_bytes for row in parts.values() for peak in row),
         memory.limit_bytes,
@@ -131,7 +127,7 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
     return figure
 
 
-def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
+def _mark(axes: Axes, memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
     """Draw what the device has, and where a worker first needs more."""
     if limit is not None:
         axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
@@ -141,7 +137,7 @@ def _mark(axes: "Axes", memory: MemoryTimeline, worker: int, scale: float, limit
         axes.plot(moment, found.num_bytes / scale, marker="X", color="#D55E00", markersize=9, markeredgecolor="white")
 
 
-def _draw_host(axes: "Axes", curve: Curve, end_s: float, scale: float) -> None:
+def _draw_host(axes: Axes, curve: Curve, end_s: float, scale: float) -> None:
     """Draw what is on the host, where anything ever is: a line, since it is no part of what the device keeps."""
     if curve.host_bytes.any():
         lasts = np.append(np.diff(curve.times_s) > 0, True)  # of several changes at one moment only the last does

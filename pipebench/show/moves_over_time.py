@@ -3,6 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from matplotlib.figure import Figure
+
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.show.pictures import axis_unit
 from pipebench.train.result import Point
@@ -25,8 +27,6 @@ def draw_moves(points: Sequence[Point], moves: Sequence[RepartitionRecord], path
         moves: at least one, the first one first.
         path: of the PNG.
     """
-    from matplotlib.figure import Figure
-
     end_s = until_settled_s(points, moves)
     scale_s, unit = axis_unit(end_s)
     edges = [0.0, *(point.clock_s / scale_s for point in points)]

@@ -2,17 +2,15 @@
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from pipebench.formats import percent
 from pipebench.show.over_time import MOST_ROWS, Map, Stacks, map_figure, stacks_figure
 from pipebench.show.profile_picture import is_picture_by
 from pipebench.simulate.occupancy import COMMUNICATING, COMPUTING, IDLE, STATES, Occupancy
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _SOFTWARE = "pipebench occupancy"
 COLOURS: Final = {COMPUTING: "#56B4E9", COMMUNICATING: "#D55E00", IDLE: "#E8E8E8"}
@@ -25,7 +23,7 @@ def draw_occupancy(occupancy: Occupancy, path: str | os.PathLike[str]) -> None:
     occupancy_figure(occupancy).savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def occupancy_figure(occupancy: Occupancy) -> "Figure":
+def occupancy_figure(occupancy: Occupancy) -> Figure:
     """Return the picture that `draw_occupancy` writes: a row per worker; of many, their mean above a map of all."""
     assert tuple(COLOURS) == STATES
     shares, names = occupancy.shares, occupancy.worker_names

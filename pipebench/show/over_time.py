@@ -5,16 +5,14 @@ The colours are those of `pictures`: Okabe and Ito's, which colour-blind readers
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipebench.show.pictures import axis_unit
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MOST_ROWS = 12  # workers with a row of their own; of more, one has, and all have a line in a map
 NUM_PARTS = 700  # of the time: about one per two pixels
@@ -63,10 +61,8 @@ class Map:
     top: float
 
 
-def stacks_figure(stacks: Stacks) -> tuple["Figure", Sequence["Axes"]]:
+def stacks_figure(stacks: Stacks) -> tuple[Figure, Sequence[Axes]]:
     """Return a picture of a row per worker, and its axes."""
-    from matplotlib.figure import Figure
-
     rows = len(stacks.worker_names)
     figure = Figure(figsize=(_WIDTH_IN, 1.3 + _ROW_IN * rows), layout="constrained")
     every = [*figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]]
@@ -76,10 +72,8 @@ def stacks_figure(stacks: Stacks) -> tuple["Figure", Sequence["Axes"]]:
     return figure, every
 
 
-def map_figure(stacks: Stacks, values: Map) -> tuple["Figure", Sequence["Axes"]]:
+def map_figure(stacks: Stacks, values: Map) -> tuple[Figure, Sequence[Axes]]:
     """Return a picture of one row in full above a map of all workers, and its axes, the map's last."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(_WIDTH_IN, 1.3 + _STACK_IN + _MAP_IN), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(_STACK_IN, _MAP_IN))
     _draw_stack(above, stacks, 0)
@@ -95,7 +89,7 @@ def map_figure(stacks: Stacks, values: Map) -> tuple["Figure", Sequence["Axes"]]
     return figure, (above, below)
 
 
-def _draw_stack(axes: "Axes", stacks: Stacks, worker: int) -> None:
+def _draw_stack(axes: Axes, stacks: Stacks, worker: int) -> None:
     scale_s, _ = axis_unit(stacks.end_s)
     edges = np.linspace(0.0, stacks.end_s / scale_s, stacks.heights.shape[2] + 1)
     bottom = np.zeros(len(edges))
@@ -113,9 +107,7 @@ def _draw_stack(axes: "Axes", stacks: Stacks, worker: int) -> None:
     axes.set_title(stacks.notes[worker], loc="right", fontsize=8, pad=2)
 
 
-def _finish(figure: "Figure", every: Sequence["Axes"], stacks: Stacks) -> None:
-    from matplotlib.patches import Patch
-
+def _finish(figure: Figure, every: Sequence[Axes], stacks: Stacks) -> None:
     _, unit = axis_unit(stacks.end_s)
     every[-1].set_xlabel(f"time since the start [{unit}]; at the right: {stacks.unit}")
     every[0].set_title(stacks.title, loc="left", fontsize=9, pad=4)

@@ -7,7 +7,12 @@ colour-blind readers can tell apart.
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
 
 from pipebench.formats import is_share
 from pipebench.schedule.operations import (
@@ -37,10 +42,6 @@ from pipebench.simulate.timeline import (
     Transfer,
 )
 from pipebench.train.result import REACHED, RunResult
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -88,10 +89,8 @@ def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     timeline_figure(timeline).savefig(path, dpi=110)
 
 
-def timeline_figure(timeline: Timeline) -> "Figure":
+def timeline_figure(timeline: Timeline) -> Figure:
     """Return the picture that `draw_timeline` writes; one row per worker, the first on top."""
-    from matplotlib.figure import Figure
-
     num_workers = len(timeline.worker_names)
     figure = Figure(figsize=(_WIDTH_IN, 1.35 + _ROW_IN * num_workers), layout="constrained")
     axes = figure.add_subplot()
@@ -136,19 +135,15 @@ def draw_curves(results: Sequence[RunResult], metric: str, path: str | os.PathLi
     curves_figure(results, metric).savefig(path, dpi=110)
 
 
-def curves_figure(results: Sequence[RunResult], metric: str) -> "Figure":
+def curves_figure(results: Sequence[RunResult], metric: str) -> Figure:
     """Return the picture that `draw_curves` writes; a star marks where a run reached its target."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     draw_metric(figure.add_subplot(), results, metric)
     return figure
 
 
-def draw_metric(axes: "Axes", results: Sequence[RunResult], metric: str) -> None:
+def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
     """Draw a metric against each run's clock."""
-    from matplotlib.ticker import PercentFormatter
-
     clocks_s = [point.clock_s for result in results for point in result.points if metric in point.metrics]
     scale_s, unit = axis_unit(max(clocks_s, default=1.0))
     recipes = list(dict.fromkeys(result.name for result in results))
@@ -234,7 +229,7 @@ def _cells_until(end_s: float, unit_s: float) -> int:
     return max(1, -int(-(end_s / unit_s - 1e-9) // 1))
 
 
-def _draw_spans(axes: "Axes", spans: Sequence[Span], scale_s: float) -> None:
+def _draw_spans(axes: Axes, spans: Sequence[Span], scale_s: float) -> None:
     bottom, height = _BOX_BOTTOM, _BOX_HEIGHT
     for (worker, kind), group in _grouped(spans, lambda span: (span.worker, span.kind)).items():
         bars = [(span.start_s / scale_s, (span.end_s - span.start_s) / scale_s) for span in group]
@@ -249,7 +244,7 @@ def _draw_spans(axes: "Axes", spans: Sequence[Span], scale_s: float) -> None:
         )
 
 
-def _draw_transfers(axes: "Axes", transfers: Sequence[Transfer], scale_s: float) -> None:
+def _draw_transfers(axes: Axes, transfers: Sequence[Transfer], scale_s: float) -> None:
     sent = [(worker, transfer) for transfer in transfers for worker in transfer.senders]
     for (worker, kind), group in _grouped(sent, lambda pair: (pair[0], pair[1].kind)).items():
         bars = [(t.start_s / scale_s, (t.end_s - t.start_s) / scale_s) for _, t in group]
@@ -259,7 +254,7 @@ def _draw_transfers(axes: "Axes", transfers: Sequence[Transfer], scale_s: float)
         axes.broken_barh(bars, (bottom, height), facecolors=colour, linewidth=0, label=f"{kind} {worker}")
 
 
-def _write_labels(axes: "Axes", spans: Sequence[Span], end_s: float, scale_s: float) -> None:
+def _write_labels(axes: Axes, spans: Sequence[Span], end_s: float, scale_s: float) -> None:
     inches_per_s = _PLOT_IN / end_s
     for span in spans:
         middle_s = (span.start_s + min(span.end_s, end_s)) / 2
@@ -280,9 +275,7 @@ def _box_text(span: Span) -> str:
     return "" if span.kind in (SEND, WAIT) else span.label
 
 
-def _add_legend(figure: "Figure", spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
-    from matplotlib.patches import Patch
-
+def _add_legend(figure: Figure, spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
     span_kinds, transfer_kinds = {span.kind for span in spans}, {transfer.kind for transfer in transfers}
     handles = [Patch(color=colour, label=kind) for kind, colour in _SPAN_COLOURS.items() if kind in span_kinds]
     handles += [
@@ -311,7 +304,7 @@ def _curve_label(runs: Sequence[RunResult]) -> str:
     return f"{first.name} ({first.plan}), {reached} of {len(runs)} reached"
 
 
-def _draw_curve(axes: "Axes", result: RunResult, metric: str, scale_s: float, index: int, label: str) -> None:
+def _draw_curve(axes: Axes, result: RunResult, metric: str, scale_s: float, index: int, label: str) -> None:
     points = [(point.clock_s / scale_s, point.metrics[metric]) for point in result.points if metric in point.metrics]
     if not points:
         return

@@ -6,7 +6,9 @@ Above, where the model is cut and what crosses; below, computing, gradient sum a
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pipebench.formats import num_bytes, seconds
 from pipebench.planner.plans import PlanEstimate
@@ -15,10 +17,6 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.plan_answer import Answer, bottleneck_of
 from pipebench.show.profile_picture import finish, is_picture_by, plain_text
 from pipebench.show.profile_report import shortened
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _PARTS = (
@@ -44,10 +42,8 @@ def draw_plan(answer: Answer, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=110, format="png", metadata={"Software": _SOFTWARE})
 
 
-def plan_figure(answer: Answer) -> "Figure":
+def plan_figure(answer: Answer) -> Figure:
     """Return the picture that `draw_plan` writes."""
-    from matplotlib.figure import Figure
-
     found = answer.comparison.best
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
@@ -78,7 +74,7 @@ def cut_bytes(rows: Sequence[LayerProfile], found: PlanEstimate) -> list[int]:
     return crossing
 
 
-def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate) -> None:
+def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate) -> None:
     ordered = [rows[layer] for layer in found.order]
     bounds = [0, *(stage.stop for stage in found.plan.stages)]
     heights = [row.forward_s + row.backward_s for row in ordered]
@@ -118,7 +114,7 @@ def _draw_layers(axes: "Axes", rows: Sequence[LayerProfile], found: PlanEstimate
     )
 
 
-def _draw_stages(axes: "Axes", found: PlanEstimate) -> None:
+def _draw_stages(axes: Axes, found: PlanEstimate) -> None:
     width = 0.27
     for number, (attribute, label, colour) in enumerate(_PARTS):
         places = [index + (number - 1) * width for index in range(len(found.stages))]

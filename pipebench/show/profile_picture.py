@@ -7,16 +7,15 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from pipebench.errors import printable
 from pipebench.formats import num_bytes, seconds
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.show.profile_report import shortened, title, trained_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _FORWARD, _BACKWARD, _ACTIVATION, _KEPT, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
 _SOFTWARE = "pipebench profile"
@@ -44,10 +43,8 @@ def is_picture_by(software: str, path: Path) -> bool:
 is_our_picture = partial(is_picture_by, _SOFTWARE)  # whether it is one that `draw_profile` wrote
 
 
-def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":
+def profile_figure(profile: Profile, num_samples: int, name: str) -> Figure:
     """Return the picture that `draw_profile` writes."""
-    from matplotlib.figure import Figure
-
     numbered = [(index, row) for index, row in enumerate(profile.layers[num_samples]) if not row.is_input]
     rows = [row for _, row in numbered]
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
@@ -73,17 +70,13 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> "Figure":
     return figure
 
 
-def _bars(
-    axes: "Axes", heights: Sequence[float], colour: str, label: str, bottom: Sequence[float] | None = None
-) -> None:
+def _bars(axes: Axes, heights: Sequence[float], colour: str, label: str, bottom: Sequence[float] | None = None) -> None:
     width = 0.85 if len(heights) <= 2 * _MOST_LABELS else 1.0  # gaps of less than a pixel would only flicker
     axes.bar(range(len(heights)), heights, width, bottom=bottom or 0.0, color=colour, label=label, linewidth=0)
 
 
-def finish(axes: "Axes", what: str, unit: str) -> None:
+def finish(axes: Axes, what: str, unit: str) -> None:
     """Name what is drawn upwards and its unit, over a grid that stays behind the bars."""
-    from matplotlib.ticker import EngFormatter
-
     axes.set_ylabel(what)
     axes.yaxis.set_major_formatter(EngFormatter(unit=unit))
     axes.grid(axis="y", alpha=0.3)
@@ -91,14 +84,14 @@ def finish(axes: "Axes", what: str, unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _finish_panel(axes: "Axes", what: str, unit: str) -> None:
+def _finish_panel(axes: Axes, what: str, unit: str) -> None:
     finish(axes, what, unit)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, 1.12), ncols=2)
 
 
-def _label_layers(axes: "Axes", rows: Sequence[tuple[int, LayerProfile]]) -> None:
+def _label_layers(axes: Axes, rows: Sequence[tuple[int, LayerProfile]]) -> None:
     """Name the layers, every so many in a long model."""
     step = -(-len(rows) // _MOST_LABELS)
     positions = range(0, len(rows), step)

@@ -3,6 +3,9 @@
 import os
 from collections.abc import Sequence
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from pipebench.formats import measure, seconds
 from pipebench.recipe.search_trace import SearchFile
 from pipebench.show.pictures import axis_unit
@@ -29,9 +32,6 @@ def search_markdown(found: SearchFile) -> str:
 
 def draw_search(found: SearchFile, points: Sequence[Point], end_s: float, path: str | os.PathLike[str]) -> None:
     """Write active layers over time as a PNG, below them scores, or throughput where nothing was trained."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     scale_s, unit = axis_unit(end_s)
     figure = Figure(figsize=(9.0, 4.8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)

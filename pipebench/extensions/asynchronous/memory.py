@@ -40,21 +40,20 @@ class FirstReplicaMemory(PushingMemory):
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
         """Yield what an instruction changes; what a pull in between hands out, `applied` has told of."""
         if it.op is Op.PULL and it.version >= 0:
-            older = self._versions.num_older
+            alive = len(self._versions.alive)
             self._versions.hold()
-            yield from self._of_versions(older, at_end=True)
+            yield from self._of_versions(alive, at_end=True)
         else:
             yield from super().changes(it, size)
 
     def applied(self, *, own: bool) -> Iterator[Change]:
         """The server has applied a gradient, the replica's own or another's."""
-        older = self._versions.num_older
+        alive = len(self._versions.alive)
         yield from self._stepped()
-        self._versions.update(self._versions.newest + 1)
+        self._versions.step(self._versions.newest + 1)
         if own:
             self._versions.hold()
-        self._versions.collect()
-        yield from self._of_versions(older, at_end=True)
+        yield from self._of_versions(alive, at_end=True)
 
 
 class ServerMemory(MemoryExtension):

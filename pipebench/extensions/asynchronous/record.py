@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from pipebench.extensions.asynchronous.pushes import FILE_NAME, histogram, to_text
 from pipebench.formats import percent
-from pipebench.run.recorder import record_drawn
+from pipebench.run.drawings import record_drawn
 from pipebench.tracking import RunLog
 from pipebench.train.result import RunResult
 
@@ -37,9 +40,6 @@ def staleness_markdown(counts: Mapping[int, int]) -> str:
 
 def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
     """Write the same as a PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     figure = Figure(figsize=(6.0, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)
