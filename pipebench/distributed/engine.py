@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
+from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
 from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import from_bytes, to_bytes
 from pipebench.distributed.collectives import ProcessCollectives
@@ -256,8 +256,8 @@ class DistributedEngine(Movable):
         given = ModelState.merge(part for _, part in old.parts())
         offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(given))]
         claim = self.worker.claim()
-        state = kept(old.held(), claim)
-        asks = self.exchange(list(asked(offers, self.worker.index, keys_of(state), claim).items()))
+        state = retained(old.held(), claim)
+        asks = self.exchange(list(requests_of(self.worker.index, offers, keys_of(state), claim).items()))
         parcels = {
             taker: pieces(given, [(section, name) for section, name in keys])
             for taker, of_taker in enumerate(asks)

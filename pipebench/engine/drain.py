@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipebench.checkpoint.handover import asked, kept, keys_of, pieces, state_bytes
+from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.setup import Setup
@@ -65,8 +65,8 @@ class DrainExchange:
         messages = []
         for worker, old in zip(self.workers, before, strict=True):
             claim = worker.claim()
-            state = kept(old.held(), claim)
-            for giver, keys in asked(offers, worker.index, keys_of(state), claim).items():
+            state = retained(old.held(), claim)
+            for giver, keys in requests_of(worker.index, offers, keys_of(state), claim).items():
                 moved = pieces(given[giver], keys)
                 messages.append(self._send(MIGRATION, giver, worker.index, state_bytes(moved), "layers"))
                 state = ModelState.merge([state, moved])

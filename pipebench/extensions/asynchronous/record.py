@@ -27,11 +27,7 @@ def record(log: RunLog, result: RunResult) -> RunResult:
 
 
 def staleness_markdown(counts: Mapping[int, int]) -> str:
-    """Return a Markdown table of how many minibatches were how stale.
-
-    Args:
-        counts: minibatches by the updates that were made between their pull and their push.
-    """
+    """Return a Markdown table of minibatches by staleness: the updates made between their pull and their push."""
     total = sum(counts.values())
     lines = ["| updates made meanwhile | minibatches | share |", "| ---: | ---: | ---: |"]
     lines += [f"| {updates} | {count:,} | {percent(count / total)} |" for updates, count in sorted(counts.items())]
