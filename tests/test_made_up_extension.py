@@ -179,4 +179,4 @@ def test_a_run_without_an_extension_loads_none_of_its_modules() -> None:
 def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server() -> None:
     names = {name.rpartition(".")[2] for name in loaded_by("parallelism.mode=dp-asp")}
     assert names >= {"asynchronous", "program", "play"}
-    assert not names & {"server", "in_process", "processes", "record"}
+    assert not names & {"server", "processes", "record"}

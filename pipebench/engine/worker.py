@@ -45,7 +45,7 @@ class Worker:
         peak_bytes: the most bytes that they have held together, within an instruction, too; see docs/memory.md.
         host_peak_bytes: likewise on the host, of layers that are swapped.
         monitor: measures its stage, where Algorithm 1 balances stages.
-        held_versions: by stage, what forwards use whose instruction names none, where an extension has such.
+        held_version: what forwards use whose instruction names none, where an extension has such.
         handlers: how every instruction is executed.
         extensions: what those that are on add.
     """
@@ -63,7 +63,7 @@ class Worker:
         self.note_memory()
         self._trained = trained_names(setup.graph)
         self._shares = {stage: share_of(setup, stage, self.replica_index) for stage in self.replicas}
-        self.held_versions: dict[int, int] = {}
+        self.held_version = -1
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
             Op.RECEIVE_ACTIVATION: self._receive_activation,
@@ -206,7 +206,7 @@ class Worker:
             inputs,
             received,
             self._feed.place(unit),
-            version=self.held_versions[it.stage] if it.version < 0 else self._drained_versions[it.stage] + it.version,
+            version=self.held_version if it.version < 0 else self._drained_versions[it.stage] + it.version,
             move=updates.move(it),
             loss=updates.loss_function(self._feed.targets(unit), minibatch) if replica.is_last else None,
         )

@@ -15,7 +15,7 @@ from torch import nn
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.replica import Replica
 from pipebench.engine.setup import Setup
-from pipebench.extensions.asynchronous.memory import ServerMemories, ServerMemory
+from pipebench.extensions.asynchronous.memory import FirstReplicaMemory, ServerMemory
 from pipebench.model.precision import lower
 from pipebench.model.sampling import Size
 from pipebench.planner.memory import MemoryRule
@@ -148,7 +148,7 @@ class Levels:
     def __init__(self, setup: Setup) -> None:
         pipeline = self.pipeline = setup.pipeline
         memories = memories_of(setup)
-        pushed = ServerMemories(pipeline, memories) if pipeline.sync == "asynchronous" else None
+        pushed = ServerMemory(pipeline, memories) if pipeline.sync == "asynchronous" else None
         self.holdings = {
             (worker, stage): pushed.replica(worker, stage) if pushed else ReplicaMemory(memories[stage])
             for worker in range(pipeline.num_workers)
@@ -174,7 +174,7 @@ class Levels:
         if it.op is Op.PUSH:
             host = self.pipeline.first_workers[it.stage], it.stage
             server = self.holdings[host]
-            assert isinstance(server, ServerMemory)
+            assert isinstance(server, FirstReplicaMemory)
             self.add(host, server.applied(own=host[0] == worker))
 
     def held(self, worker: int, stage: int) -> dict[str, int]:

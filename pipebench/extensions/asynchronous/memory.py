@@ -29,7 +29,7 @@ class PushingMemory(ReplicaMemory):
             yield from super().changes(it, size)
 
 
-class ServerMemory(PushingMemory):
+class FirstReplicaMemory(PushingMemory):
     """The first replica, whose weights a server steps as gradients come."""
 
     def drained(self) -> Iterator[Change]:
@@ -56,41 +56,37 @@ class ServerMemory(PushingMemory):
         yield from self._of_versions(alive, at_end=True)
 
 
-class ServerMemories(MemoryExtension):
-    """The servers of all stages.
+class ServerMemory(MemoryExtension):
+    """The server's part in what workers hold, which are numbered like replicas.
 
     Args:
-        pipeline: their replicas.
-        memories: what these keep, by stage.
+        pipeline: the replicas.
+        memories: what these keep: of the one stage.
     """
 
     def __init__(self, pipeline: Pipeline, memories: Sequence[StageMemoryCosts]) -> None:
-        self._pipeline, self._memories = pipeline, memories
-        self._servers = [ServerMemory(memory) for memory in memories]
+        (self._memory,), self._kind = memories, SYNCS[pipeline.sync].kind
+        self._first = FirstReplicaMemory(self._memory)
 
     def replica(self, worker: int, stage: int) -> PushingMemory:
-        """Return what a worker holds of a stage."""
-        is_first = worker == self._pipeline.first_workers[stage]
-        return self._servers[stage] if is_first else PushingMemory(self._memories[stage])
+        """Return what a worker holds of its stage."""
+        return PushingMemory(self._memory) if worker > 0 else self._first
 
     def event(self, event: TimelineEvent) -> Iterator[WorkerChange]:
         """Yield what a push or a pull changes when it is over."""
         _, end_s, worker, it, _ = event
-        if it.op not in (Op.PUSH, Op.PULL):
-            return
-        host, travelled = self._pipeline.first_workers[it.stage], self._memories[it.stage].weights
-        if worker != host:  # a gradient has come to the host, or weights from there
-            yield end_s, host if it.op is Op.PUSH else worker, RECEIVED, -travelled, it
-        for kind, num_bytes, _ in self._servers[it.stage].applied(own=worker == host) if it.op is Op.PUSH else ():
+        if worker > 0 and it.op in (Op.PUSH, Op.PULL):  # a gradient has come to the server, or weights from there
+            yield end_s, 0 if it.op is Op.PUSH else worker, RECEIVED, -self._memory.weights, it
+        for kind, num_bytes, _ in self._first.applied(own=worker == 0) if it.op is Op.PUSH else ():
             if num_bytes:
-                yield end_s, host, kind, num_bytes, it
+                yield end_s, 0, kind, num_bytes, it
 
     def transfer(self, transfer: Transfer) -> Iterator[WorkerChange]:
         """Yield what a gradient or weights on their way change."""
-        if transfer.kind != SYNCS[self._pipeline.sync].kind:
+        if transfer.kind != self._kind:
             return
-        (sender,), (receiver,), num_bytes = transfer.senders, transfer.receivers, transfer.num_bytes
-        if receiver not in self._pipeline.first_workers:  # weights that it pulls, which are a copy
-            yield transfer.start_s, sender, SENT, num_bytes, transfer
-            yield transfer.end_s, sender, SENT, -num_bytes, transfer
+        (receiver,), num_bytes = transfer.receivers, transfer.num_bytes
+        if receiver > 0:  # weights that it pulls, which are a copy
+            yield transfer.start_s, 0, SENT, num_bytes, transfer
+            yield transfer.end_s, 0, SENT, -num_bytes, transfer
         yield transfer.start_s, receiver, RECEIVED, num_bytes, transfer

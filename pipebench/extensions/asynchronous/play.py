@@ -1,30 +1,32 @@
-"""Servers that apply gradients as they come: pushes on their way, one after the other applied, pulls answered."""
+"""A server that applies gradients as they come: pushes on their way, one after the other applied, pulls answered."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from pipebench.extensions.asynchronous.pushes import Turns
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
-from pipebench.simulate.network import Message
 from pipebench.simulate.simulation import LATER, Simulation, SimulationExtension, TimelineEvent
 
 
 class Pushing(SimulationExtension):
-    """The server of a stage, beside its first replica; messages to and from it, and who waits for it.
+    """The server, beside the first replica; messages to and from it, and who waits for it.
 
     Args:
-        simulation: of one stage, and its replicas.
+        simulation: of one stage, whose replicas are the workers.
 
     Attributes:
         plays: how pushes and pulls are begun.
     """
 
     def __init__(self, simulation: Simulation) -> None:
-        self._simulation, self._pipeline = simulation, simulation.pipeline
-        self._costs, self._network, part = simulation.costs, simulation.network, simulation.part
-        order = self._pipeline.extensions.get(ASYNCHRONOUS, {})
+        self._simulation, self._network, part = simulation, simulation.network, simulation.part
+        (stage,) = simulation.costs.stages
+        self._num_bytes, self._update_s = sum(bucket.num_bytes for bucket in stage.buckets), stage.update_s
+        self._own_s = simulation.costs.host.message(self._num_bytes)  # of the worker's, at its end of a message
+        self._kind = SYNCS[simulation.pipeline.sync].kind
+        order = simulation.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._turns = Turns() if part is None else Turns(order.get(part.first), part.limit)
         self._there: dict[int, tuple[int, Instruction]] = {}  # pushes that have arrived, by minibatch
         self._free_s = 0.0  # when the server is done with those it has begun to apply
@@ -35,25 +37,21 @@ class Pushing(SimulationExtension):
 
     def _push(self, worker: int, push: Instruction, now_s: float) -> float | None:
         """Let gradients set out for the server; the event is that it has applied them."""
-        host, num_bytes = self._pipeline.workers_of(push.stage)[0], self._weight_bytes(push.stage)
         self._outstanding.add(worker)
-        if worker == host:
-            self._network.agenda.push(now_s, partial(self._arrived, worker, push, None))
+        if worker == 0:
+            self._network.agenda.push(now_s, partial(self._arrived, worker, push))
             return LATER
-        connection = self._network.connection(SYNCS[self._pipeline.sync].kind, worker, host)
-        message = self._network.send(connection, num_bytes, now_s, f"push {push.number}")
-        self._network.sharing.tell(message, partial(self._arrived, worker, push, message), now_s)
-        lasts_s = self._costs.host.message(num_bytes)
-        if lasts_s == 0:
+        self._send(worker, 0, f"push {push.number}", now_s, partial(self._arrived, worker, push))
+        if self._own_s == 0:
             return LATER
-        self._simulation.wake(now_s + lasts_s, worker, None)
+        self._simulation.wake(now_s + self._own_s, worker, None)
         return None
 
     def _pull(self, worker: int, pull: Instruction, now_s: float) -> float | None:
         """Let a worker wait for the weights that it pulls, unless it has them: the server is beside it."""
-        if self._answers(worker, pull) and worker == self._pipeline.workers_of(pull.stage)[0]:
-            return 0.0
         if self._answers(worker, pull):
+            if worker == 0:
+                return 0.0
             self._hand_out(worker, pull, now_s, now_s)
         else:
             self._pulling[worker] = (now_s, pull)
@@ -68,9 +66,7 @@ class Pushing(SimulationExtension):
         """Return whether a pull can be answered: what the worker has pushed is in, or all that it waits for."""
         return worker not in self._outstanding and self._num_applied >= pull.version
 
-    def _arrived(self, worker: int, push: Instruction, message: Message | None, now_s: float) -> None:
-        if message is not None:
-            self._network.arrived(message)
+    def _arrived(self, worker: int, push: Instruction, now_s: float) -> None:
         self._there[push.number] = (worker, push)
         self._apply(now_s)
 
@@ -78,7 +74,7 @@ class Pushing(SimulationExtension):
         """Begin with the pushes whose turn it is, one after the other."""
         while (minibatch := self._turns.next_of(self._there)) is not None:
             worker, push = self._there.pop(minibatch)
-            self._free_s = max(self._free_s, now_s) + self._costs.stages[push.stage].update_s
+            self._free_s = max(self._free_s, now_s) + self._update_s
             self._network.agenda.push(self._free_s, partial(self._made, worker, push))
 
     def _made(self, worker: int, push: Instruction, now_s: float) -> None:
@@ -93,19 +89,21 @@ class Pushing(SimulationExtension):
 
     def _hand_out(self, worker: int, pull: Instruction, since_s: float, now_s: float) -> None:
         """Let the newest weights set out for a worker; it goes on when they are there, and its own part is done."""
-        host, num_bytes = self._pipeline.workers_of(pull.stage)[0], self._weight_bytes(pull.stage)
-        wait = (since_s, pull, now_s)
-        if worker == host:
-            self._simulation.wake(now_s, worker, wait)
-            return
-        connection = self._network.connection(SYNCS[self._pipeline.sync].kind, host, worker)
-        message = self._network.send(connection, num_bytes, now_s, f"pull {pull.number}")
+        wait, wake = (since_s, pull, now_s), self._simulation.wake
+        if worker == 0:
+            wake(now_s, worker, wait)
+        else:
+            label = f"pull {pull.number}"
+            self._send(0, worker, label, now_s, lambda then_s: wake(then_s + self._own_s, worker, wait))
+
+    def _send(self, sender: int, receiver: int, label: str, now_s: float, then: Callable[[float], None]) -> None:
+        """Let a gradient, or weights, set out, and something be done when they are there."""
+        message = self._network.send(
+            self._network.connection(self._kind, sender, receiver), self._num_bytes, now_s, label
+        )
 
         def arrived(then_s: float) -> None:
             self._network.arrived(message)
-            self._simulation.wake(then_s + self._costs.host.message(num_bytes), worker, wait)
+            then(then_s)
 
         self._network.sharing.tell(message, arrived, now_s)
-
-    def _weight_bytes(self, stage: int) -> int:
-        return sum(bucket.num_bytes for bucket in self._costs.stages[stage].buckets)

@@ -1,6 +1,6 @@
-"""What a worker in a process of its own does with the servers of its stages: its own, or those of other processes."""
+"""What a worker in a process of its own has of the server: the server itself, or a line to the process that has it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -8,110 +8,96 @@ import torch.distributed as dist
 from pipebench.distributed.collectives import ProcessCollectives
 from pipebench.distributed.launch_join import peers
 from pipebench.engine.protocols import Sent
-from pipebench.extensions.asynchronous.server import ParameterServer, Pulled, Servers, connect
+from pipebench.extensions.asynchronous.server import Gradients, ParameterServer, Pulled, Server, connect
 from pipebench.extensions.asynchronous.serving import ServerLink, Serving
 from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
 from pipebench.simulate.timeline import BUFFERS, Transfer
 
 
-class ProcessServers(Servers):
-    """The servers of this process, and lines to those of others. All processes make one, at the same time.
+class ProcessServer(Server):
+    """The server, in the process of the first worker. All processes make one, at the same time.
 
     Args:
         collectives: of this process's worker.
     """
 
     def __init__(self, collectives: ProcessCollectives) -> None:
-        self._collectives, self._setup, self._worker = collectives, collectives.setup, collectives.worker
-        self._kind = SYNCS[self._setup.pipeline.sync].kind
-        self._order = self._setup.pipeline.extensions.get(ASYNCHRONOUS, {})
-        self._lines: dict[int, ServerLink] = {}  # to the server, by stage; the servers here likewise
-        self._serving: dict[int, Serving] = {}
-        for stage in range(self._setup.pipeline.num_stages):
-            self._make_server(stage)
-        self.here = {stage: serving.server for stage, serving in self._serving.items()}
-        connect(self._worker, self)
+        self._collectives, setup = collectives, collectives.setup
+        self._own, self._host = collectives.worker.index, collectives.ranks[0]
+        self._kind = SYNCS[setup.pipeline.sync].kind
+        self._order = setup.pipeline.extensions.get(ASYNCHRONOUS, {})
+        self._weights = connect(collectives.worker, self)
+        links = [link for worker in range(1, setup.pipeline.num_workers) for link in self._links(worker)]
+        self._serving: Serving | None = None
+        if self._own == 0:
+            self.here = ParameterServer(setup, self._weights)
+            self._serving = Serving(self.here, links)
+        else:
+            (self._link,) = links
 
     def begin(self, first: int, limit: Callable[[], float]) -> None:
         """Start a segment of training."""
-        for serving in self._serving.values():
-            serving.begin(first, self._order.get(first), limit)
+        if self._serving is not None:
+            self._serving.begin(first, self._order.get(first), limit)
 
-    def push(
-        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Send the stage's server a gradient."""
-        if replica == 0:
-            self._serving[stage].push(minibatch, version, gradients)
+    def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
+        """Apply a gradient, or send it to the server."""
+        if self._serving is not None:
+            self._serving.push(minibatch, version, gradients)
             return
         start_s = self._collectives.clock()
-        self._lines[stage].push(minibatch, version, gradients)
-        self._count_weights(stage, self._kind, f"push {minibatch}", start_s, to_server=True)
+        self._link.push(minibatch, version, gradients)
+        self._count(self._kind, f"push {minibatch}", start_s, to_server=True)
 
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
+    def pull(self, replica: int, at_least: int) -> Pulled:
         """Return what the replica's last push has made; or, where it is told, what so many have."""
+        if self._serving is not None:
+            return self._serving.pull(at_least)
         start_s = self._collectives.clock()
-        if replica == 0:
-            return self._serving[stage].pull(at_least)
-        pulled = self._lines[stage].pull(at_least)
-        self._count_weights(stage, self._kind, "pull", start_s, to_server=False)
+        pulled = self._link.pull(at_least)
+        self._count(self._kind, "pull", start_s, to_server=False)
         self._collectives.stall_s += self._collectives.clock() - start_s
         return pulled
 
     def drained(self) -> Iterator[Sent]:
-        """Let replicas evaluate with the averages that a server's optimizer keeps, if it keeps any."""
-        for stage in self._collectives.stage_groups:
-            self._hand_out_averages(stage)
+        """Let replicas evaluate with the averages that the server's optimizer keeps, if it keeps any."""
+        for group in self._collectives.stage_groups.values():
+            self._hand_out_averages(group)
         yield from ()
 
     def close(self) -> None:
-        """Say that nothing else comes, and wait until all replicas have said so."""
-        for line in self._lines.values():
-            line.done()
-        for serving in self._serving.values():
-            serving.close()
+        """Say that nothing else comes, or wait until all replicas have said so."""
+        if self._serving is not None:
+            self._serving.close()
+        else:
+            self._link.done()
 
-    def _hand_out_averages(self, stage: int) -> None:
-        collectives, world = self._collectives, self._collectives.world
-        weights, serving = self._worker.replicas[stage].weights, self._serving.get(stage)
-        own = None if serving is None else serving.server.averages
-        device = self._setup.device if world.direct else torch.device("cpu")
-        group, host = collectives.stage_groups[stage], collectives.ranks[self._setup.pipeline.workers_of(stage)[0]]
+    def _hand_out_averages(self, group: dist.ProcessGroup) -> None:
+        own = None if self.here is None else self.here.averages
+        device = self._collectives.setup.device if self._collectives.world.direct else torch.device("cpu")
         there = torch.tensor([own is not None], device=device)
-        travels = [average.detach().to(device, copy=True) for average in own or weights.newest.parameters]
-        start_s = collectives.clock()
+        travels = [average.detach().to(device, copy=True) for average in own or self._weights.newest.parameters]
+        start_s = self._collectives.clock()
         with peers():
-            dist.broadcast(there, host, group=group)
+            dist.broadcast(there, self._host, group=group)
             for average in travels if there else ():
-                dist.broadcast(average, host, group=group)
-        if there and serving is None:
-            weights.take_averages(travels)
-            self._count_weights(stage, BUFFERS, "averages", start_s, to_server=False)
+                dist.broadcast(average, self._host, group=group)
+        if there and self.here is None:
+            self._weights.take_averages(travels)
+            self._count(BUFFERS, "averages", start_s, to_server=False)
 
-    def _make_server(self, stage: int) -> None:
-        """Make the lines between a stage's server and its replicas; workers of other stages help to make them."""
-        host, *others = self._setup.pipeline.workers_of(stage)
-        own, lines, ranks = self._worker.index, {}, self._collectives.ranks
-        for worker in others:
-            ends = {host: ranks[host], worker: ranks[worker]}
-            group = self._collectives.world.new_group("gloo", sorted(ends.values()))
-            self._collectives.groups.append(group)
-            if own in ends:
-                peer = ends[host if own == worker else worker]
-                like = self._worker.replicas[stage].weights.newest.parameters
-                lines[worker] = ServerLink(group, peer, like)
-        if own == host:
-            server = ParameterServer(self._setup, stage, self._worker.replicas[stage])
-            self._serving[stage] = Serving(server, list(lines.values()))
-        elif own in lines:
-            self._lines[stage] = lines[own]
+    def _links(self, worker: int) -> Iterator[ServerLink]:
+        """Make the link between the server and another worker; all processes help, the two have it."""
+        ends = {each: self._collectives.ranks[each] for each in (0, worker)}
+        group = self._collectives.world.new_group("gloo", sorted(ends.values()))
+        self._collectives.groups.append(group)
+        if self._own in ends:
+            yield ServerLink(group, ends[worker - self._own], self._weights.newest.parameters)
 
-    def _count_weights(self, stage: int, kind: str, label: str, start_s: float, *, to_server: bool) -> None:
-        """Count a gradient, or weights, of the whole stage between this worker and the server: here for both ends."""
-        collectives, own = self._collectives, self._worker.index
-        host = self._setup.pipeline.workers_of(stage)[0]
-        num_bytes = sum(p.nbytes for p in self._worker.replicas[stage].weights.newest.parameters)
-        level = self._setup.level_between(own, host).name
+    def _count(self, kind: str, label: str, start_s: float, *, to_server: bool) -> None:
+        """Count a gradient, or weights, between this worker and the server: here for both ends."""
+        collectives, num_bytes = self._collectives, sum(p.nbytes for p in self._weights.newest.parameters)
+        level = collectives.setup.level_between(self._own, 0).name
         collectives.num_bytes[kind, level] += num_bytes
-        ends = ((own,), (host,)) if to_server else ((host,), (own,))
+        ends = ((self._own,), (0,)) if to_server else ((0,), (self._own,))
         collectives.meter.transfer(Transfer(kind, label, *ends, level, num_bytes, start_s, collectives.clock()))

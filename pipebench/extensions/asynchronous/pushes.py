@@ -7,9 +7,9 @@ minibatch was computed with. It is kept with a run, and whoever is given it agai
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pipebench.typed_json import Within
 
@@ -59,6 +59,17 @@ class PushOrder:
 def to_text(segments: Sequence[Pushes]) -> str:
     """Return the order as JSON."""
     return json.dumps(asdict(PushOrder(VERSION, list(segments))))
+
+
+def metrics(counted: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how stale gradients were, of the segments that servers tell of."""
+    staleness = [updates for segment in counted for updates in Pushes(**segment).staleness]
+    return {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)} if staleness else {}
+
+
+def fields(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the field of a result that keeps them."""
+    return {"pushes": tuple(Pushes(**segment) for segment in counted)}
 
 
 class Turns:

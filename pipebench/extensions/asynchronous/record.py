@@ -1,26 +1,18 @@
 """What is kept of a run in which a server applied gradients as they came: their order, and how stale they were."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from pipebench.extensions.asynchronous.pushes import FILE_NAME, Pushes, histogram, to_text
-from pipebench.extensions.asynchronous.staleness import draw_staleness, staleness_markdown
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from pipebench.extensions.asynchronous.pushes import FILE_NAME, histogram, to_text
+from pipebench.formats import percent
 from pipebench.run.drawings import record_drawn
 from pipebench.tracking import RunLog
 from pipebench.train.result import RunResult
-
-
-def metrics(counted: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how stale gradients were, of the segments that servers tell of."""
-    staleness = [updates for segment in counted for updates in Pushes(**segment).staleness]
-    return {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)} if staleness else {}
-
-
-def fields(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the result's field."""
-    return {"pushes": tuple(Pushes(**segment) for segment in counted)}
 
 
 def record(log: RunLog, result: RunResult) -> RunResult:
@@ -32,3 +24,23 @@ def record(log: RunLog, result: RunResult) -> RunResult:
     log.text("staleness.md", staleness_markdown(counts))
     record_drawn(log, {"staleness.png": partial(draw_staleness, counts)}, "staleness")
     return replace(result, pushes=())
+
+
+def staleness_markdown(counts: Mapping[int, int]) -> str:
+    """Return a Markdown table of minibatches by staleness: the updates made between their pull and their push."""
+    total = sum(counts.values())
+    lines = ["| updates made meanwhile | minibatches | share |", "| ---: | ---: | ---: |"]
+    lines += [f"| {updates} | {count:,} | {percent(count / total)} |" for updates, count in sorted(counts.items())]
+    return "\n".join(lines) + "\n"
+
+
+def draw_staleness(counts: Mapping[int, int], path: str | os.PathLike[str]) -> None:
+    """Write the same as a PNG."""
+    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)
+    axes.set_xlabel("staleness: updates made between a minibatch's pull and its push")
+    axes.set_ylabel("minibatches")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)

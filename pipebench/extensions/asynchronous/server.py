@@ -1,27 +1,31 @@
 """The server of asynchronous data parallelism: it applies every gradient as it comes, and hands out the newest weights.
 
-It is no copy of the model. It stands beside the stage's first replica and updates that one's weights, which keep the
-version that the replica computes with as any other that is in flight: checkpoints, evaluations and counts of memory
-find everything where they do in other modes. It knows no clock; who calls it says in which order.
+It is no copy of the model. It stands beside the first replica and updates that one's weights, which keep the version
+that the replica computes with as any other that is in flight: checkpoints, evaluations and counts of memory find
+everything where they do in other modes. It knows no clock; who calls it says in which order. The model is one stage.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 
 from pipebench.checkpoint.state import CheckpointError
-from pipebench.engine.protocols import Collectives, EngineExtension, Transport, WorkerExtension
-from pipebench.engine.replica import Replica
+from pipebench.engine.collectives import InProcessCollectives
+from pipebench.engine.protocols import Collectives, EngineExtension, Sent, Transport, WorkerExtension
 from pipebench.engine.setup import Setup
+from pipebench.engine.weights import Weights
 from pipebench.engine.worker import Worker
 from pipebench.extensions.asynchronous.pushes import Pushes
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
-from pipebench.schedule.syncs import ASYNCHRONOUS
+from pipebench.schedule.syncs import ASYNCHRONOUS, SYNCS
+from pipebench.simulate.timeline import BUFFERS
 from pipebench.typed_json import JsonError, read
+
+Gradients = Sequence[torch.Tensor | None]
 
 
 class Pulled(NamedTuple):
@@ -36,25 +40,85 @@ class Pulled(NamedTuple):
     parameters: Sequence[torch.Tensor] | None
 
 
-class Servers(EngineExtension):
-    """The servers of workers' stages. These are nobody's: of a worker that is alone, on copies of its stages.
+class ParameterServer:
+    """What applies pushes.
+
+    Args:
+        setup: what is run.
+        weights: of the first replica.
 
     Attributes:
-        here: those of this process, by stage.
+        segments: what was pushed, drain by drain.
     """
 
-    here: Mapping[int, "ParameterServer"]
+    def __init__(self, setup: Setup, weights: Weights) -> None:
+        self.segments: list[Pushes] = []
+        self._setup = setup
+        self._weights = weights
+        self._drained = 0
+        self._samples = 0
 
-    def push(
-        self, stage: int, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Give the server of a stage a minibatch's gradient, computed with a version of the weights.
+    def begin(self, first: int) -> None:
+        """Start a segment of training that begins with this minibatch of the run."""
+        self.segments.append(Pushes(first))
+        self._drained = self._weights.newest.number
+        self._samples = self._setup.sampler.samples_before(first)
+
+    @property
+    def applied(self) -> int:
+        """Pushes applied in the segment."""
+        return len(self.segments[-1].minibatches)
+
+    def apply(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> Pulled:
+        """Make an update of one minibatch's gradient; return the weights it has made, which the replica pulls next.
+
+        The learning rate goes by the samples of the updates made before, whichever these were.
+
+        Args:
+            replica: whose minibatch it was.
+            minibatch: numbered since the drain.
+            version: number of the weights it was computed with.
+            gradients: of the mean loss, one per parameter.
+        """
+        pushes, weights = self.segments[-1], self._weights
+        own = self._setup.sampler.size(pushes.first + minibatch)
+        lr = self._setup.lr(0, self._samples, own)
+        weights.update(weights.as_stepped(gradients), lr, keep_from=weights.newest.number + 1)
+        self._samples += own
+        pushes.add(minibatch, version - self._drained)
+        return self.newest(replica)
+
+    @property
+    def averages(self) -> Sequence[torch.Tensor] | None:
+        """What evaluations see in place of the newest weights, where the optimizer keeps averages; at a drain."""
+        weights = self._weights
+        return None if weights.evaluated is weights.newest else weights.evaluated.parameters
+
+    def newest(self, replica: int) -> Pulled:
+        """Return the newest weights for a replica: a copy, but for the first, which holds the version itself."""
+        weights = self._weights
+        if replica == 0:
+            return Pulled(weights.hold(), None)
+        return Pulled(weights.newest.number, [parameter.detach().clone() for parameter in weights.newest.parameters])
+
+
+class Server(EngineExtension):
+    """The server as workers know it. This one is nobody's: of a worker that is alone, on copies of its stage.
+
+    Attributes:
+        here: what applies pushes, if it is in this process.
+    """
+
+    here: ParameterServer | None = None
+
+    def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
+        """Give it a minibatch's gradient, computed with a version of the weights.
 
         Raises:
-            PeerLostError: the server's process is gone; or, where it is this one, a replica's.
+            PeerLostError: its process is gone; or, where it is this one, a replica's.
         """
 
-    def pull(self, stage: int, replica: int, at_least: int) -> Pulled:
+    def pull(self, replica: int, at_least: int) -> Pulled:
         """Return the weights that the replica's last push has made; or, where it is told, those of so many pushes.
 
         Raises:
@@ -64,7 +128,7 @@ class Servers(EngineExtension):
 
     def facts(self) -> list[Any]:
         """Return what was pushed so far."""
-        return [asdict(pushes) for server in self.here.values() for pushes in server.segments]
+        return [] if self.here is None else [asdict(pushes) for pushes in self.here.segments]
 
     def restore(self, facts: list[Any]) -> None:
         """Go on from what `facts` returned.
@@ -76,8 +140,8 @@ class Servers(EngineExtension):
             segments = read(list[Pushes], json.dumps(facts), "progress.facts.pushes")
         except JsonError as error:
             raise CheckpointError(str(error)) from None
-        for server in self.here.values():
-            server.segments = segments
+        if self.here is not None:
+            self.here.segments = segments
 
 
 class PushAndPull(WorkerExtension):
@@ -88,101 +152,81 @@ class PushAndPull(WorkerExtension):
 
     Attributes:
         handlers: how pushes and pulls are executed.
-        servers: of its stages.
+        server: of its stage.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.servers = Servers()
+        (self._replica,) = worker.replicas.values()
+        self.server = Server()
         self.handlers = {Op.PUSH: self._push, Op.PULL: self._pull}
 
     def begin(self) -> None:
         """Start a segment of training with the weights that the drain has left."""
-        worker = self._worker
-        worker.held_versions = {stage: replica.weights.hold() for stage, replica in worker.replicas.items()}
+        self._worker.held_version = self._replica.weights.hold()
 
     def _push(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        worker = self._worker
-        replica = worker.replicas[it.stage]
+        worker, replica = self._worker, self._replica
         gradients = worker.updates.clipped(replica.gradients)
-        self.servers.push(it.stage, worker.replica_index, it.number, worker.held_versions[it.stage], gradients)
+        self.server.push(worker.replica_index, it.number, worker.held_version, gradients)
         replica.gradients = [None] * len(gradients)
         worker.note_memory()
 
     def _pull(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        worker = self._worker
-        number, parameters = self.servers.pull(it.stage, worker.replica_index, it.version)
+        number, parameters = self.server.pull(self._worker.replica_index, it.version)
         if parameters is not None:
-            worker.replicas[it.stage].weights.take(number, parameters)
-        worker.held_versions[it.stage] = number
+            self._replica.weights.take(number, parameters)
+        self._worker.held_version = number
 
 
-def connect(worker: Worker, servers: Servers) -> None:
-    """Let a worker push to servers, and pull from them."""
+def connect(worker: Worker, server: Server) -> Weights:
+    """Let a worker push to a server, and pull from it; return the worker's weights."""
     extension = worker.extensions[ASYNCHRONOUS]
     assert isinstance(extension, PushAndPull)
-    extension.servers = servers
+    extension.server = server
+    (replica,) = worker.replicas.values()
+    return replica.weights
 
 
-class ParameterServer:
-    """The server of one stage.
+class InProcessServer(Server):
+    """The server, in the process of all workers: the clock has seen to it that a gradient is there, and its turn.
 
     Args:
-        setup: what is run.
-        stage: the stage.
-        replica: its first replica.
-
-    Attributes:
-        segments: what was pushed, drain by drain.
+        collectives: of its workers, which are numbered like replicas.
     """
 
-    def __init__(self, setup: Setup, stage: int, replica: Replica) -> None:
-        self.segments: list[Pushes] = []
-        self._setup = setup
-        self._stage = stage
-        self._replica = replica
-        self._drained = 0
-        self._samples = 0
+    here: ParameterServer
 
-    def begin(self, first: int) -> None:
-        """Start a segment of training that begins with this minibatch of the run."""
-        self.segments.append(Pushes(first))
-        self._drained = self._replica.weights.newest.number
-        self._samples = self._setup.sampler.samples_before(first)
+    def __init__(self, collectives: InProcessCollectives) -> None:
+        self._collectives = collectives
+        self._kind = SYNCS[collectives.setup.pipeline.sync].kind
+        self._weights = [connect(worker, self) for worker in collectives.workers]
+        self._num_bytes = sum(parameter.nbytes for parameter in self._weights[0].newest.parameters)
+        self.here = ParameterServer(collectives.setup, self._weights[0])
+        self._pulled: dict[int, Pulled] = {}  # by replica
 
-    @property
-    def applied(self) -> int:
-        """Pushes applied in the segment."""
-        return len(self.segments[-1].minibatches)
+    def begin(self, first: int, limit: Callable[[], float]) -> None:
+        """Start a segment of training."""
+        self._pulled.clear()
+        self.here.begin(first)
 
-    def apply(self, replica: int, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None]) -> Pulled:
-        """Make an update of one minibatch's gradient; return the weights it has made, which the replica pulls next.
+    def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
+        """Apply a gradient."""
+        self._pulled[replica] = self.here.apply(replica, minibatch, version, gradients)
+        if replica > 0:
+            self._collectives.count(self._kind, replica, 0, self._num_bytes)
 
-        The learning rate goes by the samples of the updates made before, whichever these were.
+    def pull(self, replica: int, at_least: int) -> Pulled:
+        """Return what the replica's last push has made, or what all have."""
+        if replica > 0:
+            self._collectives.count(self._kind, 0, replica, self._num_bytes)
+        own = self._pulled.pop(replica, None)
+        return own if at_least < 0 and own is not None else self.here.newest(replica)
 
-        Args:
-            replica: whose minibatch it was.
-            minibatch: numbered since the drain.
-            version: number of the weights it was computed with.
-            gradients: of the mean loss, one per parameter.
-        """
-        pushes, weights = self.segments[-1], self._replica.weights
-        own = self._setup.sampler.size(pushes.first + minibatch)
-        lr = self._setup.lr(self._stage, self._samples, own)
-        weights.update(weights.as_stepped(gradients), lr, keep_from=weights.newest.number + 1)
-        self._samples += own
-        pushes.add(minibatch, version - self._drained)
-        return self.newest(replica)
-
-    @property
-    def averages(self) -> Sequence[torch.Tensor] | None:
-        """What evaluations see in place of the newest weights, where the optimizer keeps averages; at a drain."""
-        weights = self._replica.weights
-        return None if weights.evaluated is weights.newest else weights.evaluated.parameters
-
-    def newest(self, replica: int) -> Pulled:
-        """Return the newest weights for a replica: a copy, but for the first, which holds the version itself."""
-        weights = self._replica.weights
-        if replica == 0:
-            return Pulled(weights.hold(), None)
-        return Pulled(weights.newest.number, [parameter.detach().clone() for parameter in weights.newest.parameters])
+    def drained(self) -> Iterator[Sent]:
+        """Let replicas evaluate with the averages that the optimizer keeps, if it does; yield what sets out."""
+        averages = self.here.averages
+        for worker, weights in enumerate(self._weights[1:] if averages is not None else (), 1):
+            assert averages is not None
+            weights.take_averages(averages)
+            yield BUFFERS, 0, worker, sum(average.nbytes for average in averages), "averages"
