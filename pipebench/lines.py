@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from pipebench.errors import FileName
@@ -28,44 +27,53 @@ class LinedFile(FileName):
 
     _path: str
 
+    @cached_property
+    def _lines(self) -> dict[str, int]:
+        try:
+            return _lines_of(read_text(self._path, _MAX_BYTES))
+        except FileError:
+            return {}
+
     def line_of(self, key: str) -> int | None:
         """Return the line of a key such as `rows.0.runs` or `stages[0].layers`, or of the innermost that is there."""
-        try:
-            return _line(read_text(self._path, _MAX_BYTES), key) if key else None
-        except FileError:
-            return None
+        plain, lines = _plain(key), self._lines if key else {}
+        if plain not in lines:  # a row that a list makes, perhaps, such as `rows.m$size`
+            for row in (each for each in lines if "$" in each and each.count(".") == 1):
+                pattern = re.sub(r"\\\$\w+", "[^.]+", re.escape(row))
+                plain = re.sub(rf"^{pattern}(?=\.|$)", lambda _: row, plain)  # noqa: B023 # called at once
+        while plain and plain not in lines:
+            plain = plain.rpartition(".")[0]
+        return lines.get(plain)
 
 
-@lru_cache(maxsize=64)
-def _line(text: str, key: str) -> int | None:
+@lru_cache(maxsize=8)
+def _lines_of(text: str) -> dict[str, int]:
+    """Return every key's line."""
     import yaml
 
+    lines: dict[str, int] = {}
     try:
-        node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        _note(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), "", lines)
     except (yaml.YAMLError, ValueError, RecursionError):
-        return None
-    line, rest = None, key.replace("[", ".").replace("]", "")
-    while (found := next(_steps(node, rest), None)) is not None:
-        line, node, rest = found
-    return line
+        return {}
+    return lines
 
 
-def _steps(node: Any, rest: str) -> Iterator[tuple[int, Any, str]]:
-    """Yield lines and values of what a key's rest may begin with, and the rest after that; names may hold dots."""
+def _note(node: Any, inside: str, lines: dict[str, int]) -> None:
     pairs = node.value if getattr(node, "id", "") in ("mapping", "sequence") else []
     for index, pair in enumerate(pairs):
         place, value = pair if isinstance(pair, tuple) else (pair, pair)
-        for name in _names(place) if place is not value else (str(index), *_own_names(value)):
-            of_rows = re.sub(r"\\\$\w+", r"[^.]+", re.escape(name))  # of a report, that a list makes: m$size
-            if found := re.match(rf"{of_rows}(\.|$)", rest):
-                yield place.start_mark.line + 1, value, rest[found.end() :]
+        names = [place.value] if place is not value else [str(index)]
+        if (
+            place is value and "." not in inside and getattr(value, "id", "") == "mapping"
+        ):  # a row goes by its name, too
+            names += [given.value for name, given in value.value if name.value == "name"]
+        for name in names:
+            key = _plain(f"{inside}.{name}")
+            lines.setdefault(key, place.start_mark.line + 1)
+            _note(value, key, lines)
 
 
-def _names(node: Any) -> tuple[str, ...]:
-    return (node.value, repr(node.value)) if isinstance(node.value, str) else ()
-
-
-def _own_names(item: Any) -> tuple[str, ...]:
-    """Return how an item of a list is called besides its place: a row of a report by its key `name`."""
-    pairs = item.value if getattr(item, "id", "") == "mapping" else []
-    return next((_names(value) for name, value in pairs if name.value == "name"), ())
+def _plain(key: str) -> str:
+    """Return a key without what tells its parts apart: brackets, quotes and dots are one dot."""
+    return re.sub(r"[\[\]'.]+", ".", key).strip(".")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Beyond these a number is a slip, not a measurement: 31 years, and an exabyte.
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**60
+_MOST_FAULTS = 100  # that are told of a file
 T = TypeVar("T")
 
 
@@ -186,17 +187,24 @@ def _saying(allowed: str, schema: Any) -> Any:
 
 def _told(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
     """Return where each fault is, and the end of a sentence; an unknown name explains a missing one, so it is first."""
-    unknown = [each for each in faults if each["type"] in ("unexpected_keyword_argument", "extra_forbidden")]
+    unknown = ("unexpected_keyword_argument", "extra_forbidden")
     missing = [str(each["loc"][-1]) for each in faults if each["type"] == "missing"]
-    found = [(_at(where, each["loc"][:-1]), str(each["loc"][-1])) for each in unknown]
-    told = [(at, f"unknown key {shown(name)}{nearest(name, missing)}") for at, name in found]
-    meant = {(at, text.rpartition("did you mean ")[2]) for at, text in told}
-    others = [_one(each, where) for each in faults if each not in unknown]
-    return told + [(at, text) for at, text in others if (at, f"{text.removesuffix(' is missing')}?") not in meant]
+    told: list[tuple[str, str]] = []
+    meant: set[tuple[str, str]] = set()
+    for fault in sorted(faults, key=lambda each: each["type"] not in unknown)[:_MOST_FAULTS]:
+        at, text = _one(fault, where)
+        if fault["type"] in unknown:
+            at, name = _at(where, fault["loc"][:-1]), fault["loc"][-1]
+            text = f"unknown key {shown(name)}{nearest(name, missing)}"
+            meant.add((at, text.rpartition("did you mean ")[2]))
+        if (at, f"{text.removesuffix(' is missing')}?") not in meant:
+            told.append((at, text))
+    more = len(faults) - _MOST_FAULTS
+    return [*told, ("", f"there are {more} more faults")] if more > 0 else told
 
 
 def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:
-    """Return where a fault is that is no unknown key, and the end of a sentence about it."""
+    """Return where a fault is, and the end of a sentence about it."""
     kind, path, found = fault["type"], fault["loc"], fault["input"]
     if kind == "json_invalid":
         return "", f"isn't JSON: {fault['ctx']['error']}"

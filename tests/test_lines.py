@@ -1,5 +1,6 @@
 """Faults name the line besides file and key: of every file that a user writes and of its bases."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from pipebench.errors import Fault, RecipeError
 from pipebench.lines import LinedFile
 from pipebench.recipe.load import load
+from pipebench.recipe.search_trace import load_trace
 
 RECIPE = """\
 extends: base.yaml
@@ -82,3 +84,19 @@ def test_a_file_that_is_gone_or_no_file_has_no_lines(tmp_path: Path) -> None:
     assert [LinedFile("r", path).line_of("a") for path in (tmp_path / "gone", tmp_path, Path("/dev/zero"))] == 3 * [
         None
     ]
+
+
+def test_everything_wrong_with_a_file_of_json_is_told_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text('{"pipebench_search": 2,\n "events": [\n  {"minibatch": -1},\n  {"ad": 1}]}\n')
+    with pytest.raises(RecipeError) as refused:
+        load_trace(str(path))
+    assert [sentence.removeprefix(str(path)) for sentence in str(refused.value).splitlines()] == [
+        ":4: events[1]: unknown key 'ad'",
+        ":1: pipebench_search: got 2, allowed is 1",
+        ":3: events[0].minibatch: got -1, allowed is a whole number from 0 on",
+    ]
+    path.write_text(json.dumps({"pipebench_search": 1, "events": [{"add": -1}] * 1000}))
+    with pytest.raises(RecipeError, match=r"there are 900 more faults$") as refused:
+        load_trace(str(path))
+    assert len(refused.value.faults) == 101
