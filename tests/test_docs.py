@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,10 @@ from tests.test_rooms import ROOMS
 from zoo import DATASETS, MODELS
 
 ROOT = Path(__file__).parents[1]
+# PyPI shows README without the files beside it, and a site has the pages of docs/ only: links there are absolute.
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+RAW = REPOSITORY.replace("https://github.com/", "https://raw.githubusercontent.com/")
+MOST_WORDS = 900  # of README, code included
 
 DRAWN = [
     ("single", (1,), 3, 1),
@@ -124,8 +130,10 @@ def test_the_minibatch_of_the_architecture_page_is_the_schedule_s() -> None:
 
 
 def test_the_index_has_every_page_of_the_folder() -> None:
-    listed = re.findall(r"^\| \[(\S+?)\]\(\1\) \|", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
+    docs = ROOT / "docs"
+    listed = re.findall(r"^\| \[.+?\]\((\S+?\.md)\) \|", (docs / "index.md").read_text(), re.MULTILINE)
+    pages = [path.relative_to(docs).as_posix() for path in (*docs.glob("*.md"), *docs.glob("reference/*.md"))]
+    assert sorted(listed) == sorted(name for name in pages if name != "index.md")
 
 
 def test_the_architecture_page_names_packages_and_files_that_are_there() -> None:
@@ -138,17 +146,41 @@ def test_the_architecture_page_names_packages_and_files_that_are_there() -> None
         assert (ROOT / file).exists() or (ROOT / "pipebench" / file).exists(), file
 
 
+def links(page: Path) -> Iterator[tuple[str, Path]]:
+    """Yield a page's links into the repository, and the files or folders that they are to."""
+    for link in re.findall(r"\]\((?!mailto:|#)([^)#\s]+)", page.read_text()):
+        if inside := re.match(rf"(?:{REPOSITORY}/(?:blob|tree)|{RAW})/main/(.*)", link):
+            yield link, ROOT / inside[1]
+        elif not link.startswith("http"):
+            yield link, page.parent / link
+
+
 def test_links_between_pages_are_not_dead() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "reports").glob("*.md")]
+    folders = ("docs", "docs/reference", "reports")
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).glob("*.md"))]
     for page in pages:
-        for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links {link}"
+        for link, file in links(page):
+            assert file.exists(), f"{page.relative_to(ROOT)} links {link}"
 
 
-def test_table_1_of_readme_is_the_report_s() -> None:
+def test_readme_links_and_shows_what_pypi_can_reach() -> None:
+    linked = [*links(ROOT / "README.md")]
+    assert len(linked) > 15
+    for link, file in linked:
+        is_picture = file.suffix == ".png"
+        assert link.startswith(RAW if is_picture else REPOSITORY), link
+        assert not is_picture or file.stat().st_size > 1000
+
+
+def test_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= MOST_WORDS
+
+
+def test_table_1_of_the_results_is_the_report_s() -> None:
     """Each of its rows has the report's cells, in the report's order."""
     page = (ROOT / "reports/rendered/table1/report.md").read_text()
-    rows = [line for line in (ROOT / "README.md").read_text().split("| row of Table 1 |")[1].splitlines()[2:] if line]
+    text = (ROOT / "docs/results.md").read_text()
+    rows = [line for line in text.split("| row of Table 1 |")[1].splitlines()[2:] if line]
     shown = {cells[0]: cells[2:] for cells in map(_cells, itertools.takewhile(lambda line: line[0] == "|", rows))}
     epochs, times = (
         {cells[0]: cells for cells in map(_cells, page.split(f"## {title}, higher")[1].split("\n\n")[1].splitlines())}
@@ -160,14 +192,43 @@ def test_table_1_of_readme_is_the_report_s() -> None:
         assert cells == [epochs[name][1], epochs[name][2], epochs[name][4], time[1], time[4]], name
 
 
+def test_the_four_ways_of_readme_are_the_report_s() -> None:
+    """The runs kept in the repository; MLflow's picture beside them was taken of the same ones."""
+    page = (ROOT / "reports/rendered/quickstart/report.md").read_text()
+    rows = [_cells(line) for line in page.split("## Side by side")[1].split("## ")[0].splitlines() if line]
+    reported = {name: [plan, *others] for name, *others, plan in rows[2:]}
+    text = (ROOT / "README.md").read_text().split("## Four ways")[1].split("```\n")[1]
+    lines = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    header, shown = lines[0], {line[0]: line for line in lines[1:]}
+    columns = [header.index(name) for name in ("plan", "time to accuracy", "vs dp", "epochs", "sent per sample")]
+    columns.append(header.index("peak memory"))
+    assert {name: [line[column] for column in columns] for name, line in shown.items()} == reported
+
+
+def test_the_errors_of_readme_and_the_results_are_the_report_s() -> None:
+    page = (ROOT / "reports/rendered/table1/report.md").read_text()
+    scores = {
+        (cells[1], cells[2]): cells[4:]
+        for cells in map(_cells, page.split("\n## Scores\n")[1].splitlines())
+        if len(cells) == 6 and cells[0].startswith("epoch time")
+    }
+    ideal, _ = scores["ideal hardware", "not by construction"]
+    error, rank = scores["clusters of 2019", "not by construction"]
+    predicted, _ = scores["clusters of 2019", "not fitted on"]
+    readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
+    assert f"are {_rounded(error)} off in the geometric mean" in readme
+    assert f"{_rounded(predicted)} on the cells that nothing was fitted on, and {_rounded(ideal)} on hardware" in readme
+    assert f"geometric-mean error is {error}" in results
+    assert f"ideal hardware: {_rounded(ideal)}) and the rank correlation {rank}." in results
+    assert f"the error is {_rounded(predicted)}." in results
+
+
+def _rounded(share: str) -> str:
+    return f"{float(share.rstrip('%')):.0f}%"
+
+
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_pictures_are_there() -> None:
-    text = (ROOT / "README.md").read_text()
-    for picture in re.findall(r"\]\(((?:docs|reports)/\S+?)\)", text):
-        assert (ROOT / picture).stat().st_size > 1000
 
 
 def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
@@ -193,10 +254,10 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
     assert (tmp_path / "mlflow.db").exists()
 
 
-def test_the_plan_of_readme_is_what_the_planner_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_its_page_is_what_the_planner_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    section = (ROOT / "README.md").read_text().split("## Where to cut, and why")[1].split("\n## ")[0]
-    command, shown = re.findall(r"```\n(.*?)\n```", section, re.DOTALL)[:2]
+    page = (ROOT / "docs/planner.md").read_text()
+    command, shown = re.findall(r"```\n(.*?)\n```", page, re.DOTALL)[:2]
     done = CliRunner().invoke(cli, command.split()[1:])
     assert done.exit_code == 0, done.output
     printed = {line.strip() for line in done.output.splitlines()}

@@ -86,3 +86,9 @@ def test_every_command_and_option_stands_in_the_reference() -> None:
 
 def test_the_folder_is_the_one_of_the_documentation() -> None:
     assert Path(__file__).parents[1] / "docs/reference" == FOLDER
+
+
+def test_the_first_example_of_the_python_api_prints_what_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    example, printed = re.findall(r"```(?:python|text)\n(.*?)```", page("api.md"), re.DOTALL)[:2]
+    exec(example, {})
+    assert capsys.readouterr().out == printed

@@ -323,7 +323,7 @@ def spread(values: Iterable[float | None], text: Callable[[float], str]) -> str:
 
 
 def summary() -> str:
-    """Return README's table: time to accuracy and epochs of the modes that differ in what they compute."""
+    """Return the table of `docs/results.md`: time to accuracy and epochs of modes that differ in what they compute."""
     modes = ("single", "dp", "pipedream", "pipedream-replicated")
     return table(
         ["model, target", *modes], ([_title(model), *(_short(model, mode) for mode in modes)] for model in MODELS)

@@ -109,11 +109,11 @@ class TestWhatIsKept:
         assert [run for run in study() if not run.is_done()] == []
         assert {path.name for path in small_zoo.RESULTS.iterdir()} == {run.path.name for run in study()}
 
-    def test_the_report_and_readme_say_what_they_say(self) -> None:
+    def test_the_report_and_the_results_say_what_they_say(self) -> None:
         root = Path(__file__).parents[2]
         small_zoo._epoch.cache_clear()
         assert (root / "reports/small_zoo.md").read_text() == small_zoo.page().rstrip() + "\n"
-        assert small_zoo.summary() in (root / "README.md").read_text()
+        assert small_zoo.summary() in (root / "docs/results.md").read_text()
 
     def test_targets_are_what_single_reached_after_two_thirds_rounded_to_the_easier_side(self) -> None:
         for model in MODELS:

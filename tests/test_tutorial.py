@@ -1,0 +1,91 @@
+"""What README and the tutorial tell a reader to write and to run, is written and run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipebench.cli.main import cli
+
+ROOT = Path(__file__).parents[1]
+README, TUTORIAL = ROOT / "README.md", ROOT / "docs/tutorial.md"
+ELSEWHERE = ("pipebench run quickstart", "pipebench report modes.yaml")  # each has a test of its own
+
+
+def write_files(page: Path, folder: Path) -> list[str]:
+    """Write the files that a page shows under their names, and return these."""
+    shown = re.findall(r"`([\w-]+\.(?:py|yaml))`[^`]*?\n\n```\w+\n(.*?)\n```", page.read_text(), re.DOTALL)
+    for name, text in shown:
+        (folder / name).write_text(f"{text}\n")
+    return [name for name, _ in shown]
+
+
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Return a page's commands, each with the lines that it shows of what they print."""
+    blocks = re.findall(r"```(\w*)\n(.*?)\n```", page.read_text(), re.DOTALL)
+    found: list[tuple[str, list[str]]] = []
+    for language, text in blocks:
+        lines = text.splitlines()
+        if not language and lines[-1].startswith("pipebench "):
+            found.append((lines[-1], []))
+        elif not language and found and not lines[0].startswith("pip "):
+            found[-1][1].extend(line for line in lines if line != "...")
+    return found
+
+
+def in_a_process(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {"COLUMNS": "110"}
+    words = [sys.executable, "-m", *command.split()]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def plain(line: str) -> str:
+    return " ".join(line.split())
+
+
+def test_the_tutorial_s_commands_print_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.chdir(tmp_path)
+    assert write_files(TUTORIAL, tmp_path) == ["gpt.py", "gpt.yaml", "my-cluster.yaml", "modes.yaml"]
+    told = commands(TUTORIAL)
+    assert len(told) == 6
+    for command, shown in told:
+        if command.startswith(ELSEWHERE):
+            continue
+        if "pipebench run" in command:
+            output = in_a_process(command, tmp_path).stdout
+            shown = [line for line in shown if "=" in line]  # a narrow terminal breaks the header otherwise
+        else:
+            output = CliRunner().invoke(cli, command.split()[1:]).output
+        printed = {plain(line) for line in output.splitlines()}
+        assert shown
+        assert not [line for line in shown if plain(line) not in printed], f"{command}\n{output}"
+    listed = CliRunner().invoke(cli, ["report", "--list", "modes.yaml"])
+    assert "4 rows, 0 of 4 results" in listed.output, listed.output
+
+
+def test_a_model_of_one_s_own_as_readme_has_it(tmp_path: Path) -> None:
+    assert write_files(README, tmp_path) == ["mine.py", "mine.yaml"]
+    (command,) = (command for command, _ in commands(README) if "mine.yaml" in command)
+    done = in_a_process(command, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith(" mode=")]
+    assert rows == ["mode=dp", "mode=gpipe", "mode=pipedream"]
+
+
+@pytest.mark.slow
+def test_the_tutorial_s_report_is_what_its_command_writes(tmp_path: Path) -> None:
+    """But for epochs and the times that they take, which differ with torch's version."""
+    write_files(TUTORIAL, tmp_path)
+    done = in_a_process("pipebench report modes.yaml", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written, shown = (
+        {cells[0]: (cells[1], *cells[4:]) for line in text.splitlines() if line.startswith("| ")
+         for cells in [[cell.strip() for cell in line.strip("|").split("|")]] if len(cells) == 6}
+        for text in ((tmp_path / "rendered/modes/report.md").read_text(), TUTORIAL.read_text())
+    )  # fmt: skip
+    assert shown == {name: cells for name, cells in written.items() if name in shown}
