@@ -1,7 +1,7 @@
 """The distributed engine: one worker of the plan in this process, the others in theirs, on the wall clock.
 
-It executes its worker's list, instruction by instruction. What blocks and what doesn't is `transport.py`'s subject;
-the arithmetic is `worker.py`'s, the same as the virtual engine's.
+It executes its worker's program. `transport.py` says what blocks; the arithmetic is `engine/worker.py`'s, as in the
+virtual engine.
 """
 
 import time
@@ -58,13 +58,12 @@ class DistributedEngine(Movable):
         setup: what to run; `setup.device` is this process's. Its model loses its weights to the stage.
         world: the processes; as many as the plan has workers.
         control: watches this worker and agrees with the others on early ends; None for neither.
-        on_loss: told of every unit's summed loss on the workers of the last stage; `DivergedError` stops all workers.
-        on_unit: told of every unit that this worker has done with: its samples, the latest mean loss it knows (NaN if
-            none), the time.
+        on_loss: takes every unit's summed loss on the workers of the last stage; `DivergedError` stops all workers.
+        on_unit: takes, for every unit that this worker has finished, its samples, the latest known mean loss (NaN if
+            none) and the time.
 
     Attributes:
-        worker: this process's worker.
-        meter: what it measures.
+        meter: of this worker.
         num_bytes: payload it has sent, by kind and level.
         clock_s: the run's clock at the last drain, the same on all workers.
     """
@@ -112,7 +111,7 @@ class DistributedEngine(Movable):
     # What the training loop asks for.
 
     def start_clock(self, clock_s: float = 0.0) -> None:
-        """Let the run's clock start here, at the same moment on all workers."""
+        """Start the run's clock here, at the same moment on all workers."""
         self.worker.open_data()
         self.exchange(None)
         self.world.mark_started()
@@ -133,27 +132,27 @@ class DistributedEngine(Movable):
 
     @property
     def busy_fraction(self) -> float:
-        """Share of this worker's time in training that it spent computing."""
+        """Share of this worker's training time that it computed."""
         elapsed_s = self.clock() - self._not_training_s
         return min(1.0, self.meter.busy_s / elapsed_s) if elapsed_s > 0 else 0.0
 
     @property
     def position(self) -> int:
-        """This process's place in what `exchange` returns: its worker's number."""
+        """This process's index in the list that `exchange` returns: its worker's number."""
         return self.worker.index
 
     @property
     def is_first(self) -> bool:
-        """Rank 0 keeps the run's records."""
+        """Whether this is rank 0, which keeps the run's records."""
         return self.world.rank == 0
 
     @property
     def stop_reason(self) -> str | None:
-        """Why this worker knows that the run ends early, if it does."""
+        """Why the run ends early, if this worker knows it does."""
         return self._stop or (self._control.stop_reason if self._control is not None else None)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every worker's value, in the order of workers; JSON travels.
+        """Return every worker's value, by worker; values travel as JSON.
 
         Raises:
             PeerLostError: a worker is gone.
@@ -164,10 +163,7 @@ class DistributedEngine(Movable):
         return [values[rank] for rank in self._ranks]
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches `first_minibatch` and after, then drain.
-
-        Returns:
-            How many were trained on: fewer than asked for if a stop was agreed on.
+        """Train on minibatches from `first_minibatch`, then drain; return how many, fewer if a stop was agreed on.
 
         Raises:
             PeerLostError: a worker is gone.
@@ -192,12 +188,12 @@ class DistributedEngine(Movable):
         return done
 
     def _end_at(self, minibatch: int) -> None:
-        """Let the segment end before a minibatch that nobody has begun."""
+        """Shorten the segment to end before `minibatch`, which no worker may have started."""
         if self._control is not None:
             self._control.end_at(minibatch)
 
     def _note(self, event: TimelineEvent) -> None:
-        """Take note of one instruction of this worker."""
+        """Record one instruction of this worker."""
         self.meter.event(event)
         if self.worker.monitor is not None and not self.meter.evaluating:
             self.worker.monitor.note(event.instruction, event.end_s - event.start_s)
@@ -236,11 +232,11 @@ class DistributedEngine(Movable):
         return metrics
 
     def parts(self) -> list[tuple[str, ModelState]]:
-        """Return what this process contributes to a checkpoint."""
+        """Return this process's part of a checkpoint."""
         return self.worker.parts()
 
     def replan(self, plan: Plan) -> None:
-        """Go on under a plan with other cuts or memory policies, at a drain; processes and connections stay.
+        """Continue under a plan with other cuts or memory policies, at a drain; processes and connections stay.
 
         Raises:
             PlanError: stages, replicas, devices or depth are others.
@@ -249,7 +245,7 @@ class DistributedEngine(Movable):
         self.switch_setup(self.setup.under(plan))
 
     def switch_setup(self, setup: Setup) -> None:
-        """Go on with another setup of the same model, at a drain: other cuts, or other cells left out; see `replan`."""
+        """Continue with another setup of the same model, at a drain: other cuts, or other idle cells; see `replan`."""
         assert self.setup.repartitions, "the model that stages are cut from is gone"
         old = self.worker
         self._cut_stage(setup)
@@ -280,13 +276,13 @@ class DistributedEngine(Movable):
         self.sync_clock()
 
     def _note_migration(self, sender: int, num_bytes: int, start_s: float) -> None:
-        """Tell the meter of layers that have come from another worker."""
+        """Record layers received from another worker."""
         own = self.worker.index
         level = self.setup.level_between(sender, own).name
         self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, num_bytes, start_s, self.clock()))
 
     def _cut_stage(self, setup: Setup) -> None:
-        """Cut this worker's stages anew, with their initial weights and nothing in flight."""
+        """Cut this worker's stages again, with their initial weights and nothing in flight."""
         self.setup = setup
         self._phases = None
         self.worker = Worker(setup, self.worker.index)
@@ -295,7 +291,7 @@ class DistributedEngine(Movable):
         self._collectives.close()
 
     def _monitor(self) -> None:
-        """Let this worker's stage be measured, where stages are balanced."""
+        """Measure this worker's stage, if stages are balanced."""
         if self.setup.balances:
             allocator = AllocatorPeak(self.setup.device) if self.setup.device.type == "cuda" else None
             self.worker.monitor = monitors(self.setup, self._decided, allocator)[self.worker.index]
@@ -306,13 +302,13 @@ class DistributedEngine(Movable):
     def restore(
         self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
     ) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Args:
             state: of the whole model.
-            facts: what `facts` returned on this worker when it was taken; None if the plan was another.
+            facts: this worker's `facts` in the checkpoint; None if the plan was another.
             clock_s: the run's clock then.
-            plan: to go on under; None for the one there is.
+            plan: to resume under; None for the current one.
         """
         if plan is not None:
             self._cut_stage(self.setup.under(plan))
@@ -325,13 +321,13 @@ class DistributedEngine(Movable):
             restore_extensions(self._collectives.extensions, facts)
 
     def close(self) -> None:
-        """Give up the connections to the other workers, when everybody has ended; all workers call it."""
+        """Close the connections to the other workers; all workers call it."""
         self.exchange(None)
         self._transport.close()
         self._collectives.close()
 
     def facts(self) -> dict[str, Any]:
-        """Return what this worker has measured so far, in a form that JSON holds."""
+        """Return this worker's measurements so far, as JSON data."""
         return {
             "meter": self.meter.state(),
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
@@ -342,18 +338,18 @@ class DistributedEngine(Movable):
         }
 
     def set_activity(self, work: str) -> None:
-        """Name what this process does now, for the others' watchdogs."""
+        """Name this process's current work, for the others' watchdogs."""
         if self._control is not None:
             self._control.at(None, work)
 
     def sync_clock(self) -> None:
-        """All workers agree on the time: the last one's."""
+        """Set all workers' clocks to the latest."""
         if self.setup.device.type == "cuda":
             torch.cuda.synchronize(self.setup.device)
         self.clock_s = max(self.exchange(self.clock()))
 
     def measured(self, training_s: float) -> RunMeasurements:
-        """Return what all workers measured; all call it."""
+        """Return all workers' measurements; all call it."""
         shares = self.exchange([self.meter.share(), core_share(self.setup.device)])
         found = merge([share for share, _ in shares], self.setup.pipeline, training_s)
         simulated = self.setup.costs.host.cores is not None
@@ -363,7 +359,7 @@ class DistributedEngine(Movable):
     # The loop.
 
     def _train(self, first_minibatch: int, num_minibatches: int, routes: Routes | None) -> int:
-        """Execute this worker's list; it becomes that of a shorter segment where the workers agree on one."""
+        """Execute this worker's program, or that of a shorter segment if the workers agree on one."""
         pipeline, index = self.setup.pipeline, self.worker.index
         foreseen = None if routes is None else self._foreseen(routes)
         foreseeable = programs(pipeline, num_minibatches, foreseen)[index]
@@ -373,19 +369,19 @@ class DistributedEngine(Movable):
             for instruction in programs(pipeline, num_minibatches, routes)[index]:
                 self._execute(instruction)
             return num_minibatches
-        self._control.begin(self._segment, num_minibatches)
-        self._segment += 1
         control = self._control
+        control.begin(self._segment, num_minibatches)
+        self._segment += 1
         self._collectives.begin(first_minibatch, lambda: control.limit)
-        for instruction in admitted_program(pipeline, index, num_minibatches, self._control, routes):
-            if self._control.limit < num_minibatches:
-                num_minibatches = self._control.limit
+        for instruction in admitted_program(pipeline, index, num_minibatches, control, routes):
+            if control.limit < num_minibatches:
+                num_minibatches = control.limit
                 self.worker.end_early(num_minibatches)
             self._execute(instruction)
-        return self._control.limit
+        return control.limit
 
     def _foreseen(self, routes: Routes) -> Routes:
-        """Return routes of the moves that are known now, to read a list from that nobody executes."""
+        """Return routes of the moves known so far, for a program that is only read ahead."""
         phases = SegmentCuts(self.setup)
         for move in routes.moves.announced:
             phases.announce(move)
@@ -398,7 +394,7 @@ class DistributedEngine(Movable):
         self._watch.timed(instruction, lambda: self._executed(instruction))
 
     def _executed(self, instruction: Instruction) -> float:
-        """Execute an instruction; return the seconds it waited for bytes that were on their way."""
+        """Execute an instruction; return the seconds it waited for bytes in transfer."""
         transport, collectives = self._transport, self._collectives
         transport.stall_s = collectives.stall_s = 0.0
         loss = self.worker.execute(instruction, transport, collectives)
@@ -429,7 +425,7 @@ class DistributedEngine(Movable):
         return WholeModel(self.setup)
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        """Gather the newest weights on rank 0, which computes what only the whole model can give; the others wait."""
+        """Gather the newest weights on rank 0, which computes the metrics of the whole model; the others wait."""
         self.set_activity("whole-model metrics")
         stages = self.world.gather(self.worker.tensors())
         found: dict[str, float] = {}
