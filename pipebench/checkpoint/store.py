@@ -264,7 +264,7 @@ def _read(folder: Path) -> Checkpoint:
     try:
         data = read(dict[str, Any], files.read_bytes(path))
         if data.pop("sha256", None) != _hash_of(data):
-            raise JsonError
+            raise JsonError("")
     except files.FileError as error:
         missing = isinstance(error.__cause__, FileNotFoundError)
         problem = "is missing, so the checkpoint was never finished" if missing else error.problem

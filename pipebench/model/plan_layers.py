@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.lines import LinedFile
 from pipebench.model.plan import Cuttable, Plan, StagePlan, make_plan, split_ties
 from pipebench.recipe.plan_file import PlanForm, Problems, StageForm
 from pipebench.typed_json import shown
@@ -44,7 +45,7 @@ def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> 
     Raises:
         RecipeError: there is at least one.
     """
-    faults = [Fault(source, where, f"{problem}{hint}") for where, problem in problems]
+    faults = [Fault(LinedFile(source), where, f"{problem}{hint}") for where, problem in problems]
     if faults:
         raise RecipeError(faults)
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.cluster import RING
-from pipebench.errors import PlanError, RecipeError, choice, nearest
+from pipebench.errors import Fault, PlanError, RecipeError, choice, nearest
+from pipebench.lines import LinedFile
 from pipebench.recipe.clusters import SERVERS, load_cluster
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
@@ -115,7 +116,7 @@ def _plan_in_file(
     asked = ParallelismRecipe(mode, given, depth=depth, recompute=recompute, chunks=chunks, backward=backward)
     problems = form_problems(form, asked, cluster.num_workers)
     for where, problem in problems:
-        yield "parallelism.plan", f"{given}: {where}: {problem}"
+        yield "parallelism.plan", str(Fault(LinedFile(given), where, problem))
 
 
 @rule("@cluster", "parallelism.mode", "parallelism.plan", "parallelism.cuts", "parallelism.chunks")

@@ -1,18 +1,17 @@
 """The order of pushes that a run has kept, read to be repeated: `parallelism.push_order`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from pipebench.errors import Fault, PlanError, RecipeError
-from pipebench.extensions.asynchronous.pushes import VERSION, Pushes, PushOrder
-from pipebench.files import read_text
+from pipebench.errors import PlanError, RecipeError
+from pipebench.extensions.asynchronous.pushes import Pushes, PushOrder
 from pipebench.recipe.draft import Problems
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import Recipe
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.typed_json import JsonError, read
+from pipebench.typed_json import read_file
 
 
 def settings(recipe: Recipe, pipeline: Pipeline) -> dict[int, list[int]]:
@@ -32,18 +31,14 @@ def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
     Raises:
         RecipeError: it can't be read, isn't an order of pushes, or not one that so many workers can have.
     """
-    text = read_text(path)
-    try:
-        found = read(PushOrder, text)
-        if found.pipebench_push_order != VERSION:
-            raise JsonError(f"pipebench_push_order: got {found.pipebench_push_order}, allowed is {VERSION}")
-    except JsonError as error:
-        raise RecipeError([Fault(path, "", str(error))]) from error
-    for index, pushes in enumerate(found.segments):
-        problem = _problem(pushes, num_workers)
-        if problem is not None:
-            raise RecipeError([Fault(path, f"segments[{index}].minibatches", problem)])
-    return found.segments
+
+    def problems(found: PushOrder) -> Iterator[tuple[str, str]]:
+        for index, pushes in enumerate(found.segments):
+            problem = _problem(pushes, num_workers)
+            if problem is not None:
+                yield f"segments[{index}].minibatches", problem
+
+    return read_file(PushOrder, path, problems).segments
 
 
 def _problem(pushes: Pushes, num_workers: int | None) -> str | None:
